@@ -142,6 +142,8 @@ class HiCacheConfig:
     direct_io: str = "require"
     storage: str = "auto"
     deadline_ms: int = 30_000
+    #: A question to a service's index ends after so long, as a miss.
+    lookup_ms: int = 50
     #: Reads and writes that may be in flight, bytes.
     read_bytes_in_flight_max: int = 96 << 20
     write_bytes_in_flight_max: int = 96 << 20
@@ -217,8 +219,9 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         if checked.get("write_policy") != "by_value":
             raise config_error("write_budget", given["write_budget"], "nothing, or write_policy 'by_value' beside it")
         checked["write_budget"] = parse_bytes(given["write_budget"], "write_budget")
-    if "deadline_ms" in given:
-        checked["deadline_ms"] = _whole("deadline_ms", given["deadline_ms"], 1, 86_400_000)
+    for name in ("deadline_ms", "lookup_ms"):
+        if name in given:
+            checked[name] = _whole(name, given[name], 1, 86_400_000)
     for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max"):
         if name in given:
             checked[name] = parse_bytes(given[name], name)

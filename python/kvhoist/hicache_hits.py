@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+#: 0.5.17 has no such field.
+_HAS_RESTORABLE = any(f.name == "restorable_prefix_pages" for f in dataclasses.fields(PoolTransferResult))
+
+
+def pool_result(pages: int, hits: dict, restorable: list) -> PoolTransferResult:
+    """What SGLang wants to know of all pools."""
+    if _HAS_RESTORABLE:
+        return PoolTransferResult(pages, hits, restorable)
+    return PoolTransferResult(pages, hits)
 
 
 def policy(transfer: Any) -> str:

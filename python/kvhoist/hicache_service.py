@@ -12,7 +12,6 @@ from typing import Any
 from .cache import slot_bytes
 from .client import Client, connect, mapped_from
 from .config import SERVICE_WRITE_POLICIES, HiCacheConfig, config_error
-from .errors import Error
 from .service import ServiceSettings, find_or_start
 
 logger = logging.getLogger(__name__)
@@ -20,8 +19,9 @@ logger = logging.getLogger(__name__)
 #: The most bounce memory of a rank, for pools that the service cannot map. Allocated with the first such page.
 _BOUNCE_BYTES_MAX = 256 << 20
 
-#: Seconds between two attempts to start a service again.
+#: Seconds from an attempt to start a service again to the next; they double with each that fails.
 _RESTART_EVERY_S = 1.0
+_RESTART_EVERY_S_MAX = 60.0
 
 
 def wants_service(config: HiCacheConfig, storage_config: Any) -> bool:
@@ -71,27 +71,41 @@ class Keeper:
         self._settings = service_settings(config) if config.service == "auto" else None
         self._lock = threading.Lock()
         self._starting = False
-        self._last = 0.0
+        self._pause_s = _RESTART_EVERY_S
+        self._next = 0.0
         self.socket = config.service if self._settings is None else find_or_start(self._settings)
 
     def missed(self) -> None:
-        """Starts the service again, in the background, after a call found it away. Clients reconnect by themselves."""
+        """Starts the service again, in the background, after a call found it away. Clients reconnect by themselves.
+
+        Never raises: an attempt that fails is logged, and followed by another.
+        """
+        settings = self._settings
         with self._lock:
-            if self._settings is None or self._starting or time.monotonic() - self._last < _RESTART_EVERY_S:
+            if settings is None or self._starting or time.monotonic() < self._next:
                 return
             self._starting = True
-        threading.Thread(target=self._start, name="kvhoist-service-start", daemon=True).start()
-
-    def _start(self) -> None:
         try:
-            if self._settings is not None:
-                find_or_start(self._settings)
-        except (OSError, Error) as error:
-            logger.warning("kvhoist: the service cannot be started again: %s", error)
-        finally:
-            with self._lock:
-                self._starting = False
-                self._last = time.monotonic()
+            thread = threading.Thread(target=self._start, args=(settings,), name="kvhoist-service-start", daemon=True)
+            thread.start()
+        except Exception as error:  # No thread is to be had.
+            self._tried(error)
+
+    def _start(self, settings: ServiceSettings) -> None:
+        try:
+            find_or_start(settings)
+        except Exception as error:
+            self._tried(error)
+        else:
+            self._tried(None)
+
+    def _tried(self, error: Exception | None) -> None:
+        with self._lock:
+            self._starting = False
+            self._next = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _RESTART_EVERY_S_MAX) if error else _RESTART_EVERY_S
+        if error:
+            logger.warning("kvhoist: the service cannot be started again: %s; trying later", error)
 
 
 def connect_pool(store: Any, socket: str) -> Client:
@@ -110,6 +124,7 @@ def connect_pool(store: Any, socket: str) -> Client:
         deadline_ms=config.deadline_ms,
         # The engine computes into the memory of a load that has failed.
         give_up_ms=None,
+        ask_ms=config.lookup_ms,
     )
     try:
         if store.geometry.segments:

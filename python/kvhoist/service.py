@@ -107,10 +107,16 @@ def _start(settings: ServiceSettings, path: str) -> None:
     roots = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
     with open(log, "ab") as output:
-        service = subprocess.Popen(
-            settings.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            cwd="/", env=environment,
-        )  # fmt: skip
+        try:
+            service = subprocess.Popen(
+                settings.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                cwd="/", env=environment,
+            )  # fmt: skip
+        except OSError as error:
+            raise UnavailableError(
+                f"service: its process could not be started: {error}; raise `ulimit -u`, or the container's limit of "
+                "processes, if that is reached"
+            ) from error
     give_up = time.monotonic() + _START_PATIENCE_S
     while not listens(path):
         status = service.poll()
@@ -123,7 +129,10 @@ def _start(settings: ServiceSettings, path: str) -> None:
         time.sleep(0.01)
     logger.info("kvhoist: started a service, process %d, at %s; its log is %s", service.pid, path, log)
     # It outlives this process. While this process lives, a thread logs the end of the service.
-    threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
+    try:
+        threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
+    except RuntimeError as error:
+        logger.warning("kvhoist: the end of the service will not be logged: %s", error)
 
 
 def _reap(service: subprocess.Popen) -> None:
@@ -164,15 +173,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-pin", action="store_true", help="pin no client's memory")
 
 
-def serve(given: argparse.Namespace) -> int:
-    """Serves until a signal: SIGTERM, SIGINT and SIGHUP drain, a second one ends at once."""
-    ends, ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}, signal.SIGUSR1
-    # Blocked in all threads that are started from here; this thread waits for the signals.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, ended})
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    _logs.start()
-    settings = {
-        "direct_io": given.direct_io, "storage": given.storage, "bypass_host": not given.keep_in_host,
 class _Places:
     """Files and folders by which a service is found, as they are now."""
 
@@ -194,6 +194,15 @@ class _Places:
         return all(self._identity(path) in (known, (0, 0)) for path, known in self._known.items())
 
 
+def serve(given: argparse.Namespace) -> int:
+    """Serves until a signal: SIGTERM, SIGINT and SIGHUP drain, a second one ends at once."""
+    ends, ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}, signal.SIGUSR1
+    # Blocked in all threads that are started from here; this thread waits for the signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, ended})
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _logs.start()
+    settings = {
+        "direct_io": given.direct_io, "storage": given.storage, "bypass_host": not given.keep_in_host,
         "write_policy": given.write_policy,
     }  # fmt: skip
     if given.write_budget is not None:
@@ -217,6 +226,8 @@ class _Places:
 
     threading.Thread(target=wait, name="kvhoist-wait", daemon=True).start()
     print(f"kvhoist: listening at {given.socket}", flush=True)
+    # Of a service that ends by itself: any other may outlive its socket, which a cleaner of old files may delete.
+    places = None if given.linger is None else _Places([given.socket, *given.path])
     draining = False
     while (found := signal.sigtimedwait({*ends, ended}, _LOOK_EVERY_S)) is None or found.si_signo != ended:
         if found is None:
@@ -230,5 +241,3 @@ class _Places:
     if failure:
         raise failure[0]
     return 0
-    # Of a service that ends by itself: any other may outlive its socket, which a cleaner of old files may delete.
-    places = None if given.linger is None else _Places([given.socket, *given.path])

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from typing import Any, Callable, Sequence
 
 from .client import Client, SharedMemory, connect, mapped_from
 from .config import HiCacheConfig
-from .errors import Error
+from .errors import DeadlineError, Error, UnavailableError
 from .hicache_service import Keeper
+from .pause import Pause
 
 logger = logging.getLogger(__name__)
 
-#: An engine's thread waits no longer for an answer from the index; the answer is then a miss.
-_ASK_MS = 1000
-
-#: Seconds without questions after one that failed.
-_AWAY_S = 1.0
+#: An engine's thread waits no longer for the connection of its questions, and for a removal.
+_INDEX_MS = 1000
 
 _BOUNCE_BYTES_MAX = 256 << 20
-
-_COUNTERS = ("checksum_failures", "read_errors", "write_errors", "writes_refused")
 
 
 class ServiceSpace:
@@ -37,20 +32,21 @@ class ServiceSpace:
         )  # fmt: skip
         self._client = self._connect(config.deadline_ms)
         try:
-            self._index = self._connect(_ASK_MS)
+            self._index = self._connect(_INDEX_MS, config.lookup_ms)
         except BaseException:
             self._client.close()
             raise
-        self._away_until = 0.0
+        self._pause = Pause()
         #: The last figures that the service gave.
-        self._stats: dict[str, Any] = {
-            **dict.fromkeys(_COUNTERS, 0), "tiers": {"disk": {"resident": 0, "slots": 0, "evictions": 0}},
-            "disk_trouble": None,
-        }  # fmt: skip
+        try:
+            self._stats: dict[str, Any] = self._client.stats()
+        except BaseException:
+            self.close()
+            raise
 
-    def _connect(self, deadline_ms: int) -> Client:
+    def _connect(self, deadline_ms: int, ask_ms: int | None = None) -> Client:
         # The engine computes into the memory of a load that has failed.
-        return connect(self._keeper.socket, **self._options, deadline_ms=deadline_ms, give_up_ms=None)
+        return connect(self._keeper.socket, **self._options, deadline_ms=deadline_ms, ask_ms=ask_ms, give_up_ms=None)
 
     @property
     def socket(self) -> str:
@@ -110,11 +106,17 @@ class ServiceSpace:
 
     def remove(self, key: bytes) -> bool:
         """Forgets a block, for all clients of the space. Raises while the service is away."""
-        return self._index.remove(key)
+        if self._pause.is_on():
+            raise UnavailableError("the service has not answered a moment ago")
+        try:
+            return self._index.remove(key)
+        except (DeadlineError, UnavailableError) as error:
+            self._failed(error)
+            raise
 
     def stats(self) -> dict[str, Any]:
         """The space's figures, of all clients; the last ones while the service is away."""
-        self._stats = self._asked(self._index.stats, self._stats)
+        self._stats = self._asked(lambda: self._index.stats(briefly=True), self._stats)
         trouble = self._stats["disk_trouble"]
         return {
             **self._stats, "disk_retired": trouble, "disk_read_only": None, "storage": "service",
@@ -122,15 +124,18 @@ class ServiceSpace:
         }  # fmt: skip
 
     def _asked(self, ask: Callable[[], Any], otherwise: Any) -> Any:
-        if time.monotonic() < self._away_until:
+        if self._pause.is_on():
             return otherwise
         try:
             return ask()
         except Error as error:
-            self._away_until = time.monotonic() + _AWAY_S
-            self._keeper.missed()
-            logger.warning("kvhoist: the service does not answer: %s", error)
+            self._failed(error)
             return otherwise
+
+    def _failed(self, error: Error) -> None:
+        self._pause.begin(error)
+        self._keeper.missed()
+        logger.warning("kvhoist: the service does not answer: %s", error)
 
     def close(self) -> None:
         """Hangs up, and returns when the service uses none of this memory."""

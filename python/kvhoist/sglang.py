@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -15,12 +14,14 @@ from typing import Any, Callable, Optional
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from .config import HiCacheConfig, config_error, warn_of_keywords
-from .errors import ClosedError, Error, UnavailableError
+from .errors import ClosedError, DeadlineError, UnavailableError
+from .failures import Failures
 from .hicache import Geometry, PoolStore, prefix_parent, split_capacity
-from .hicache_hits import policy, trailing
+from .hicache_hits import policy, pool_result, trailing
 from .hicache_identity import Identity
 from .hicache_refusals import refuse_adapters_without_keys, refuse_what_is_not_kept, server_args, warn_of_salts
 from .hicache_service import Keeper, is_writer, wants_service
+from .pause import Pause
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,6 @@ KV = "kv"
 
 #: The most batches whose figures are kept for `get_stats`.
 _STATS_BATCHES_MAX = 4096
-
-#: The first failures of each kind are logged, then one of every so many.
-_LOG_FIRST = 10
-_LOG_EVERY = 1000
 
 
 class HiCacheKvhoist(HiCacheStorage):
@@ -58,6 +55,7 @@ class HiCacheKvhoist(HiCacheStorage):
             self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
         #: Finds or starts the node's service, if that has the pages.
         self._keeper = Keeper(self.config) if in_service else None
+        self._pause = Pause()
         #: One of the ranks with the same pages stores them.
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
@@ -67,7 +65,8 @@ class HiCacheKvhoist(HiCacheStorage):
         self._closed = False
         self._lock = threading.RLock()
         #: Failed calls by the method's name, and failed pages of all methods as `pages`.
-        self.counters: dict[str, int] = {}
+        self._failures = Failures(logger, "pages")
+        self.counters = self._failures.counters
         self._prefetched: deque = deque(maxlen=_STATS_BATCHES_MAX)
         self._backed_up: deque = deque(maxlen=_STATS_BATCHES_MAX)
 
@@ -168,7 +167,7 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """The number of leading pages that are resident."""
-        return self._guarded("batch_exists", 0, lambda: self._store(KV).match(keys))
+        return self._asked("batch_exists", 0, lambda: self._store(KV).match(keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Reads pages into the host pool; a result for each."""
@@ -189,8 +188,8 @@ class HiCacheKvhoist(HiCacheStorage):
         self, keys: list[str], pool_transfers: Optional[list] = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """The longest prefix that all pools can restore, by their hit policies."""
-        empty = _pool_result(0, {}, [])
-        return self._guarded("batch_exists_v2", empty, lambda: self._exists_v2(keys, pool_transfers or []))
+        empty = pool_result(0, {}, [])
+        return self._asked("batch_exists_v2", empty, lambda: self._exists_v2(keys, pool_transfers or []))
 
     def _exists_v2(self, keys: list[str], transfers: list) -> PoolTransferResult:
         kv_pages = self._store(KV).match(keys)
@@ -216,7 +215,7 @@ class HiCacheKvhoist(HiCacheStorage):
             if boundary:
                 hits[name] = boundary
             restorable = [pages for pages in restorable if pages in reachable]
-        return _pool_result(restorable[-1] if restorable else 0, hits, restorable)
+        return pool_result(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(self, transfers: list, extra_info: Any = None) -> dict:
         """Reads pages of each pool; one result for each page of each."""
@@ -342,9 +341,16 @@ class HiCacheKvhoist(HiCacheStorage):
 
     # Never raising
 
+    def _asked(self, method: str, otherwise: Any, run: Callable[[], Any]) -> Any:
+        """As `_guarded`, for questions to the index. A service that has just let one wait is not asked."""
+        return otherwise if self._pause.is_on() else self._guarded(method, otherwise, run)
+
     def _move(
         self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore], list], batches: deque
     ) -> list[bool]:
+        if self._pause.is_on():
+            self._failed(method, len(keys), "the service has not answered a moment ago")
+            return [False] * len(keys)
         started = time.perf_counter()
         # SGLang gets a bool for each page; the log gets the error.
         results = self._guarded(method, None, lambda: (store := self._store(pool), run(store)), pages=len(keys))
@@ -372,29 +378,18 @@ class HiCacheKvhoist(HiCacheStorage):
             return otherwise
 
     def _missed(self, error: BaseException) -> None:
-        """Starts the service again if it is away."""
-        if self._keeper is not None and not self._closed and isinstance(error, UnavailableError):
+        """Starts the service again if it is away, and leaves it alone for a while if it does not answer."""
+        if self._keeper is None or self._closed:
+            return
+        if isinstance(error, UnavailableError):
             self._keeper.missed()
+        elif isinstance(error, DeadlineError):
+            self._pause.begin(error)
 
     def _failed(self, method: str, pages: int, why: object) -> None:
         with self._lock:
-            count = self.counters[method] = self.counters.get(method, 0) + 1
-            self.counters["pages"] = self.counters.get("pages", 0) + pages
-        if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
-            unexpected = why if isinstance(why, Exception) and not isinstance(why, Error) else None
-            logger.warning("kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=unexpected)
+            self._failures.failed(method, why, pages)
 
 
 def _percent(share: float | None) -> str:
     return "an unknown part" if share is None else f"{share:.0%}"
-
-
-@functools.cache
-def _result_has_restorable() -> bool:
-    return "restorable_prefix_pages" in getattr(PoolTransferResult, "__dataclass_fields__", {})
-
-
-def _pool_result(pages: int, hits: dict, restorable: list) -> PoolTransferResult:
-    if _result_has_restorable():
-        return PoolTransferResult(pages, hits, restorable)
-    return PoolTransferResult(pages, hits)

@@ -64,6 +64,6 @@ def test_a_service_that_dies_costs_misses(node):
         node.start()
         space = server.l2.store.cache
         await_(lambda: space.connected, "the client to connect again")
-        space._away_until = 0.0
+        space._pause.end()
         server.forget()
         assert server.get(keys) == "HHHH"

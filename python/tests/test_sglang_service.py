@@ -9,6 +9,7 @@ import signal
 import threading
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sgl
@@ -25,6 +26,7 @@ from test_service import service_pids  # noqa: E402
 from test_sglang import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, same  # noqa: E402
 
 import kvhoist  # noqa: E402
+from kvhoist import pause  # noqa: E402
 
 
 def forking() -> multiprocessing.context.BaseContext:
@@ -336,4 +338,51 @@ def test_pages_are_kept_in_host_memory_where_that_is_wanted(where, store_dir):
             assert same(pages_of(pool, indices), want)
         tiers = backend.stats()["pools"]["kv"]["tiers"]
         assert (tiers["host"]["hits"], tiers["disk"]["hits"]) == (24, 0), "no page was read from the drive"
+        backend.close()
+
+
+def test_an_engine_that_can_start_no_thread_gets_misses(store_dir, monkeypatch):
+    """The service dies while threads are exhausted: SGLang's threads get misses, and the service is started later."""
+
+    def exhausted(_thread):
+        raise RuntimeError("can't start new thread")
+
+    pool, extra = filled(sgl.MLA), sgl.extra_config(store_dir, "16MiB", "4MiB", linger_s=1)
+    backend = sgl.backend(sgl.MLA, pool, extra, tp_size=2)
+    keys, indices = keys_for(sgl.MLA, 4), pool.alloc(4 * pool.page_size)
+    assert backend.batch_set_v1(keys, indices) == [True] * 4 and backend.batch_exists(keys) == 4
+    (pid,) = service_pids(store_dir)
+    with monkeypatch.context() as none_to_be_had:
+        none_to_be_had.setattr(threading.Thread, "start", exhausted)
+        os.kill(pid, signal.SIGKILL)
+        await_(lambda: backend.batch_exists(keys) == 0, "the end of the service")
+        for _ in range(3):
+            backend._keeper._next = 0.0
+            assert backend.batch_exists(keys) == 0
+            assert backend.batch_get_v1(keys, indices) == backend.batch_set_v1(keys, indices) == [False] * 4
+        assert not backend._keeper._starting
+    backend._keeper._next = 0.0
+    await_(lambda: backend.batch_exists(keys) == 4, "the next service")
+    assert backend.batch_get_v1(keys, indices) == [True] * 4
+    backend.close()
+    await_(lambda: not [one for one in service_pids(store_dir) if one != pid], "the end of the service")
+
+
+def test_a_service_that_hangs_costs_one_short_question_a_pause(store_dir, monkeypatch, caplog):
+    with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
+        pool = filled(sgl.MHA)
+        extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket, lookup_ms=30)
+        backend = sgl.backend(sgl.MHA, pool, extra)
+        keys, indices = keys_for(sgl.MHA, 4), pool.alloc(4 * pool.page_size)
+        assert backend.batch_set_v1(keys, indices) == [True] * 4
+        with node.hanging(), monkeypatch.context() as in_one_pause:
+            # The clock of pauses stands still: all of these are in one.
+            in_one_pause.setattr(pause, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+            backend._pause.end()
+            assert all(backend.batch_exists(keys) == 0 for _ in range(50))
+            assert backend.counters["batch_exists"] == 1, "one was asked"
+            assert "has not answered for 30ms" in caplog.text, "and not the deadline of other calls"
+            assert backend.batch_get_v1(keys, indices) == backend.batch_set_v1(keys, indices) == [False] * 4
+        backend._pause.end()
+        await_(lambda: (backend._pause.end(), backend.batch_exists(keys))[1] == 4, "an answer")
         backend.close()

@@ -8,12 +8,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nodes import PATIENCE_S, Node, await_
-from test_service import BLOCK, block, key
+from test_service import BLOCK, block, key, service_pids
 
 import kvhoist
+from kvhoist import hicache_service, pause, service, service_space
+from kvhoist.config import HiCacheConfig
+
+
+def exhausted(*_arguments, **_more):
+    raise RuntimeError("can't start new thread")
 
 
 @pytest.fixture
@@ -112,3 +119,127 @@ def test_a_queue_that_is_dropped_leaves_the_memory_of_its_loads(node):
             for one in out:
                 one.clear()  # No export is left.
         assert client.get(key(1)) == block(1)
+
+
+def keeper(monkeypatch, store_dir):
+    """A keeper whose service cannot be started, with a clock of the test's."""
+    clock, tries = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0), []
+
+    def start(_settings):
+        tries.append(clock.now)
+        if len(tries) > 1:
+            raise kvhoist.UnavailableError("service: it ended")
+        return "socket"
+
+    monkeypatch.setattr(hicache_service, "find_or_start", start)
+    monkeypatch.setattr(hicache_service, "time", clock)
+    config = HiCacheConfig.load({"path": str(store_dir), "capacity": "1MiB"}, {})
+    return hicache_service.Keeper(config), clock, tries
+
+
+def test_a_service_is_started_again_when_threads_are_to_be_had_again(monkeypatch, store_dir, caplog):
+    kept, clock, tries = keeper(monkeypatch, store_dir)
+    with monkeypatch.context() as none_to_be_had:
+        none_to_be_had.setattr(threading.Thread, "start", exhausted)
+        for _ in range(20):
+            clock.now += 100
+            kept.missed()
+    assert "can't start new thread" in caplog.text and len(tries) == 1
+    clock.now += 100
+    kept.missed()
+    await_(lambda: len(tries) == 2 and not kept._starting, "another attempt")
+
+
+def test_a_service_that_cannot_be_started_is_tried_less_and_less_often(monkeypatch, store_dir):
+    kept, clock, tries = keeper(monkeypatch, store_dir)
+    for _ in range(4000):
+        clock.now += 0.25
+        kept.missed()
+        await_(lambda: not kept._starting, "the end of an attempt")
+    between = [later - earlier for earlier, later in zip(tries[1:], tries[2:])]
+    assert between[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_started_service_needs_no_thread_to_watch_it(monkeypatch, store_dir, caplog):
+    monkeypatch.setattr(threading.Thread, "start", exhausted)
+    settings = service.ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, direct_io="prefer", linger_s=1)
+    assert service.listens(service.find_or_start(settings)) and "will not be logged" in caplog.text
+    await_(lambda: not [pid for pid in service_pids(store_dir) if not is_zombie(pid)], "its end")
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def space_of(node, **more):
+    given = {"service": node.socket, "capacity": "24MiB", "host_bytes": "4MiB", **more}
+    return service_space.ServiceSpace(HiCacheConfig.load(given, {}), "space", BLOCK)
+
+
+def test_a_service_that_hangs_costs_one_short_question_a_pause(node, monkeypatch, caplog):
+    space, asked, keys = space_of(node, lookup_ms=30), [], [bytes([n]) * 32 for n in range(8)]
+    real, space._index = space._index, SimpleNamespace()
+    for name in ("contains_each", "touch", "release", "keep", "stats"):
+        call = getattr(real, name)
+        setattr(space._index, name, lambda *a, call=call, name=name, **more: (asked.append(name), call(*a, **more))[1])
+    with node.hanging(), monkeypatch.context() as in_one_pause:
+        for name, call, miss in (
+            ("contains_each", lambda: space.contains_each(keys), [False] * 8),
+            ("touch", lambda: space.touch(keys), None), ("release", lambda: space.release(keys), 0),
+            ("keep", lambda: space.keep(keys, 1.0), 0),
+        ):  # fmt: skip
+            asked.clear()
+            space._pause.end()
+            # The clock stands still: all of these are in one pause.
+            in_one_pause.setattr(pause, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+            assert all(call() == miss for _ in range(50)) and asked == [name]
+        asked.clear()
+        space._pause.end()
+        assert space.stats()["tiers"]["disk"]["slots"] > 0 and asked == ["stats"], "the last figures"
+        assert caplog.text.count("has not answered for 30ms") == 5, "and not the deadline of other calls"
+        with pytest.raises(kvhoist.UnavailableError, match="a moment ago"):
+            space.remove(keys[0])
+    space._index = real
+    space._client.store(keys[:1], [block(1)])
+    await_(lambda: (space._pause.end(), space.contains(keys[0]))[1], "an answer")
+    space.close()
+
+
+def test_a_question_ends_in_its_own_time(node):
+    options = dict(space="tests", block_bytes=BLOCK, capacity="24MiB", host_bytes="2MiB", ask_ms=20)
+    with pytest.raises(kvhoist.ConfigError, match="ask_ms"):
+        kvhoist.connect(node.socket, **{**options, "ask_ms": 0})
+    with kvhoist.connect(node.socket, **options) as client:
+        with node.hanging():
+            for ask in (client.match_prefix, client.contains_each, client.touch, client.release):
+                # Other calls would wait for 30 s.
+                with pytest.raises(kvhoist.DeadlineError, match="ask_ms"):
+                    ask([key(1)])
+            with pytest.raises(kvhoist.DeadlineError):
+                client.stats(briefly=True)
+        assert client.stats()["stores"] == 0
+
+
+def test_a_service_that_hangs_is_left_alone_for_longer_each_time(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(pause, "time", clock)
+    one, late, gone = pause.Pause(), kvhoist.DeadlineError("late"), kvhoist.UnavailableError("gone")
+    lengths = []
+    for _ in range(6):
+        assert not one.is_on()
+        one.begin(late)
+        began = clock.now
+        while one.is_on():
+            clock.now += 0.25
+        lengths.append(clock.now - began)
+    assert lengths == [1, 2, 4, 8, 10, 10]
+    one.begin(gone)
+    clock.now += 1.25
+    assert not one.is_on(), "one that is away costs nothing to ask"
+    clock.now += 60
+    one.begin(late)
+    clock.now += 1.25
+    assert not one.is_on(), "it has answered in between"
+    one.begin(late)
+    one.end()
+    assert not one.is_on()

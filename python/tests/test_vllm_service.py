@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,9 +19,10 @@ if why:
 vtier.boot()
 
 from nodes import Node, await_  # noqa: E402
+from test_service import service_pids  # noqa: E402
 from vtier import Engine, keys_of  # noqa: E402
 
-from kvhoist import ConfigError, UnavailableError, service_space  # noqa: E402
+from kvhoist import ConfigError, UnavailableError, pause, service_space  # noqa: E402
 
 NEW = vtier.version() >= (0, 33)
 
@@ -112,7 +115,7 @@ def test_a_service_that_dies_costs_misses(node, caplog):
         node.start()
         space = engine.tier.store.cache
         await_(lambda: space.connected, "the client to connect again")
-        space._away_until = 0.0
+        space._pause.end()
         engine.step()
         assert found(engine, keys) == "H" * 8, "what was stored is there again"
         assert set(found(engine, more)) <= set("HM")
@@ -169,3 +172,66 @@ def test_a_store_of_its_own_is_the_default(store_dir):
         assert importlib.import_module("kvhoist.chunks").tier_settings(
             {"path": str(store_dir), "capacity": "1MiB"}
         ).service == "off"
+
+
+def exhausted(_thread):
+    raise RuntimeError("can't start new thread")
+
+
+def test_chunks_move_where_no_thread_can_be_started(node, monkeypatch):
+    """Right bytes, and no load that runs after its end."""
+    with Engine([config(node)]) as engine:
+        monkeypatch.setattr(threading.Thread, "start", exhausted)
+        keys = [*store(engine, "a"), *store(engine, "b")]
+        for _ in range(3):
+            assert found(engine, keys) == "H" * 16
+        assert not engine.tier.counters
+
+
+def test_a_scheduler_that_can_start_no_thread_gets_misses(store_dir, monkeypatch):
+    """The service dies while threads are exhausted; when they are to be had again, it is started again."""
+    path = store_dir / "s"
+    given = {
+        "type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": str(path), "service": "auto", "linger_s": 1,
+        "capacity": "16MiB", "host_bytes": "4MiB", "direct_io": "prefer",
+    }  # fmt: skip
+    with Engine([given]) as engine:
+        keys, space = store(engine, "a"), engine.tier.store.cache
+        (pid,) = service_pids(path)
+        with monkeypatch.context() as none_to_be_had:
+            none_to_be_had.setattr(threading.Thread, "start", exhausted)
+            os.kill(pid, signal.SIGKILL)
+            await_(lambda: not space.connected, "the end of the service")
+            for _ in range(3):
+                space._pause.end()
+                space._keeper._next = 0.0
+                engine.step()
+                assert found(engine, keys) == "M" * 8
+            assert not space._keeper._starting
+        space._keeper._next = 0.0
+        await_(lambda: (space._pause.end(), space.stats(), space.connected)[-1], "the next service")
+        space._pause.end()
+        engine.step()
+        assert found(engine, keys) == "H" * 8
+
+
+def test_a_service_that_hangs_costs_a_scheduler_one_short_question_a_pause(node, monkeypatch):
+    with Engine([config(node, lookup_ms=30)]) as engine:
+        space, asked = engine.tier.store.cache, []
+        real = space._index.contains_each
+        monkeypatch.setattr(space._index, "contains_each", lambda names: asked.append(names) or real(names))
+        with node.hanging(), monkeypatch.context() as in_one_pause:
+            # The clock of pauses stands still: all of these are in one.
+            in_one_pause.setattr(pause, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+            space._pause.end()  # Of the start: such a short question may be late on a busy machine.
+            for n in range(30):
+                keys = keys_of(f"new {n}", 4)
+                context = engine.request(keys)
+                assert engine.lookup(context, keys) == "MMMM"
+                engine.finish(context)
+                engine.step()
+            assert len(asked) == 1
+        space._pause.end()
+        engine.step()
+        keys = store(engine, "a")
+        await_(lambda: (space._pause.end(), engine.step(), found(engine, keys))[-1] == "H" * 8, "an answer")

@@ -72,13 +72,7 @@ impl Movers {
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         let movements_max = cache.config().limits.movements_max as usize;
         Movers {
-            regions: Regions::new(
-                cache.clone(),
-                Rc::clone(&space.system),
-                Rc::clone(&space.lenders),
-                client,
-                account,
-            ),
+            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders), client, account),
             cache,
             permits: Arc::new(Semaphore::new(blocks)),
             per_call: BLOCKS_PER_CALL.min(blocks).min(movements_max),

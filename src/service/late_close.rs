@@ -105,7 +105,11 @@ impl LateClose {
             self.messages.drain(..heads);
             let queue = Arc::clone(&self.queue);
             // Each was sent before: there are as many messages. The kernel closes descriptors for which there is no room.
-            self.aside.close_by(move || (0..heads).for_each(|_| drop(recv(&queue, &mut [0], RecvFlags::DONTWAIT))));
+            self.aside.close_by(move || {
+                for _ in 0..heads {
+                    let _was_sent = recv(&queue, &mut [0], RecvFlags::DONTWAIT);
+                }
+            });
             left -= heads;
         }
         Ok(())

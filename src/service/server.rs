@@ -203,7 +203,8 @@ fn run(
             // Of one who is not admitted, nothing is received.
             let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid);
             let accepted = Accepted::new(stream, uid, Arc::clone(&aside));
-            let peer = peer.and_then(|peer| late_close.keep(&accepted).map(|()| peer).map_err(|error| not_kept(&error)));
+            let peer =
+                peer.and_then(|peer| late_close.keep(&accepted).map(|()| peer).map_err(|error| not_kept(&error)));
             Ok((Arc::new(accepted) as Arc<dyn Wire>, peer))
         };
         hold(config, spaces, accept, drained, asked).await

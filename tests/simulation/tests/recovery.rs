@@ -62,6 +62,7 @@ fn record(n: u32) -> Record {
         checksum: rng.next_u64(),
         last_use,
         uses: (n % 4) as u8,
+        in_place: n.is_multiple_of(2),
     }
 }
 
@@ -346,7 +347,7 @@ proptest! {
         let (store, found) = recovered(&config, files);
         let mut expected: Vec<_> = model.into_iter().map(|(slot, r)| RecoveredRecord {
             key: r.key, parent: r.parent, slot, generation: r.generation, checksum: r.checksum,
-            last_use: r.last_use, uses: r.uses,
+            last_use: r.last_use, uses: r.uses, in_place: r.in_place,
         }).collect();
         expected.sort_by_key(|r| stripe.place(r.slot));
         prop_assert_eq!(store.next_generation, expected.iter().map(|r| r.generation + 1).max().unwrap_or(1));
