@@ -44,8 +44,8 @@ fn a_removal_waits_for_an_image_of_its_page_that_was_made_after_it() {
     });
 }
 
-/// A block's slot is given to another one, whose record is not written; the block is stored anew, in a slot whose record
-/// is on the other page. Before the kill `evicted` blocks were evicted: which page has the older record.
+/// A block's slot is given to another one, whose record is not written; the block is stored anew, in a slot whose
+/// record is on the other page. Before the kill `evicted` blocks were evicted: which page has the older record.
 async fn killed_with_two_records(evicted: u8) -> (Cache, Reactor, Sim, Config) {
     // Two pages of records; the blocks alternate between them.
     let config = config().disks(vec![DiskPath::with_blocks("simulated", 33)]);
