@@ -134,8 +134,7 @@ impl Life {
                 let mut caller = self.caller(number, &cache, pool);
                 caller.spares = self.spares(pool);
                 caller.stranger = stranger.clone();
-                let mut rng = Rng::new(caller.extras.clone().next_u64());
-                caller.submissions = Submissions::new(&self.context.plan, &cache, &mut rng, pool);
+                caller.submissions = self.submissions(&cache, &caller, pool);
                 tokio::task::spawn_local(caller.run())
             })
             .collect();
@@ -246,6 +245,11 @@ impl Life {
         let plan = &self.context.plan;
         let regions = if plan.habits.weights[Call::Regions as usize] > 0 { SPARE_REGIONS } else { 0 };
         (0..regions).map(|_| pool.take(plan.config.block_bytes, REGION_BLOCKS, false, plan.memory_shift)).collect()
+    }
+
+    /// What a caller submits with; by draws of its own.
+    fn submissions(&self, cache: &Cache, caller: &Caller, pool: &mut Pool) -> Submissions {
+        Submissions::new(&self.context.plan, cache, &mut caller.extras.clone(), pool)
     }
 
     /// Waits until the life is to end, if that is before its callers have done all that they came for.
