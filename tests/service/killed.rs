@@ -99,7 +99,8 @@ impl House {
         let service = House::start(&place.path().join("s"), store.path(), way);
         let house = House { store, place, way, service };
         let (client, memory) = (house.client(), Arc::new(SharedMemory::new(POOL_BYTES).expect("memory")));
-        let region = block_on(client.register(&memory)).expect("registered");
+        // SAFETY: nothing touches it while blocks are stored from it.
+        let region = block_on(client.register(unsafe { Memory::shared(Arc::clone(&memory)) })).expect("registered");
         (0..BLOCKS).for_each(|n| memory.write(n as usize * BLOCK_BYTES, &vec![n as u8; BLOCK_BYTES]));
         let keys: Vec<_> = (0..BLOCKS).map(key).collect();
         let stored = block_on(client.store_from(&keys, None, &places(memory.as_ptr()))).expect("a service");
@@ -228,7 +229,8 @@ fn after_the_hang_up_of_a_killed_service_memory_stays_as_its_client_leaves_it() 
 fn a_load_that_raises_because_its_service_was_killed_has_given_its_memory_back() {
     kill_all(|house, mine, rng| {
         let (client, memory) = (house.client(), Arc::new(SharedMemory::new(POOL_BYTES).expect("memory")));
-        block_on(client.register(Memory::from(&memory))).expect("registered");
+        // SAFETY: nothing touches it while a load of it is in flight.
+        block_on(client.register(unsafe { Memory::shared(Arc::clone(&memory)) })).expect("registered");
         let (keys, places): (Vec<_>, _) = ((0..BLOCKS).map(key).collect(), places(memory.as_ptr()));
         let (tell, told) = mpsc::channel();
         let pages = thread::scope(|scope| {

@@ -138,7 +138,9 @@ fn a_service_that_hangs_holds_up_no_call_and_is_given_its_memory() {
             let calls = block_on(async {
                 let load = client.load_into(&keys, &place).await.map(drop);
                 let store = client.store_from(&keys, None, &place).await.map(drop);
-                let register = client.register(&std::sync::Arc::new(SharedMemory::new(4096)?)).await.map(drop);
+                let more = std::sync::Arc::new(SharedMemory::new(4096)?);
+                // SAFETY: nothing else uses it.
+                let register = client.register(unsafe { kvhoist::Memory::shared(more) }).await.map(drop);
                 let unregister = client.unregister(&guest.region).await;
                 let close = client.close().await;
                 Ok::<_, Error>([load, store, register, unregister, close])

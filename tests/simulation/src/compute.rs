@@ -11,7 +11,6 @@ use crate::{
     cancel::Cancel,
     context::Context,
     model::{Began, StoreEnd},
-    pending,
 };
 
 /// How a computation ends.
@@ -84,7 +83,7 @@ pub async fn get_or_fetch_with(caller: &mut Caller, cancel: Cancel) -> End {
     let began = caller.context.model.borrow().begin(block);
     let own = Rc::new(RefCell::new(Own::default()));
     let mut call = Box::pin(call(caller, block, began, outcome, takes_ms, Rc::clone(&own)));
-    if pending::WAITERS_NEED_NO_POLL && parks && is_computed_elsewhere(caller, block) {
+    if parks && is_computed_elsewhere(caller, block) {
         // It waits for that computation, and has asked for nothing else.
         if poll_once(&mut call).await.is_none() && !own.borrow().called && is_computed_elsewhere(caller, block) {
             caller.parked.push(Box::pin(async move { drop(call.await) }));
@@ -198,12 +197,8 @@ fn store_end(caller: &Caller, result: &Option<Result<Bytes, Wrong>>) -> StoreEnd
         || stats.disk_read_only.is_some()
         || stats.disk_retired.is_some()
         || caller.context.closing.get();
-    match (refused, pending::COMPUTED_STORES_ARE_REPORTED) {
-        (false, _) => StoreEnd::Acknowledged,
-        // Nobody was told: the next sync says so.
-        (true, true) => StoreEnd::Dropped,
-        (true, false) => StoreEnd::Failed,
-    }
+    // Nobody was told: the next sync says so.
+    if refused { StoreEnd::Dropped } else { StoreEnd::Acknowledged }
 }
 
 fn check_bytes(caller: &Caller, block: usize, began: Began, computed: bool, bytes: &Bytes) {
@@ -218,7 +213,7 @@ fn check_bytes(caller: &Caller, block: usize, began: Began, computed: bool, byte
     match when {
         // It is the host tier's.
         None => check_found(caller, began, true),
-        Some(at) if pending::JOINERS_GET_NOTHING_REMOVED && at < began.removed => {
+        Some(at) if at < began.removed => {
             context.fail(format!("a caller got block {block} as it was computed before it was removed"));
         }
         Some(_) => {}

@@ -14,7 +14,6 @@ use tokio::{sync::Notify, time::Instant};
 use crate::{
     computations::Computations,
     model::{Began, Claims, Model},
-    pending,
     plan::{Call, Level, Plan},
     report::Report,
 };
@@ -165,10 +164,8 @@ impl Context {
     /// What a sync or a close that begins now will have made durable.
     pub fn sync_begins(&self, cache: &Cache) -> Vec<Began> {
         let mut began = self.model.borrow().sync_begins();
-        if self.plan.trial.is_some() || pending::SYNC_WAITS_FOR_RELEASED_BLOCKS {
-            for (block, began) in began.iter_mut().enumerate() {
-                began.visible = cache.contains(&self.plan.universe.key(block));
-            }
+        for (block, began) in began.iter_mut().enumerate() {
+            began.visible = cache.contains(&self.plan.universe.key(block));
         }
         began
     }
@@ -219,8 +216,7 @@ pub fn claims_of(cache: &Cache, world: &World, lied: bool) -> Claims {
         && stats.read_errors == 0
         && stats.disk_retired.is_none()
         && stats.writes_declined + stats.writes_over_budget == 0
-        && stats.tier(Tier::Disk).evictions == 0
-        && (stats.released_unwritten == 0 || pending::SYNC_WAITS_FOR_RELEASED_BLOCKS);
+        && stats.tier(Tier::Disk).evictions == 0;
     let keeps = keeps_synced
         && stats.released_unwritten == 0
         && (cache.config().disk.write_policy == WritePolicy::WriteThrough

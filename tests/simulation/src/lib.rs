@@ -17,7 +17,6 @@ pub mod log;
 mod many;
 mod memory_calls;
 mod model;
-mod pending;
 mod plan;
 mod report;
 mod run;

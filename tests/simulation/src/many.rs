@@ -7,7 +7,6 @@ use crate::{
     calls::check_found,
     cancel::Cancel,
     model::{Began, RemoveEnd},
-    pending,
     trial::{Trial, WALK_LEASES_MAX},
 };
 
@@ -15,19 +14,16 @@ use crate::{
 pub async fn clear(caller: &mut Caller, cancel: Cancel) -> End {
     let universe = &caller.context.plan.universe;
     caller.context.say(|| format!("caller {} clears the cache", caller.number));
-    let resident: Vec<bool> = (0..universe.len()).map(|block| caller.cache.contains(&universe.key(block))).collect();
     let began: Vec<Began> =
         (0..universe.len()).map(|block| caller.context.model.borrow_mut().remove_begins(block)).collect();
     let result = caller.run_call(cancel, caller.cache.clear()).await;
-    let of_resident = match result {
+    let outcome = match result {
         Some(Ok(_)) => RemoveEnd::Recorded,
         Some(Err(Error::Io { .. } | Error::Timeout { .. })) => RemoveEnd::Forgotten,
         _ => RemoveEnd::Unknown,
     };
-    let reaches_all = pending::CLEAR_REACHES_A_RETIRED_DISK;
-    for (began, resident) in began.into_iter().zip(resident) {
-        let end = if resident || reaches_all { of_resident } else { RemoveEnd::Unknown };
-        caller.context.model.borrow_mut().remove_ends(began, end);
+    for began in began {
+        caller.context.model.borrow_mut().remove_ends(began, outcome);
     }
     match result {
         None => End::Dropped,

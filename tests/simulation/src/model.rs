@@ -7,8 +7,6 @@
 
 use std::cell::Cell;
 
-use crate::pending;
-
 /// Which promises still stand, given what has gone wrong so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claims {
@@ -222,8 +220,7 @@ impl Model {
             let stored =
                 began.visible && self.keeps && began.alone && !began.doubtful && !began.removing && !state.told;
             let undisturbed = state.removes_begun == began.removes && began.reports == self.reports;
-            let present = began.must_hit && (began.visible || !pending::SYNC_WAITS_FOR_RELEASED_BLOCKS);
-            if (present || stored) && undisturbed {
+            if (began.must_hit && began.visible || stored) && undisturbed {
                 state.durable = true;
             }
             if began.must_miss && began.alone && state.recorded_absent && state.stores_begun == began.stores {

@@ -8,7 +8,6 @@ use crate::sim::{Fault, FaultRates, Rng, Sim};
 use kvhoist::{Capacity, DiskPath, WritePolicy, internals::io::OpKind};
 
 use crate::{
-    pending,
     plan::{Call, Level, Plan, pick},
     universe::Universe,
 };
@@ -159,7 +158,7 @@ fn prompt_reads(plan: &mut Plan, rng: &mut Rng) {
     plan.disk_latency_max = Duration::from_millis(20);
     plan.callers = rng.between(4, 6);
     weigh(plan, &[(Call::Hurry, 20), (Call::Store, 20), (Call::StoreFrom, 20), (Call::Remove, 10), (Call::Sync, 1)]);
-    if pending::TRANSFERS_HAVE_URGENCY && rng.chance(0.5) {
+    if rng.chance(0.5) {
         queued_reads(plan, rng);
     }
 }
