@@ -126,6 +126,8 @@ impl Cache {
     /// ```
     pub async fn clear(&self) -> Result<u64> {
         self.shared().lock().check_open()?;
+        // First: a computation that ends meanwhile has stored its block before the walk, or does not store it.
+        self.inner.turns.clear();
         let (mut removed, mut failed) = (0, None);
         for page in self.pages(|_, _, _| true) {
             for keys in page.chunks(REMOVED_PER_TURN) {

@@ -93,9 +93,19 @@ impl Turns {
     /// waiters look again.
     pub(super) fn remove(&self, key: &BlockKey) {
         let removed = self.computations.lock().remove(key);
-        if let Some(computation) = removed {
-            computation.is_removed.store(true, Ordering::Release);
-        }
+        removed.iter().for_each(Computation::end);
+    }
+
+    /// As [`remove`](Self::remove), for every block.
+    pub(super) fn clear(&self) {
+        let removed = std::mem::take(&mut *self.computations.lock());
+        removed.values().for_each(Computation::end);
+    }
+}
+
+impl Computation {
+    fn end(&self) {
+        self.is_removed.store(true, Ordering::Release);
     }
 }
 
@@ -187,10 +197,15 @@ mod tests {
 
     #[test]
     fn a_removal_ends_the_computation_for_all_but_its_own_caller() {
+        removal_ends_a_computation(|turns| turns.remove(&KEY));
+        removal_ends_a_computation(Turns::clear);
+    }
+
+    fn removal_ends_a_computation(remove: fn(&Turns)) {
         let turns = Turns::new();
         let turn = computes(&turns);
         let waiter = waits(&turns);
-        turns.remove(&KEY);
+        remove(&turns);
         assert!(turn.is_removed());
         assert_eq!(told(waiter), Some(None), "it looks again");
         let later = computes(&turns);
@@ -200,7 +215,7 @@ mod tests {
         assert!(!later.is_removed());
         later.computed(&Bytes::from_static(b"after"));
         assert_eq!(told(waiter), Some(Some(Bytes::from_static(b"after"))));
-        turns.remove(&KEY);
+        remove(&turns);
         drop((computes(&turns), later));
         assert!(turns.computations.lock().is_empty());
     }

@@ -14,7 +14,7 @@ use std::{
     rc::Rc,
 };
 
-pub(super) use self::room::Room;
+pub(super) use self::room::{Room, memory_bytes};
 use super::{config::ServerConfig, protocol::Failure};
 use crate::error::ServiceFault;
 

@@ -104,7 +104,7 @@ impl LateClose {
             }
             self.messages.drain(..heads);
             let queue = Arc::clone(&self.queue);
-            // Each was sent before: there are as many messages. The kernel closes descriptors for which there is no room.
+            // Each was sent before: there are as many. The kernel closes descriptors for which there is no room.
             self.aside.close_by(move || {
                 for _ in 0..heads {
                     let _was_sent = recv(&queue, &mut [0], RecvFlags::DONTWAIT);

@@ -389,13 +389,3 @@ impl Shared {
         }
     }
 }
-
-impl State {
-    /// Marks a block of the host tier as dirty: it is written to disk before it may be evicted.
-    pub(crate) fn set_dirty(&mut self, id: EntryId, key: &BlockKey) {
-        if self.index.slot(id, Tier::Host).is_some() {
-            self.index.set_dirty(id, Tier::Host, true);
-            self.dirty.insert(*key);
-        }
-    }
-}

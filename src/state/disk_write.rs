@@ -93,6 +93,14 @@ impl State {
         Some(DiskPlace { file, offset, page: slots.page_of(filling.slot()) })
     }
 
+    /// Marks a block of the host tier as dirty: it is written to disk before it may be evicted.
+    pub(crate) fn set_dirty(&mut self, id: EntryId, key: &BlockKey) {
+        if self.index.slot(id, Tier::Host).is_some() {
+            self.index.set_dirty(id, Tier::Host, true);
+            self.dirty.insert(*key);
+        }
+    }
+
     /// Enters a block that is being written in place from memory of `origin` in the table, now that its checksum is
     /// known. False if the block was removed meanwhile: no record may name it.
     pub(crate) fn enter_written(&mut self, write: &DiskWrite, checksum: u64, origin: Origin) -> bool {

@@ -96,10 +96,8 @@ pub(crate) struct Started {
     pub(crate) entry: EntryId,
 }
 
-/// Movements in flight, by key and destination.
-///
-/// The hasher has fixed keys, for the simulation's sake. That is safe: the map stays small. Commands are bounded by
-/// [`Config::movements_max`](crate::Config::movements_max), and a write from memory pins a slot.
+/// Movements in flight, by key and destination. The hasher has fixed keys, for the simulation's sake: the map is small,
+/// as [`Config::movements_max`](crate::Config::movements_max) bounds commands, and writes from memory pin slots.
 pub(crate) struct Flights<M, U> {
     by_target: HashMap<(BlockKey, Tier), Flight<M, U>, BuildHasherDefault<DefaultHasher>>,
     /// Movements that may become overdue, by number, the oldest first.

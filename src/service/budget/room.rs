@@ -45,6 +45,13 @@ impl Room {
     }
 }
 
+/// The machine's memory; 0 if the kernel does not say.
+pub(in crate::service) fn memory_bytes() -> u64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse().ok());
+    total.map_or(0, |kib: u64| kib.saturating_mul(1024))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,7 +8,10 @@ use std::{cell::RefCell, collections::BTreeMap};
 use crate::{
     config::Config,
     error::{Error, Result, ServiceFault},
-    service::{budget::Room, config::ServerConfig},
+    service::{
+        budget::{Room, memory_bytes},
+        config::ServerConfig,
+    },
 };
 
 /// What an empty slot takes in the tables of its tier and in the index: 25 bytes, and some for their
@@ -25,10 +28,11 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// For tables as much as for blocks; for addresses a quarter of what the process has left.
+    /// For tables as much as for blocks, and an eighth of the machine's memory in any case: a large disk tier has large
+    /// tables, however little host memory is for blocks. For addresses a quarter of what the process has left.
     pub(super) fn new(config: &ServerConfig) -> Self {
-        let addresses = Room::of_process().address_bytes / 4;
-        Tables { most: [config.host_bytes.max(TABLE_BYTES_MIN), addresses], taken: RefCell::default() }
+        let tables = config.host_bytes.max(memory_bytes() / 8).max(TABLE_BYTES_MIN);
+        Tables { most: [tables, Room::of_process().address_bytes / 4], taken: RefCell::default() }
     }
 
     /// Charges the space of this folder for the tables and the addresses that a cache with these settings takes,
@@ -74,7 +78,7 @@ mod tests {
 
     #[test]
     fn the_tables_of_all_spaces_have_a_limit_and_those_of_a_space_that_is_gone_do_not_count() {
-        let tables = Tables::new(&ServerConfig { host_bytes: MIB, ..ServerConfig::new("unused") });
+        let tables = Tables { most: [TABLE_BYTES_MIN, u64::MAX], taken: RefCell::default() };
         let half = TABLE_BYTES_MIN / SLOT_BYTES / 2;
         let all = |_: &str| true;
         tables.take("a", &cache(half), all).expect("half of it");
@@ -83,6 +87,13 @@ mod tests {
         let refused = tables.take("c", &cache(1), all).expect_err("there is no more").to_string();
         assert!(refused.contains(&TABLE_BYTES_MIN.to_string()), "{refused}");
         tables.take("c", &cache(half), |folder| folder != "a").expect("what one had that is gone");
+    }
+
+    #[test]
+    fn a_large_disk_tier_fits_beside_little_host_memory() {
+        let most = |host_bytes| Tables::new(&ServerConfig { host_bytes, ..ServerConfig::new("unused") }).most[0];
+        assert!(most(MIB) >= TABLE_BYTES_MIN && most(MIB) >= memory_bytes() / 8, "{}", most(MIB));
+        assert_eq!(most(1 << 60), 1 << 60);
     }
 
     #[test]

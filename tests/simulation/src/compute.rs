@@ -93,7 +93,9 @@ pub async fn get_or_fetch_with(caller: &mut Caller, cancel: Cancel) -> End {
     let result = caller.run_call(cancel, doze(call, Rc::clone(&own), doze_ms)).await;
     let own = std::mem::take(&mut *own.borrow_mut());
     if let Some(stores) = own.stores {
-        let end = store_end(caller, &result);
+        // A block that was removed while it was computed is not stored.
+        let removed = caller.context.model.borrow().may_be_removed_since(began);
+        let end = if removed { StoreEnd::Dropped } else { store_end(caller, &result) };
         caller.context.model.borrow_mut().store_ends(stores, end);
     }
     match result {

@@ -137,6 +137,11 @@ impl Model {
         }
     }
 
+    /// Whether a removal of the block may have taken effect since.
+    pub fn may_be_removed_since(&self, began: Began) -> bool {
+        began.removing || self.blocks[began.block].removes_begun != began.removes
+    }
+
     pub fn store_begins(&mut self, block: usize) -> Began {
         let state = &mut self.blocks[block];
         state.stored_ever = true;
