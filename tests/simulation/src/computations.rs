@@ -5,8 +5,8 @@ use bytes::Bytes;
 /// The computations of a life.
 #[derive(Default)]
 pub struct Computations {
-    /// Block, and removals begun, of each computation under way.
-    pub under_way: Vec<(usize, u64)>,
+    /// Block, and removals begun, of each computation under way; `None` if it began beside a removal.
+    pub under_way: Vec<(usize, Option<u64>)>,
     /// What was computed, and when.
     pub computed: Vec<(u64, Bytes)>,
 }

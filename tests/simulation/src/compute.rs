@@ -46,15 +46,16 @@ struct Own {
 /// A computation under way; it may be dropped.
 struct Running {
     context: Rc<Context>,
-    mark: (usize, u64),
+    mark: (usize, Option<u64>),
 }
 
 impl Running {
     fn begin(context: &Rc<Context>, block: usize) -> Self {
-        let mark = (block, context.model.borrow().begin(block).removes);
+        let began = context.model.borrow().begin(block);
+        // After a removal, or beside one, a block may be computed anew beside a computation from before its end.
+        let mark = (block, if began.removing { None } else { Some(began.removes) });
         let mut computations = context.computations.borrow_mut();
-        // After a removal a block may be computed anew beside a computation from before it.
-        if computations.under_way.contains(&mark) {
+        if !began.removing && computations.under_way.contains(&mark) {
             context.fail(format!("two callers compute block {block} at a time"));
         }
         computations.under_way.push(mark);

@@ -186,8 +186,9 @@ impl Context {
                 rate > 0.0 || plan.refusal.is_some_and(|refusal| refusal.explains(op))
             }
             Error::Copy { .. } => plan.copy_failure > 0.0,
-            // A write that ran into a limit and reached no caller is reported by a later sync.
-            Error::Refused { .. } => plan.level >= Level::Crashes || plan.has_tight_limits(),
+            // What reached no caller is reported by a later sync: a write that ran into a limit, a computed block that
+            // found no slot in time.
+            Error::Refused { .. } => plan.level >= Level::Crashes || plan.has_tight_limits() || plan.may_time_out(),
             Error::Unavailable { tier: "disk", .. } => plan.level >= Level::Crashes,
             Error::Unavailable { tier: "device", .. } => plan.config.device_slots() == 0,
             Error::Closed => closing,
@@ -216,7 +217,9 @@ pub fn claims_of(cache: &Cache, world: &World, lied: bool) -> Claims {
         && stats.read_errors == 0
         && stats.disk_retired.is_none()
         && stats.writes_declined + stats.writes_over_budget == 0
-        && stats.tier(Tier::Disk).evictions == 0;
+        && stats.tier(Tier::Disk).evictions == 0
+        // By value, a sync decides on released blocks as host memory does.
+        && (stats.released_unwritten == 0 || cache.config().disk.write_policy != WritePolicy::ByValue);
     let keeps = keeps_synced
         && stats.released_unwritten == 0
         && (cache.config().disk.write_policy == WritePolicy::WriteThrough

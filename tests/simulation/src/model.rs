@@ -57,7 +57,7 @@ pub struct Began {
     /// No other store was under way.
     alone: bool,
     /// A remove was under way: it may take effect after a store that begins now.
-    removing: bool,
+    pub removing: bool,
     /// Reports of refused writes so far.
     reports: u64,
     /// Nobody had found out yet whether the block is whole.
