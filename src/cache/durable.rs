@@ -144,6 +144,8 @@ impl Cache {
     /// # Ok::<_, kvhoist::Error>(()) }).expect("the example runs");
     /// ```
     pub async fn close(&self) -> Result<()> {
+        // As for a sync: from here on no released block is evicted before it is written.
+        let _covers = self.inner.shared.begin_covering();
         // Refused where it has ended.
         drop(self.send_urgent(Urgent::Close));
         self.ended().await

@@ -86,6 +86,14 @@ impl Shared {
         let began = self.lock().refusals.begin();
         Reporter { shared: Some(Arc::clone(self)), began }
     }
+
+    /// As [`begin_report`](Self::begin_report), for a caller that leaves the report to another one. `None` in a forked
+    /// child, and after a panic under the lock.
+    pub(crate) fn begin_covering(self: &Arc<Self>) -> Option<Reporter> {
+        let shared = Arc::clone(self).at_home()?;
+        let began = shared.lock_unless_broken()?.refusals.begin();
+        Some(Reporter { shared: Some(shared), began })
+    }
 }
 
 #[cfg(test)]
