@@ -21,7 +21,7 @@ fn an_announced_frame_costs_the_service_nothing() {
     // One that is served behind them.
     node.wait_for_clients(1 + CONNECTIONS);
     let own = node.held().own_bytes;
-    let most = before.own_bytes + (CONNECTIONS as u64 * 128) << 10;
+    let most = before.own_bytes + ((CONNECTIONS as u64 * 128) << 10);
     assert!(own < most, "{own} bytes with {CONNECTIONS} announcements, {} without", before.own_bytes);
     assert_eq!(guest.load(0, 1).expect("a service").len(), 1);
     drop(raws);
