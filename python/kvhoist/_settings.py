@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal, Sequence, TypedDict, Union
+from typing import Sequence, TypedDict, Union
 
 __all__ = ["EngineSettings"]
 
 _Size = Union[int, str]
-_Mode = Literal["auto", "on", "off"]
 
 
 class EngineSettings(TypedDict, total=False):
-    """Settings of the engine. A size is a number of bytes, or text such as ``"200GiB"``."""
+    """Settings of the engine. Choices are words, checked when the cache is opened. A size is a number of bytes, or text
+    such as ``"200GiB"``."""
 
-    eviction_policy: Literal["lru", "rb", "rb_refuse"]
+    eviction_policy: str
     workers: int | None
     spin_us: int
     low_watermark: float
     high_watermark: float
     bypass_host: bool
-    device: Literal["auto", "simulated", "cuda"]
+    device: str
     device_ordinal: int
     device_layout: Sequence[int] | None
     device_bytes: _Size
     device_blocks: int
-    copy: Literal["loop", "batch", "kernel"] | None
+    copy: str | None
     copy_blocks_max: int
-    copy_prefer: Literal["latency", "throughput", "spare_gpu"]
-    gdr: _Mode
+    copy_prefer: str
+    gdr: str
     gdr_device: str | None
     gdr_stuck_ms: int
-    cufile: _Mode
+    cufile: str
     cufile_stuck_ms: int
-    write_policy: Literal["write_through", "write_through_selective", "write_back", "by_value"]
+    write_policy: str
     selective_hits: int
     write_budget: _Size | None
     drive_writes_per_day: float | None
     drive_bytes: _Size | None
-    storage: Literal["auto", "uring", "blocking"]
-    direct_io: Literal["require", "prefer"]
+    storage: str
+    direct_io: str
     blocking_threads: int
     quarantine_max: int
     disk_failures_max: int

@@ -107,14 +107,14 @@ def open_store(config: HiCacheConfig, place: Place, block_bytes: int, **more: An
         capacity=config.capacity,
         namespace=place.namespace(),
         write_policy=config.write_policy,
-        **({} if config.write_budget is None else {"write_budget": config.write_budget}),
+        write_budget=config.write_budget,
         direct_io=config.direct_io,
         storage=config.storage,
         # The engine's memory is the host tier: blocks that direct I/O can reach need no copy here.
         bypass_host=True,
         deadline_ms=config.deadline_ms,
-        read_bytes_in_flight_max=max(slot, config.read_bytes_in_flight_max),
-        write_bytes_in_flight_max=max(slot, config.write_bytes_in_flight_max),
+        read_bytes_in_flight_max=config.read_bytes_in_flight_max,
+        write_bytes_in_flight_max=config.write_bytes_in_flight_max,
         **more,
     )
 

@@ -182,8 +182,8 @@ class PoolStore:
             # SGLang's pool is the host tier: pages that direct I/O can reach need no second one.
             bypass_host=not self.config.keep_in_host,
             deadline_ms=self.config.deadline_ms,
-            read_bytes_in_flight_max=max(slot, self.config.read_bytes_in_flight_max),
-            write_bytes_in_flight_max=max(slot, self.config.write_bytes_in_flight_max),
+            read_bytes_in_flight_max=self.config.read_bytes_in_flight_max,
+            write_bytes_in_flight_max=self.config.write_bytes_in_flight_max,
         )
         try:
             if self.geometry.segments:

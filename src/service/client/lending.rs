@@ -149,8 +149,8 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child. [`Error::Service`] with
-    /// [`ServiceFault::Abandoned`] if the service still has the memory some time after the deadline
-    /// ([`give_up`](super::ClientOptions::give_up)): call again to wait for it.
+    /// [`ServiceFault::Abandoned`](crate::service::ServiceFault::Abandoned) if the service still has the memory some
+    /// time after the deadline ([`give_up`](super::ClientOptions::give_up)): call again to wait for it.
     ///
     /// # Cancel safety
     /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again
