@@ -12,10 +12,7 @@ use kvhoist::{
     service::SharedMemory,
 };
 
-use super::{
-    BLOCK_BYTES, SPACE,
-    raw::{Raw, attach, memfd, register},
-};
+use super::raw::{BLOCK_BYTES, Raw, SPACE, attach, memfd, register};
 use crate::{options::Outcome, pool::key};
 
 const TIB: u64 = 1 << 40;

@@ -22,15 +22,13 @@ use kvhoist::{
     service::{Client, ClientOptions, SharedMemory},
 };
 
+use self::raw::{BLOCK_BYTES, SPACE};
 use crate::{
     options::Outcome,
     pool::{all_done, key},
 };
 
-const BLOCK_BYTES: usize = 64 << 10;
 const BLOCKS: u64 = 16;
-/// The space of the client that is measured.
-const SPACE: &str = "hostile";
 const CALLS_MIN: usize = 1_000;
 /// Long enough for a kind of hostility to begin, and to be felt.
 const MEASURED: Duration = Duration::from_millis(500);

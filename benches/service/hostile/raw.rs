@@ -13,8 +13,11 @@ use std::{
 
 use kvhoist::internals::service::protocol::{HEADER_BYTES, Header, Hello, RegionKind, Reply, Request, Welcome};
 
-use super::BLOCK_BYTES;
 use crate::options::Outcome;
+
+pub const BLOCK_BYTES: usize = 64 << 10;
+/// The space of the client that is measured.
+pub const SPACE: &str = "hostile";
 
 pub struct Raw {
     pub stream: UnixStream,
