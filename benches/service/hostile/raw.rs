@@ -99,8 +99,8 @@ impl Raw {
         if control_bytes > size_of_val(&control) {
             return Err(format!("{} descriptors: at most 126 are sent at a time", fds.len()).into());
         }
-        // SAFETY: all zero is an empty message; it then names buffers that outlive the call, with their lengths, and the
-        // control buffer has room for a header with these descriptors.
+        // SAFETY: all zero is an empty message; it then names buffers that outlive the call, with their lengths, and
+        // the control buffer has room for a header with these descriptors.
         let sent = unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = &raw mut part;
