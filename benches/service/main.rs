@@ -1,6 +1,7 @@
 //! A node's service beside the cache in one's own process, in turns.
 //!
 //!     cargo bench --bench service -- [PART]... [--path DIR]... [--block-bytes N] [--rounds N] [--idle-s N]
+//!         [--kind TEXT]
 //!
 //! Parts, all where none is named:
 //!
@@ -9,7 +10,7 @@
 //! - `requests`: a look-up of 4,096 keys; the smallest request beside bare round trips of as many bytes over a socket;
 //! - `same`: eight processes load the same pages; bytes read from the drive, and memory for them;
 //! - `own`: eight processes load pages of their own, beside 32 threads that call `pread`;
-//! - `hostile`: the p99 of a client's calls beside hostile ones;
+//! - `hostile`: the p99 of a client's calls beside hostile ones, those whose names contain TEXT;
 //! - `idle`: what 64 idle clients cost the service.
 //!
 //! DIR is a folder on a drive; `own` stripes over several. Without one a temporary directory of the target folder.
@@ -100,7 +101,7 @@ fn beside(options: &Options, folder: &Path) -> Outcome<()> {
         look_ups::look_ups(&service.socket, small)?;
     }
     if options.wants("hostile") {
-        hostile::hostile(&service.socket, small)?;
+        hostile::hostile(&service.socket, small, &options.kind)?;
     }
     if options.wants("idle") {
         look_ups::idle(options, &service)?;

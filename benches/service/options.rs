@@ -14,6 +14,8 @@ pub struct Options {
     pub block_bytes: usize,
     pub rounds: usize,
     pub idle_s: u64,
+    /// Kinds of hostility whose names contain it.
+    pub kind: String,
 }
 
 impl Options {
@@ -23,7 +25,14 @@ impl Options {
 }
 
 pub fn options(arguments: &[String]) -> Outcome<Options> {
-    let mut found = Options { parts: Vec::new(), paths: Vec::new(), block_bytes: 5 << 19, rounds: 5, idle_s: 10 };
+    let mut found = Options {
+        parts: Vec::new(),
+        paths: Vec::new(),
+        block_bytes: 5 << 19,
+        rounds: 5,
+        idle_s: 10,
+        kind: String::new(),
+    };
     let mut words = arguments.iter();
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or(format!("{word}: found no value"));
@@ -32,6 +41,7 @@ pub fn options(arguments: &[String]) -> Outcome<Options> {
             "--block-bytes" => found.block_bytes = value()?.parse()?,
             "--rounds" => found.rounds = value()?.parse()?,
             "--idle-s" => found.idle_s = value()?.parse()?,
+            "--kind" => found.kind = value()?.into(),
             "--bench" => {}
             part if PARTS.contains(&part) => found.parts.push(part.into()),
             other => return Err(format!("{other}: expected one of {PARTS:?} or an option of the file's head").into()),

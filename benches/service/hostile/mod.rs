@@ -66,7 +66,7 @@ struct Times {
 }
 
 /// The p99 of a client's calls while others are hostile, over that while nobody is, in turns.
-pub fn hostile(socket: &Path, share: u64) -> Outcome<()> {
+pub fn hostile(socket: &Path, share: u64, wanted_kind: &str) -> Outcome<()> {
     let mut wanted = ClientOptions::new(SPACE, BLOCK_BYTES);
     (wanted.capacity_bytes, wanted.host_bytes) = (share, share);
     let client = block_on(Client::connect(socket, wanted))?;
@@ -95,7 +95,7 @@ pub fn hostile(socket: &Path, share: u64) -> Outcome<()> {
         "p99 of a load of {BLOCK_BYTES} bytes beside a hostile client, over that without: median of {ROUNDS}, all;"
     );
     println!("the greatest p99 beside it and without, and the slowest load beside it and without, ms");
-    for (name, kind) in KINDS {
+    for (name, kind) in KINDS.into_iter().filter(|(name, _)| name.contains(wanted_kind)) {
         let (mut ratios, mut p99, mut worst) = (Vec::new(), [0f64; 2], [0f64; 2]);
         for _ in 0..ROUNDS {
             let quiet = measure()?;
