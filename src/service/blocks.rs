@@ -5,6 +5,7 @@ mod tests;
 
 use std::{
     cell::{Cell, RefCell},
+    ops::Range,
     rc::Rc,
     sync::Arc,
 };
@@ -16,7 +17,7 @@ use tokio::{
 
 use super::{
     budget::Account,
-    protocol::{BlockResult, Blocks, Failure, Place, Way},
+    protocol::{BlockResult, Blocks, Failure, Way},
     regions::{Regions, shrunk},
     spaces::Space,
 };
@@ -30,7 +31,7 @@ use crate::{
 const BLOCKS_PER_CALL: usize = 32;
 /// Places that are worked through for one connection before the others have their turn. A block that has more is not
 /// divided.
-const PLACES_PER_TURN: usize = 1024;
+const PLACES_PER_TURN: usize = 256;
 
 /// A client's cancellation of a request.
 #[derive(Clone, Default)]
@@ -105,12 +106,14 @@ impl Movers {
     /// Checks the places of all blocks.
     async fn check(&self, blocks: &Blocks) -> Result<(), Failure> {
         let block_bytes = self.cache.config().block_bytes as u64;
-        for block in &blocks.places {
-            let mut bytes = 0;
-            for places in block.chunks(PLACES_PER_TURN) {
-                self.turn(places.len()).await;
-                self.regions.segments(places)?;
-                bytes += places.iter().map(|place| u64::from(place.len)).sum::<u64>();
+        for block in 0..blocks.places.blocks() {
+            let (mut bytes, mut left) = (0, blocks.places.count(block..block + 1));
+            let mut places = blocks.places.of(block..block + 1);
+            while left > 0 {
+                let turn = left.min(PLACES_PER_TURN);
+                self.turn(turn).await;
+                bytes += self.regions.check(places.by_ref().take(turn))?;
+                left -= turn;
             }
             if bytes != block_bytes {
                 let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
@@ -123,12 +126,11 @@ impl Movers {
     /// The end of a call's blocks that begin with `first`.
     fn last(&self, blocks: &Blocks, first: usize) -> (usize, usize) {
         let most = (first + self.per_call).min(blocks.keys.len());
-        let (mut last, mut places) = (first + 1, blocks.places[first].len());
-        while last < most && places + blocks.places[last].len() <= PLACES_PER_TURN {
-            places += blocks.places[last].len();
+        let mut last = first + 1;
+        while last < most && blocks.places.count(first..last + 1) <= PLACES_PER_TURN {
             last += 1;
         }
-        (last, places)
+        (last, blocks.places.count(first..last))
     }
 
     /// Moves blocks; a result for each, in order. After a cancellation no more blocks begin; those in flight complete.
@@ -163,10 +165,8 @@ impl Movers {
             self.turn(places).await;
             let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
             calls.spawn_local(async move {
-                let range = first..last;
-                let way = way.of_part(&blocks.keys, first);
-                let ended = this.call(way, &blocks.keys[range.clone()], &blocks.places[range.clone()]).await;
-                results.borrow_mut()[range].clone_from_slice(&ended);
+                let ended = this.call(way.of_part(&blocks.keys, first), &blocks, first..last).await;
+                results.borrow_mut()[first..last].clone_from_slice(&ended);
                 drop(permits);
             });
             while calls.try_join_next().is_some() {}
@@ -175,15 +175,16 @@ impl Movers {
         Ok(results.take())
     }
 
-    /// One call of the cache.
-    async fn call(&self, way: Way, keys: &[BlockKey], places: &[Vec<Place>]) -> Vec<BlockResult> {
+    /// One call of the cache, for some of the blocks.
+    async fn call(&self, way: Way, blocks: &Blocks, part: Range<usize>) -> Vec<BlockResult> {
+        let (keys, places) = (&blocks.keys[part.clone()], &blocks.places);
         let refuse = |failure: Failure| vec![Err(failure); keys.len()];
-        let segments = places.iter().map(|places| self.regions.segments(places));
+        let segments = part.clone().map(|block| self.regions.segments(places.of(block..block + 1)));
         let segments: Vec<Vec<Segment>> = match segments.collect() {
             Ok(segments) => segments,
             Err(failure) => return refuse(failure),
         };
-        let guarded = self.regions.guarded(places);
+        let guarded = self.regions.guarded(places.of(part));
         let _moving = Moving::new(&self.moving, keys.len() as u64);
         // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
         // and a region that leaves is waited for.

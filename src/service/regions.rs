@@ -127,12 +127,12 @@ impl Regions {
         self.cache.pin_region(&held.region).await.unwrap_or(false)
     }
 
-    /// Those of these regions whose files can shrink. Whoever uses them asks afterwards
+    /// Those of these places' regions whose files can shrink. Whoever uses them asks afterwards
     /// [whether they did](Lent::is_spoiled), also of one that was released in between.
-    pub(super) fn guarded(&self, places: &[Vec<Place>]) -> BTreeMap<u32, Rc<Lent>> {
+    pub(super) fn guarded(&self, places: impl Iterator<Item = Place>) -> BTreeMap<u32, Rc<Lent>> {
         let (held, mut guarded) = (self.held.borrow(), BTreeMap::new());
         if held.values().any(|held| held.lent.mapped.is_guarded()) {
-            for place in places.iter().flatten() {
+            for place in places {
                 if let Some(held) = held.get(&place.region).filter(|held| held.lent.mapped.is_guarded()) {
                     guarded.entry(place.region).or_insert_with(|| Rc::clone(&held.lent));
                 }
@@ -142,28 +142,15 @@ impl Regions {
     }
 
     /// Where a block's places lie in the service's memory. Good until the next await only: a region may leave then.
-    pub(super) fn segments(&self, places: &[Place]) -> Result<Vec<Segment>, Failure> {
+    pub(super) fn segments(&self, places: impl Iterator<Item = Place>) -> Result<Vec<Segment>, Failure> {
         let held = self.held.borrow();
-        let segment = |place: &Place| {
-            let Place { region, len, offset } = *place;
-            let wrong = |found: String| Failure::new(ServiceFault::Argument, format!("place: found {found}"));
-            let Some(held) = held.get(&region).filter(|held| !held.leaving.get()) else {
-                let expected = "one that is registered, and was not given up because its file has shrunk";
-                return Err(wrong(format!("region {region}, expected {expected}")));
-            };
-            let mapped = &held.lent.mapped;
-            if mapped.is_spoiled() {
-                return Err(shrunk(region));
-            }
-            let (len, region_bytes) = (len as usize, mapped.len());
-            match usize::try_from(offset).ok().filter(|offset| *offset <= region_bytes && len <= region_bytes - offset)
-            {
-                // Within the mapping, or at its end.
-                Some(offset) => Ok(Segment { ptr: mapped.start().wrapping_add(offset), len }),
-                None => Err(wrong(format!("{len} bytes from {offset} on, expected a range within {region_bytes}"))),
-            }
-        };
-        places.iter().map(segment).collect()
+        places.map(|place| segment(&held, place)).collect()
+    }
+
+    /// Checks places; returns their bytes.
+    pub(super) fn check(&self, places: impl Iterator<Item = Place>) -> Result<u64, Failure> {
+        let held = self.held.borrow();
+        places.map(|place| segment(&held, place).map(|segment| segment.len as u64)).sum()
     }
 
     /// Takes a region out of use, waits until no movement uses it, and unmaps it. Returns at once if no region has this
@@ -199,6 +186,26 @@ impl Regions {
         for number in numbers {
             self.release(number).await;
         }
+    }
+}
+
+/// Where a place lies in the service's memory.
+fn segment(held: &BTreeMap<u32, Rc<Held>>, place: Place) -> Result<Segment, Failure> {
+    let Place { region, len, offset } = place;
+    let wrong = |found: String| Failure::new(ServiceFault::Argument, format!("place: found {found}"));
+    let Some(held) = held.get(&region).filter(|held| !held.leaving.get()) else {
+        let expected = "one that is registered, and was not given up because its file has shrunk";
+        return Err(wrong(format!("region {region}, expected {expected}")));
+    };
+    let mapped = &held.lent.mapped;
+    if mapped.is_spoiled() {
+        return Err(shrunk(region));
+    }
+    let (len, region_bytes) = (len as usize, mapped.len());
+    match usize::try_from(offset).ok().filter(|offset| *offset <= region_bytes && len <= region_bytes - offset) {
+        // Within the mapping, or at its end.
+        Some(offset) => Ok(Segment { ptr: mapped.start().wrapping_add(offset), len }),
+        None => Err(wrong(format!("{len} bytes from {offset} on, expected a range within {region_bytes}"))),
     }
 }
 

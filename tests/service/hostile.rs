@@ -61,7 +61,7 @@ fn register(region: u32, offset: u64, len: u64) -> Request {
 }
 
 fn load(region: u32, offset: u64, len: u32) -> Request {
-    Request::Load(Blocks { keys: vec![key(0)], places: vec![vec![Place { region, offset, len }]] })
+    Request::Load(Blocks { keys: vec![key(0)], places: [[Place { region, offset, len }]].into_iter().collect() })
 }
 
 #[track_caller]
@@ -134,7 +134,7 @@ fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
         assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), fd.as_fd()), Reply::Registered { .. }));
         assert_eq!(raw.ask(3, &load(1, 0, BLOCK_BYTES as u32)), Reply::Results(vec![Ok(true)]));
         File::from(fd).set_len(if life % 2 == 0 { 0 } else { 4096 }).expect("it takes no seal");
-        let places = vec![vec![Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }]];
+        let places = [[Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }]].into_iter().collect();
         let mine = Blocks { keys: vec![key(1 << 40)], places };
         let refused = |reply: Reply| {
             let refused = match &reply {
@@ -377,8 +377,9 @@ fn a_canceled_load_says_what_was_moved() {
     let mut raw = street.attached();
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), good.as_fd()), Reply::Registered { .. }));
-    let place = vec![Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }];
-    let blocks = Blocks { keys: (0..4000).map(|n| key(n % POOL_BLOCKS)).collect(), places: vec![place; 4000] };
+    let place = [Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }];
+    let keys = (0..4000).map(|n| key(n % POOL_BLOCKS)).collect();
+    let blocks = Blocks { keys, places: [place; 4000].into_iter().collect() };
     raw.send(&[Request::Load(blocks).encode(3), Request::Cancel { request: 3 }.encode(0)].concat());
     let (id, Reply::Results(results)) = raw.reply().expect("a reply") else { panic!("no results") };
     assert_eq!((id, results.len()), (3, 4000));

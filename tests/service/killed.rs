@@ -154,7 +154,7 @@ pub fn places(start: *mut u8) -> Vec<Vec<Segment>> {
 fn loads(first_id: u64) -> Vec<u8> {
     let load = |first: u64| {
         let blocks = first..first + BLOCKS_PER_LOAD;
-        let place = |n: u64| vec![Place { region: 1, len: BLOCK_BYTES as u32, offset: n * BLOCK_BYTES as u64 }];
+        let place = |n: u64| [Place { region: 1, len: BLOCK_BYTES as u32, offset: n * BLOCK_BYTES as u64 }];
         let blocks = Blocks { keys: blocks.clone().map(key).collect(), places: blocks.map(place).collect() };
         Request::Load(blocks).encode(first_id + first)
     };

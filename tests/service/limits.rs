@@ -248,7 +248,7 @@ fn clients_that_lend_all_regions_there_are_leave_some_to_every_other() {
 /// Every second page of `blocks` blocks, in one region.
 fn every_second_page(blocks: u64) -> Blocks {
     let page = |block: u64, page: u64| Place { region: 1, len: 4096, offset: (block * 16 + page) * 8192 };
-    let places = |block| (0..16).map(|at| page(block, at)).collect();
+    let places = |block| (0..16).map(move |at| page(block, at));
     Blocks {
         keys: (0..blocks).map(|block| key((1 << 40) + block)).collect(),
         places: (0..blocks).map(places).collect(),
@@ -295,7 +295,7 @@ fn a_service_that_gets_no_thread_serves_its_clients_and_takes_new_spaces_later()
     assert!(matches!(neighbor.ask_with(2, &register(1, len), fd.as_fd()), Reply::Registered { .. }));
     node.limit_processes(0);
     let blocks = |count: u64| {
-        let place = |block| vec![Place { region: 1, len: BLOCK_BYTES as u32, offset: block * BLOCK_BYTES as u64 }];
+        let place = |block| [Place { region: 1, len: BLOCK_BYTES as u32, offset: block * BLOCK_BYTES as u64 }];
         Blocks { keys: (0..count).map(key).collect(), places: (0..count).map(place).collect() }
     };
     for id in 3..20 {

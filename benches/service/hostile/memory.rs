@@ -47,7 +47,7 @@ pub fn wrong_offsets(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
     let wrong = [(1, (1 << 20) - 1), (1, u64::MAX), (9, 0)];
     for (region, offset) in wrong.into_iter().cycle().take_while(|_| !stop.load(Relaxed)) {
         let place = Place { region, offset, len: BLOCK_BYTES as u32 };
-        raw.ask(&Request::Load(Blocks { keys: vec![key(0)], places: vec![vec![place]] }))?;
+        raw.ask(&Request::Load(Blocks { keys: vec![key(0)], places: [[place]].into_iter().collect() }))?;
     }
     Ok(())
 }
@@ -76,7 +76,7 @@ pub fn huge(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
 pub fn taken_away(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
     let mut raw = Raw::attached(socket)?;
     let page = |at: u64| Place { region: 1, len: PAGE as u32, offset: 2 * at * PAGE };
-    let block = |at: u64| (0..PAGES_OF_A_BLOCK).map(|of| page(at * PAGES_OF_A_BLOCK + of)).collect();
+    let block = |at: u64| (0..PAGES_OF_A_BLOCK).map(move |of| page(at * PAGES_OF_A_BLOCK + of));
     let keys = (FOREIGN..FOREIGN + BLOCKS_OF_PAGES).map(key).collect();
     let blocks = Blocks { keys, places: (0..BLOCKS_OF_PAGES).map(block).collect() };
     let (store, len) = (Request::Store { parent: None, blocks }, 2 * PLACES_MAX as u64 * PAGE);
@@ -108,7 +108,7 @@ pub fn many_places(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
         }
     }
     let place = |at: u64| Place { region: (at % REGIONS) as u32, len: PAGE as u32, offset: at / REGIONS * PAGE };
-    let block = |at: u64| (0..PAGES_OF_A_BLOCK).map(|of| place(at * PAGES_OF_A_BLOCK + of)).collect();
+    let block = |at: u64| (0..PAGES_OF_A_BLOCK).map(move |of| place(at * PAGES_OF_A_BLOCK + of));
     let keys = (FOREIGN..FOREIGN + BLOCKS_OF_PAGES).map(key).collect();
     let load = Request::Load(Blocks { keys, places: (0..BLOCKS_OF_PAGES).map(block).collect() });
     while !stop.load(Relaxed) {
@@ -127,7 +127,7 @@ pub fn changing(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
     const STORES: usize = 32;
     let memory = SharedMemory::new(BLOCKS as usize * BLOCK_BYTES)?;
     let keys: Vec<_> = (FOREIGN..FOREIGN + BLOCKS).map(key).collect();
-    let place = |at: u64| vec![Place { region: 1, len: BLOCK_BYTES as u32, offset: at * BLOCK_BYTES as u64 }];
+    let place = |at: u64| [Place { region: 1, len: BLOCK_BYTES as u32, offset: at * BLOCK_BYTES as u64 }];
     let blocks = Blocks { keys: keys.clone(), places: (0..BLOCKS).map(place).collect() };
     let [remove, store, load] = [
         Request::Remove { durable: false, keys },

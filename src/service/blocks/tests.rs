@@ -38,7 +38,7 @@ fn client(space: &Space) -> Rc<Movers> {
 
 fn blocks() -> Blocks {
     let offset = |block| u64::from(block) * BLOCK_BYTES as u64;
-    let place = |block| vec![Place { region: 1, len: BLOCK_BYTES as u32, offset: offset(block) }];
+    let place = |block| [Place { region: 1, len: BLOCK_BYTES as u32, offset: offset(block) }];
     Blocks { keys: (0..BLOCKS).map(key).collect(), places: (0..BLOCKS).map(place).collect() }
 }
 
@@ -98,7 +98,7 @@ fn long_lists() -> Blocks {
     let place = |offset| Place { region: 1, len: 1, offset };
     let mut places: Vec<Vec<Place>> = (0..16).map(|_| (0..BLOCK_BYTES as u64).map(place).collect()).collect();
     places[15][4095].region = 77;
-    Blocks { keys: (0..16).map(key).collect(), places }
+    Blocks { keys: (0..16).map(key).collect(), places: places.iter().collect() }
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Loads and stores: blocks whose memory the service has go straight, the others through a bounce buffer.
 
-use std::{collections::BTreeSet, ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc};
 
 use futures_util::future::{Either, join_all};
 
@@ -174,10 +174,7 @@ impl Client {
                 Some(bounce) if found[run.start] == Found::Copied => {
                     Either::Left(self.move_copied(way, keys, &segments[run], bounce))
                 }
-                _ => {
-                    let places = found[run].iter().map(|one| one.places().to_vec()).collect();
-                    Either::Right(self.move_straight(way, keys, places))
-                }
+                _ => Either::Right(self.move_straight(way, keys, &found[run])),
             });
         }
         let mut results = Vec::with_capacity(keys.len());
@@ -188,12 +185,12 @@ impl Client {
     }
 
     /// Moves blocks between regions and the service.
-    async fn move_straight(&self, way: Way, keys: &[BlockKey], places: Vec<Vec<Place>>) -> Result<Vec<Result<bool>>> {
-        let regions: BTreeSet<u32> = places.iter().flatten().map(|place| place.region).collect();
+    async fn move_straight(&self, way: Way, keys: &[BlockKey], found: &[Found]) -> Result<Vec<Result<bool>>> {
+        let places = found.iter().map(Found::places).collect();
         let request = way.request(Blocks { keys: keys.to_vec(), places });
         let results = self.results(request, What::Move, keys.len(), None).await;
         if let Err(Error::Service { fault: ServiceFault::Abandoned, .. }) = &results {
-            self.places().give_up(&regions);
+            self.places().give_up(&found.iter().flat_map(Found::places).map(|place| place.region).collect());
         }
         results
     }
@@ -215,7 +212,7 @@ impl Client {
                 unsafe { taken.copy(at, segments, Direction::In) };
             }
         }
-        let places = slots.iter().map(|slot| self.places().place(slot).map(|place| vec![place]));
+        let places = slots.iter().map(|slot| self.places().place(slot).map(|place| [place]));
         let blocks = Blocks { keys: keys.to_vec(), places: places.collect::<Result<_>>()? };
         let request = way.request(blocks);
         let results = self.results(request, What::Plain, keys.len(), Some(Arc::clone(&taken))).await?;

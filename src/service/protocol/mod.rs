@@ -4,6 +4,7 @@
 //! bytes that were sent justify.
 
 mod hello;
+mod places;
 mod reply;
 mod request;
 mod status;
@@ -13,8 +14,9 @@ mod tests;
 mod wire;
 
 pub use hello::{Hello, Limits, MAGIC, VERSION_MAX, VERSION_MIN, Welcome};
+pub use places::{BlockPlaces, Place};
 pub use reply::{BlockResult, Failure, Reply};
-pub use request::{Blocks, Place, RegionKind, Request, Way};
+pub use request::{Blocks, RegionKind, Request, Way};
 pub use status::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus, TierFigures};
 pub use wire::{
     FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, TEXT_BYTES_MAX,

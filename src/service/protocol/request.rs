@@ -1,24 +1,11 @@
 //! Requests of a client.
 
 use super::{
-    table::{fields, get, messages, put},
-    wire::{Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, Reader, Wire, Writer, malformed},
+    places::BlockPlaces,
+    table::{get, messages, put},
+    wire::{Malformed, NAMESPACE_BYTES_MAX, Reader, Wire, Writer, malformed},
 };
 use crate::block::BlockKey;
-
-/// A range of a registered region.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
-pub struct Place {
-    /// The client's number for the region.
-    pub region: u32,
-    /// Bytes of the range.
-    pub len: u32,
-    /// Bytes from the region's beginning.
-    pub offset: u64,
-}
-
-const PLACE_BYTES: usize = 16;
 
 /// Blocks to move, each with its places in the client's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -26,7 +13,7 @@ pub struct Blocks {
     /// The blocks' keys.
     pub keys: Vec<BlockKey>,
     /// For each key its places, in the order of the block's bytes.
-    pub places: Vec<Vec<Place>>,
+    pub places: BlockPlaces,
 }
 
 /// The direction of a movement of blocks.
@@ -214,29 +201,15 @@ impl Wire for RegionKind {
     }
 }
 
-fields!(Place { region, len, offset });
-
-/// The keys, the number of all places, the number of each block's places, and the places.
 impl Wire for Blocks {
     fn put(&self, writer: &mut Writer) {
-        let places: usize = self.places.iter().map(Vec::len).sum();
         self.keys.put(writer);
-        writer.reserve(4 + self.places.len() * 4 + places * PLACE_BYTES);
-        writer.count(places);
-        self.places.iter().for_each(|places| writer.count(places.len()));
-        self.places.iter().flatten().for_each(|place| place.put(writer));
+        self.places.put(writer);
     }
 
     fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, Malformed> {
         let keys = Vec::<BlockKey>::get(reader, "keys")?;
-        let total = reader.count("number of places", PLACES_MAX, PLACE_BYTES)?;
-        let counts = (0..keys.len()).map(|_| u32::get(reader, "places of a block"));
-        let counts: Vec<u32> = counts.collect::<Result<_, _>>()?;
-        let sum: u64 = counts.iter().map(|&count| u64::from(count)).sum();
-        if sum != total as u64 {
-            return Err(malformed("places of all blocks", sum, format!("{total}, the number before them")));
-        }
-        let places_of = |count| (0..count).map(|_| Place::get(reader, "place")).collect();
-        Ok(Blocks { keys, places: counts.into_iter().map(places_of).collect::<Result<_, _>>()? })
+        let places = BlockPlaces::get(reader, keys.len())?;
+        Ok(Blocks { keys, places })
     }
 }

@@ -11,7 +11,9 @@ impl Arbitrary for Blocks {
 
     fn arbitrary_with((): ()) -> Self::Strategy {
         let blocks = vec((any::<BlockKey>(), vec(any::<Place>(), 0..5)), 0..20);
-        blocks.prop_map(|blocks| blocks.into_iter().unzip()).prop_map(|(keys, places)| Blocks { keys, places }).boxed()
+        let of_lists =
+            |(keys, places): (Vec<BlockKey>, Vec<Vec<Place>>)| Blocks { keys, places: BlockPlaces::from_iter(places) };
+        blocks.prop_map(|blocks| blocks.into_iter().unzip()).prop_map(of_lists).boxed()
     }
 }
 

@@ -139,8 +139,8 @@ impl Hostile {
         };
         let wild = self.rng.chance(0.5);
         let places = (0..count).map(|_| match wild {
-            true => vec![place(&mut self.rng)],
-            false => vec![Place { region: 1, len: block_bytes, offset: 0 }],
+            true => [place(&mut self.rng)],
+            false => [Place { region: 1, len: block_bytes, offset: 0 }],
         });
         let places = places.collect();
         Blocks { keys, places }
