@@ -20,7 +20,7 @@ use std::{
 use tokio::sync::Notify;
 
 /// Jobs that may wait before no more connections are accepted.
-const JOBS_MAX: usize = 256;
+const JOBS_MAX: usize = 64;
 const TICK_NS: libc::c_long = 1_000_000;
 /// Ends waits. By default it is ignored, and few programs use it (the Go runtime preempts its threads by it).
 const SIGNAL: libc::c_int = libc::SIGURG;

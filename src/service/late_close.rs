@@ -30,10 +30,9 @@ use crate::config::HeldFile;
 
 /// Connections in a message: the kernel takes 253 descriptors.
 const MESSAGE_CONNECTIONS_MAX: usize = 128;
-/// Messages in the queue before they are merged. The kernel takes some 270 small ones.
-const MESSAGES_MAX: usize = 100;
-/// Connections that are over may stay in the queue until there are more of them than of others, and than this.
-const OVER_MAX: usize = 8;
+/// Connections that a message has room for, as long as all of them fit into few messages: the queue takes some 270, and
+/// a connection that comes waits for two of them.
+const MESSAGE_CONNECTIONS: usize = 16;
 
 /// Keeps connections open until the rings of the service are gone.
 pub(super) struct LateClose {
@@ -41,8 +40,10 @@ pub(super) struct LateClose {
     queue: Arc<OwnedFd>,
     /// Sends to the queue.
     door: OwnedFd,
-    /// The connections of each message in the queue.
+    /// The connections of each message in the queue, but for those that are being taken out.
     messages: VecDeque<Vec<Weak<UnixStream>>>,
+    /// The connections of all messages.
+    kept: usize,
     /// Takes messages out of the queue: the last close of a connection closes what its client sent and nobody received.
     aside: Arc<Aside>,
 }
@@ -50,7 +51,7 @@ pub(super) struct LateClose {
 impl LateClose {
     pub(super) fn new(aside: Arc<Aside>) -> io::Result<Self> {
         let (queue, door) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        Ok(LateClose { queue: Arc::new(queue), door, messages: VecDeque::new(), aside })
+        Ok(LateClose { queue: Arc::new(queue), door, messages: VecDeque::new(), kept: 0, aside })
     }
 
     /// What every ring must hold that may write to clients' memory.
@@ -64,55 +65,54 @@ impl LateClose {
     /// # Errors
     /// The system's: too many descriptors of this user are in flight, say.
     pub(super) fn keep(&mut self, connection: &Arc<UnixStream>) -> io::Result<()> {
-        let all = self.messages.iter().flatten();
-        let (live, over) = all.fold((0, 0), |(live, over), connection| match connection.strong_count() {
-            0 => (live, over + 1),
-            _ => (live + 1, over),
-        });
-        if over > OVER_MAX.max(live) || self.messages.len() >= MESSAGES_MAX {
-            self.merge()?;
+        let room = (self.kept / 32).clamp(MESSAGE_CONNECTIONS, MESSAGE_CONNECTIONS_MAX);
+        let mut connections = vec![Arc::clone(connection)];
+        // The oldest messages, two at most, are sent again without the connections that are over: few are in the queue
+        // for long, and no connection waits until all messages were sent again.
+        let mut heads = 0;
+        while heads < 2
+            && let Some(message) = self.messages.get(heads)
+        {
+            let live: Vec<_> = message.iter().filter_map(Weak::upgrade).collect();
+            if connections.len() + live.len() <= room {
+                connections.extend(live);
+            } else if heads == 0 {
+                self.send(&live)?;
+            } else {
+                break;
+            }
+            heads += 1;
         }
-        self.send(vec![Arc::clone(connection)])
+        self.send(&connections)?;
+        self.take_out(heads);
+        Ok(())
     }
 
-    fn send(&mut self, connections: Vec<Arc<UnixStream>>) -> io::Result<()> {
+    fn send(&mut self, connections: &[Arc<UnixStream>]) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MESSAGE_CONNECTIONS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let descriptors: Vec<_> = connections.iter().map(|connection| connection.as_fd()).collect();
         assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)), "a message has room for them");
         sendmsg(&self.door, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
         self.messages.push_back(connections.iter().map(Arc::downgrade).collect());
+        self.kept += connections.len();
         Ok(())
     }
 
-    /// Drops the connections that are over from the queue, and puts the others into fewer messages. Each of the others
-    /// is in the queue at every moment: it is sent again before the message that it came with is dropped.
-    fn merge(&mut self) -> io::Result<()> {
-        let mut left = self.messages.len();
-        while left > 0 {
-            let (mut live, mut heads) = (Vec::new(), 0);
-            for message in self.messages.iter().take(left) {
-                let more: Vec<_> = message.iter().filter_map(Weak::upgrade).collect();
-                if live.len() + more.len() > MESSAGE_CONNECTIONS_MAX {
-                    break;
-                }
-                live.extend(more);
-                heads += 1;
-            }
-            if !live.is_empty() {
-                self.send(live)?;
-            }
-            self.messages.drain(..heads);
-            let queue = Arc::clone(&self.queue);
-            // Each was sent before: there are as many. The kernel closes descriptors for which there is no room.
-            self.aside.close_by(move || {
-                for _ in 0..heads {
-                    let _was_sent = recv(&queue, &mut [0], RecvFlags::DONTWAIT);
-                }
-            });
-            left -= heads;
+    /// Drops the oldest messages. What is open of them was sent again before, so that each open connection is in the
+    /// queue at every moment.
+    fn take_out(&mut self, heads: usize) {
+        if heads == 0 {
+            return;
         }
-        Ok(())
+        self.kept -= self.messages.drain(..heads).map(|message| message.len()).sum::<usize>();
+        let queue = Arc::clone(&self.queue);
+        // The listener lets few of these jobs wait. The kernel closes descriptors for which there is no room.
+        self.aside.close_by(move || {
+            for _ in 0..heads {
+                let _was_sent = recv(&queue, &mut [0], RecvFlags::DONTWAIT);
+            }
+        });
     }
 }
 
@@ -148,6 +148,7 @@ mod tests {
         let (mut live, mut over) = (Vec::new(), Vec::new());
         for n in 0..600_u64 {
             let (ours, theirs) = connect();
+            late.aside.room().await;
             late.keep(&ours).expect("in flight");
             live.push((ours, theirs));
             // Two of three come and go; some from the middle.
@@ -159,8 +160,9 @@ mod tests {
             }
         }
         let kept = late.messages.iter().flatten().count();
-        assert!(kept <= 2 * live.len() + OVER_MAX + 1, "{kept} connections are kept, of which {} are open", live.len());
-        assert!(late.messages.len() <= MESSAGES_MAX, "{} messages", late.messages.len());
+        assert_eq!(kept, late.kept);
+        assert!(kept <= 2 * live.len(), "{kept} connections are kept, of which {} are open", live.len());
+        assert!(late.messages.len() <= 64, "{} messages", late.messages.len());
         drop(late);
         let clients: Vec<_> = live.into_iter().map(|(_, theirs)| theirs).collect();
         assert!(clients.iter().all(is_open), "the queue is held");
