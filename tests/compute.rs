@@ -227,28 +227,6 @@ fn a_block_that_is_removed_before_it_is_stored_is_computed_anew() {
 }
 
 #[test]
-fn a_store_that_fails_takes_no_computed_block_away() {
-    let (cache, computed) = (memory(10), AtomicU32::new(0));
-    let mut first = call(&cache, || async {
-        cache.close().await.expect("closed");
-        Ok(payload(1, BLOCK_BYTES))
-    });
-    let mut second = None;
-    let block = block_on(std::future::poll_fn(|context| {
-        let result = Pin::new(&mut first).poll(context);
-        if second.is_none() {
-            let mut waits = ready(&cache, &computed);
-            assert!(poll(&mut waits).is_pending() || result.is_ready());
-            second = Some(waits);
-        }
-        result
-    }));
-    assert_is_block(Poll::Ready(block));
-    assert!(!cache.contains(&key(1)));
-    assert!(matches!(block_on(ready(&cache, &computed)), Err(Error::Closed)), "a new call is refused");
-}
-
-#[test]
 fn callers_that_wait_get_what_was_computed_although_it_is_stored_nowhere() {
     let (cache, computed) = (memory(10), AtomicU32::new(0));
     let (go, gone) = oneshot::channel::<()>();
@@ -264,6 +242,8 @@ fn callers_that_wait_get_what_was_computed_although_it_is_stored_nowhere() {
     assert_is_block(poll(&mut first));
     assert_is_block(poll(&mut second));
     assert_eq!(computed.load(Ordering::Relaxed), 0, "the first caller's");
+    assert!(!cache.contains(&key(1)));
+    assert!(matches!(block_on(ready(&cache, &computed)), Err(Error::Closed)), "a new call is refused");
 }
 
 #[test]
