@@ -2,13 +2,14 @@
 
 use std::fmt::Write as _;
 
+use crate::{palette::color, ticks::Ticks};
+
 const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 420.0;
 const LEFT: f64 = 70.0;
 const RIGHT: f64 = 20.0;
 const TOP: f64 = 60.0;
 const BOTTOM: f64 = 40.0;
-const COLORS: [&str; 5] = ["#888888", "#1b6ca8", "#3fa34d", "#e8a33d", "#b03a2e"];
 
 /// One plot.
 pub struct Panel {
@@ -44,22 +45,22 @@ pub fn stack<T>(items: &[T], (width, panel_height): (f64, f64), draw_panel: impl
 fn draw_panel(svg: &mut String, panel: &Panel) {
     let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
     let values = panel.lines.iter().flat_map(|(_, values)| values);
-    let highest = values.fold(0.0f64, |highest, value| highest.max(*value)).max(0.05);
+    // Percent of the references.
+    let ticks = Ticks::new(values.fold(0.0f64, |highest, value| highest.max(*value * 100.0)).max(5.0));
     let x = |at: usize| LEFT + (right - LEFT) * (at as f64 + 0.5) / panel.marks.len().max(1) as f64;
-    let y = |value: f64| bottom - (bottom - TOP) * value / highest;
+    let y = |value: f64| bottom - (bottom - TOP) * value * 100.0 / ticks.end();
     let title = panel.title.replace('&', "&amp;").replace('<', "&lt;");
     let _ = writeln!(svg, "<text x=\"{LEFT}\" y=\"24\" font-size=\"16\">{title}</text>");
     let _ = writeln!(svg, "<path d=\"M{LEFT} {TOP}V{bottom}H{right}\" fill=\"none\" stroke=\"black\"/>");
-    for quarter in 0..=4 {
-        let value = highest * f64::from(quarter) / 4.0;
-        let (at, label) = (y(value), value * 100.0);
-        let _ = writeln!(svg, "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{label:.1}%</text>", LEFT - 8.0, at + 4.0);
+    for (percent, text) in ticks.up_to(ticks.end()) {
+        let (at, x) = (y(percent / 100.0) + 4.0, LEFT - 8.0);
+        let _ = writeln!(svg, "<text x=\"{x}\" y=\"{at:.1}\" text-anchor=\"end\">{text}%</text>");
     }
     for (at, mark) in panel.marks.iter().enumerate() {
         let _ = writeln!(svg, "<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{mark}</text>", x(at), bottom + 18.0);
     }
     for (line, (name, values)) in panel.lines.iter().enumerate() {
-        let color = COLORS[line % COLORS.len()];
+        let color = color(line);
         let points: Vec<String> =
             values.iter().enumerate().map(|(at, value)| format!("{:.1},{:.1}", x(at), y(*value))).collect();
         let _ = writeln!(

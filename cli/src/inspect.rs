@@ -4,6 +4,7 @@ use kvhoist::store::{Inspection, Member};
 use serde_json::{Value, json};
 
 use crate::{
+    columns::columns,
     failure::Failure,
     output::emit,
     shown::shown,
@@ -74,12 +75,12 @@ fn table(found: &Inspection) -> String {
     table.row("last uses", range(found.last_uses));
     table.row("in use", if found.in_use { "yes" } else { "no" });
     table.line("");
-    table.line(format!("{:>6}{:>12}{:>12}{:>14}{:>10}  path", "member", "slots", "full", "size", "sequence"));
-    for (at, member) in found.members.iter().enumerate() {
-        let (slots, full, size) = (member.slots, member.full, show_bytes(member.bytes));
-        let (sequence, path) = (member.sequence, shown(&member.path));
-        table.line(format!("{at:>6}{slots:>12}{full:>12}{size:>14}{sequence:>10}  {path}"));
-    }
+    let row = |(at, member): (usize, &Member)| {
+        let [at, slots, full] = [at as u64, member.slots.into(), member.full].map(|count: u64| count.to_string());
+        vec![at, slots, full, show_bytes(member.bytes), member.sequence.to_string(), shown(&member.path)]
+    };
+    let rows: Vec<Vec<String>> = found.members.iter().enumerate().map(row).collect();
+    table.line(columns(&["member", "slots", "full", "size", "sequence", "path"], &rows));
     table.faults(found.faults(), found.fault_counts());
     table.text().to_owned()
 }

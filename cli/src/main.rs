@@ -1,6 +1,7 @@
 //! The `kvhoist` command.
 
 mod bench;
+mod columns;
 mod curves;
 mod doctor;
 mod generator;
@@ -9,6 +10,7 @@ mod inspect;
 mod interrupt;
 mod json;
 mod output;
+mod palette;
 mod payload;
 mod plot;
 mod progress;
@@ -19,6 +21,7 @@ mod settings;
 mod space;
 mod status;
 mod store;
+mod ticks;
 mod top;
 mod verify;
 mod wipe;

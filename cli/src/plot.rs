@@ -4,7 +4,7 @@ use std::{fmt::Write as _, path::Path};
 
 use kvhoist::Tier;
 
-use crate::{failure::Failure, output::OutputFile, replay::Summary, shown::shown};
+use crate::{failure::Failure, output::OutputFile, replay::Summary, shown::shown, ticks::Ticks};
 
 const BUCKETS: usize = 200;
 const WIDTH: f64 = 960.0;
@@ -82,20 +82,14 @@ fn area(floor: &[f64], ceiling: &[f64]) -> String {
 fn axes(svg: &mut String, requests: usize) {
     let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
     let _ = writeln!(svg, "<path d=\"M{LEFT} {TOP}V{bottom}H{right}\" fill=\"none\" stroke=\"black\"/>");
-    for quarter in 0..=4 {
-        let share = f64::from(quarter) / 4.0;
-        let y = bottom - (bottom - TOP) * share;
-        let x = LEFT + (right - LEFT) * share;
-        let _ = writeln!(
-            svg,
-            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{:.0}%</text>\
-             <text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">{:.0}</text>",
-            LEFT - 8.0,
-            y + 4.0,
-            share * 100.0,
-            bottom + 18.0,
-            requests as f64 * share,
-        );
+    for (percent, text) in Ticks::new(100.0).up_to(100.0) {
+        let (x, y) = (LEFT - 8.0, bottom - (bottom - TOP) * percent / 100.0 + 4.0);
+        let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y:.1}\" text-anchor=\"end\">{text}%</text>");
+    }
+    let requests = requests.max(1) as f64;
+    for (request, text) in Ticks::whole(requests).up_to(requests) {
+        let (x, y) = (LEFT + (right - LEFT) * request / requests, bottom + 18.0);
+        let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{text}</text>");
     }
     let _ = writeln!(
         svg,

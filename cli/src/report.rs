@@ -1,9 +1,13 @@
 //! The report of a replay: a table for people, an object for programs.
 
-use kvhoist::{DeviceKind, Tier};
+use kvhoist::{DeviceKind, Route, Tier};
 use serde_json::{Value, json};
 
-use crate::{replay::Summary, size::show_bytes};
+use crate::{
+    columns::columns,
+    replay::{RouteTally, Summary},
+    size::show_bytes,
+};
 
 /// One JSON object, or tables; of several traces a list of objects, or the tables one after another under their names.
 pub fn text(summaries: &[Summary], json: bool) -> String {
@@ -101,43 +105,37 @@ fn table(summary: &Summary) -> String {
     };
     line(format!("device                 {device:>12}"));
     line(format!("storage                {:>12}{}", stats.storage, if stats.direct_io { ", direct I/O" } else { "" }));
-    line(String::new());
-    line(format!(
-        "{:8}{:>10}{:>12}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}",
-        "tier", "hits", "of refs", "resident", "slots", "evictions", "refused", "bytes in", "bytes out"
-    ));
-    for tier in Tier::ALL {
+    let row = |tier: Tier| {
         let (hits, figures) = (tally.hits[tier as usize], stats.tier(tier));
-        line(format!(
-            "{:8}{hits:>10}{:>12.4}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}",
-            tier.name(),
-            hits as f64 / (tally.references as f64).max(1.0),
-            figures.resident,
-            figures.slots,
-            figures.evictions,
-            figures.refused,
+        vec![
+            tier.name().to_owned(),
+            hits.to_string(),
+            format!("{:.4}", hits as f64 / (tally.references as f64).max(1.0)),
+            figures.resident.to_string(),
+            figures.slots.to_string(),
+            figures.evictions.to_string(),
+            figures.refused.to_string(),
             show_bytes(figures.bytes_in),
             show_bytes(figures.bytes_out),
-        ));
-    }
-    routes(summary, &mut line);
-    text
+        ]
+    };
+    let heads = ["tier", "hits", "of refs", "resident", "slots", "evictions", "refused", "bytes in", "bytes out"];
+    text + "\n" + &columns(&heads, &Tier::ALL.map(row)) + &routes(summary)
 }
 
 /// A row for each route.
-fn routes(summary: &Summary, line: &mut impl FnMut(String)) {
-    line(String::new());
-    line(format!("{:24}{:>10}{:>14}{:>14}{:>12}{:>12}", "route", "blocks", "bytes", "bytes/s", "p50 us", "p99 us"));
-    for (route, figures) in &summary.tally.routes {
-        let quantile = |q| figures.latency_ns.value_at_quantile(q) as f64 / 1e3;
-        line(format!(
-            "{:24}{:>10}{:>14}{:>14}{:>12.1}{:>12.1}",
-            route.name(),
-            figures.latency_ns.len(),
+fn routes(summary: &Summary) -> String {
+    let row = |(route, figures): (&Route, &RouteTally)| {
+        let quantile = |q| format!("{:.1}", figures.latency_ns.value_at_quantile(q) as f64 / 1e3);
+        vec![
+            route.name().to_owned(),
+            figures.latency_ns.len().to_string(),
             show_bytes(figures.bytes),
             show_bytes((figures.bytes as f64 / summary.seconds.max(1e-9)) as u64),
             quantile(0.5),
             quantile(0.99),
-        ));
-    }
+        ]
+    };
+    let rows: Vec<Vec<String>> = summary.tally.routes.iter().map(row).collect();
+    "\n".to_owned() + &columns(&["route", "blocks", "bytes", "bytes/s", "p50 us", "p99 us"], &rows)
 }

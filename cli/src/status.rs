@@ -8,7 +8,9 @@ use kvhoist::{
 };
 use serde_json::{Value, json};
 
-use crate::{failure::Failure, http::Drive, output::emit, shown::plain, size::show_bytes, store::Table};
+use crate::{
+    columns::columns, failure::Failure, http::Drive, output::emit, shown::plain, size::show_bytes, store::Table,
+};
 
 /// Flags of `kvhoist status`.
 #[derive(clap::Args)]
@@ -50,15 +52,17 @@ pub fn table(status: &ServiceStatus, drives: &[Drive]) -> String {
     }
     if !status.clients.is_empty() {
         table.line("");
-        table.line("client      pid    uid  regions       lent  in flight  requests  space");
-    }
-    for client in &status.clients {
-        let ClientStatus { id, pid, uid, namespace, regions, requests, region_bytes, bytes_in_flight } = client;
-        let (lent, moving) = (show_bytes(*region_bytes), show_bytes(*bytes_in_flight));
-        let space = plain(namespace);
-        table.line(format!("{id:>6}{pid:>9}{uid:>7}{regions:>9}{lent:>11}{moving:>11}{requests:>10}  {space}"));
+        let heads = ["client", "pid", "uid", "regions", "lent", "in flight", "requests", "space"];
+        table.line(columns(&heads, &status.clients.iter().map(client_row).collect::<Vec<_>>()));
     }
     table.text().to_owned()
+}
+
+fn client_row(client: &ClientStatus) -> Vec<String> {
+    let ClientStatus { id, pid, uid, namespace, regions, requests, region_bytes, bytes_in_flight } = client;
+    let [lent, moving] = [*region_bytes, *bytes_in_flight].map(show_bytes);
+    let [id, pid, uid] = [id.to_string(), pid.to_string(), uid.to_string()];
+    vec![id, pid, uid, regions.to_string(), lent, moving, requests.to_string(), plain(namespace).into_owned()]
 }
 
 fn space_rows(table: &mut Table, space: &SpaceStatus) {

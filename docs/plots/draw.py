@@ -5,7 +5,7 @@
     docs/plots/draw.py --check    # exit status 1 where one is not what the numbers give
 
 The plots have a background of their own, so that they look the same on light and dark pages. The bench `array` wrote
-array.csv with `--csv`; the heads of the other .csv files name the commands that measured them.
+array.csv with `--csv`; the heads of the other .csv files name the commands that measured them, and the notes below their titles.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ import csv
 import sys
 from collections.abc import Iterator
 from html import escape
+from math import ceil
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Of a panel: its diagram, and the room around it for the title, the ticks and the name of the axis.
 WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 368, 170, 52, 20, 32, 46
 LEGEND, LETTER = 20, 6.4  # the height of a row of names, and about the width of a letter
-COLORS = ["#1b6ca8", "#c4602a", "#6b6b6b", "#3a8f5c", "#8a5fa8", "#b5862c", "#b04a5a", "#2f9c9c", "#a0a0a0", "#5a4632"]
-COLORS += ["#7fb3d9", "#e0a27e", "#9cc7ab", "#c9a9dd"]
+NOTE = 15  # the height of a line below the title
+COLORS = ["#1b6ca8", "#c4602a", "#6b6b6b", "#3a8f5c", "#8a5fa8", "#b5862c", "#b04a5a", "#2f9c9c"]
+DASHES = ["none", "7 3", "2 3"]  # of lines that have a color for the second and third time
 
 # Values by place on the axis, for each name of a line.
 Lines = dict[str, dict[float, float]]
-Panel = tuple[str, str, Lines]
+# The title, what must be known to read it, the name of the axis, the lines.
+Panel = tuple[str, list[str], str, Lines]
 
 
 def columns(name: str) -> list[list[Panel]]:
-    """One panel: the first column is the axis, each other one a line. The head has the title."""
+    """One panel: the first column is the axis, each other one a line. The head has the title and the notes."""
     lines = (HERE / name).read_text(encoding="utf-8").splitlines()
     title = next(line for line in lines if line.startswith("# title: ")).removeprefix("# title: ")
+    notes = [line.removeprefix("# note: ") for line in lines if line.startswith("# note: ")]
     (axis, *names), *rows = csv.reader(line for line in lines if not line.startswith("#"))
     for row in rows:
         if len(row) != len(names) + 1:
             sys.exit(f"docs/plots/{name}: found {len(row)} cells in a row, expected {len(names) + 1} as in its head")
-    return [[(title, axis, {n: {float(row[0]): float(row[i]) for row in rows} for i, n in enumerate(names, 1)})]]
+    return [[(title, notes, axis, {n: {float(row[0]): float(row[i]) for row in rows} for i, n in enumerate(names, 1)})]]
 
 
 def array(name: str) -> list[list[Panel]]:
@@ -47,27 +51,38 @@ def array(name: str) -> list[list[Panel]]:
             lines = panels.setdefault((int(row["block_bytes"]), row["bench"]), {})
             lines.setdefault(row["contender"], {})[int(row["drives"])] = float(row["mib_per_s"]) / 1024
     return [
-        [(f"{bench}, blocks of {size / 1024:g} KiB: GiB/s", "drives", panels[size, bench])
+        [(f"{bench}, blocks of {size / 1024:g} KiB: GiB/s", [], "drives", panels[size, bench])
          for bench in ("load", "store", "fetch", "device") if (size, bench) in panels]
         for size in sorted({size for size, _ in panels}, reverse=True)
     ]  # fmt: skip
 
 
-def panel(left: float, top: float, panel: Panel, colors: dict[str, str]) -> Iterator[str]:
+def styles(names: list[str]) -> dict[str, str]:
+    """How the line of each name is drawn: no two lines alike."""
+    if len(names) > len(COLORS) * len(DASHES):
+        sys.exit(f"docs/plots: found {len(names)} lines, expected at most {len(COLORS) * len(DASHES)} that differ")
+    style = (f'stroke="{color}" stroke-dasharray="{dash}"' for dash in DASHES for color in COLORS)
+    return dict(zip(names, style))
+
+
+def panel(left: float, top: float, panel: Panel, styles: dict[str, str]) -> Iterator[str]:
     """One diagram. Places on the axis have equal distances: each is about twice the one before."""
-    title, axis, lines = panel
+    title, notes, axis, lines = panel
     places = sorted({place for points in lines.values() for place in points})
     highest = max(value for points in lines.values() for value in points.values())
-    step = next(step for step in (0.1, 0.2, 1, 2, 4, 5, 8, 10, 20) if highest <= 5 * step)
+    step = next(times * 10**power for power in range(-3, 6) for times in (1, 2, 5) if highest <= 8 * times * 10**power)
+    ticks = ceil(highest / step)
 
     def x(place: float) -> float:
         return left + WIDTH * places.index(place) / max(len(places) - 1, 1)
 
     def y(value: float) -> float:
-        return top + HEIGHT * (1 - value / (5 * step))
+        return top + HEIGHT * (1 - value / (ticks * step))
 
-    yield f'<text x="{left}" y="{top - 14}" font-size="13" font-weight="bold">{escape(title)}</text>'
-    for tick in (step * n for n in range(6)):
+    yield f'<text x="{left}" y="{top - 14 - NOTE * len(notes)}" font-size="13" font-weight="bold">{escape(title)}</text>'
+    for i, note in enumerate(notes, 1):
+        yield f'<text x="{left}" y="{top - 14 - NOTE * (len(notes) - i)}" font-size="11">{escape(note)}</text>'
+    for tick in (step * n for n in range(ticks + 1)):
         yield f'<path d="M{left} {y(tick):.1f}h{WIDTH}" stroke="#dddddd"/>'
         yield f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
     for place in places:
@@ -77,15 +92,17 @@ def panel(left: float, top: float, panel: Panel, colors: dict[str, str]) -> Iter
         at = [(x(place), y(value)) for place, value in sorted(points.items())]
         width = 2.5 if name.startswith("kvhoist") else 1.5
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in at)
-        yield f'<polyline points="{path}" fill="none" stroke="{colors[name]}" stroke-width="{width}"/>'
-        yield from (f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colors[name]}"/>' for px, py in at)
+        yield f'<polyline points="{path}" fill="none" {styles[name]} stroke-width="{width}"/>'
+        color = styles[name].split('"')[1]
+        yield from (f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{color}"/>' for px, py in at)
 
 
 def draw(rows: list[list[Panel]]) -> str:
     """The panels in rows, below the names of all lines."""
-    names = list(dict.fromkeys(name for row in rows for _, _, lines in row for name in lines))
-    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    across, down = LEFT + WIDTH + RIGHT, ABOVE + HEIGHT + BELOW
+    names = list(dict.fromkeys(name for row in rows for *_, lines in row for name in lines))
+    style = styles(names)
+    above = ABOVE + NOTE * max(len(notes) for row in rows for _, notes, _, _ in row)
+    across, down = LEFT + WIDTH + RIGHT, above + HEIGHT + BELOW
     width = across * max(len(row) for row in rows)
     places, x, y = {}, 16.0, 18
     for name in names:
@@ -101,11 +118,11 @@ def draw(rows: list[list[Panel]]) -> str:
         f'<rect width="{width}" height="{height}" rx="6" fill="#fbfbfb"/>',
     ]
     for name, (x, y) in places.items():
-        svg.append(f'<path d="M{x:.1f} {y}h16" stroke="{colors[name]}" stroke-width="3"/>')
+        svg.append(f'<path d="M{x:.1f} {y}h16" {style[name]} stroke-width="3"/>')
         svg.append(f'<text x="{x + 21:.1f}" y="{y + 4}">{escape(name)}</text>')
     for i, row in enumerate(rows):
         for j, one in enumerate(row):
-            svg += panel(j * across + LEFT, head + i * down + ABOVE, one, colors)
+            svg += panel(j * across + LEFT, head + i * down + above, one, style)
     return "\n".join([*svg, "</svg>"]) + "\n"
 
 

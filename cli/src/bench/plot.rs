@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, path::Path};
 
-use crate::{failure::Failure, output::OutputFile, plot};
+use crate::{failure::Failure, output::OutputFile, palette::color, plot, ticks::Ticks};
 
 const HEIGHT: f64 = 420.0;
 const LEFT: f64 = 70.0;
@@ -12,7 +12,6 @@ const BAR: f64 = 18.0;
 const GAP: f64 = 24.0;
 /// Most room that a letter of a group's name takes.
 const LETTER: f64 = 6.0;
-const COLORS: [&str; 6] = ["#9a9a9a", "#1b6ca8", "#3fa34d", "#e8a33d", "#b5403a", "#6a4c93"];
 
 /// Figures for a plot, if one was requested.
 pub struct Plot {
@@ -56,7 +55,8 @@ impl Plot {
         let group_width = (self.series.len() as f64 * BAR + GAP).max(names_width);
         let right = (LEFT + self.groups.len() as f64 * group_width).max(600.0);
         let (width, bottom) = (right + 20.0, HEIGHT - BOTTOM);
-        let most = self.bars.iter().map(|bar| bar.2).fold(0.0, f64::max).max(f64::MIN_POSITIVE);
+        let ticks = Ticks::new(self.bars.iter().map(|bar| bar.2).fold(0.0, f64::max));
+        let most = ticks.end();
         let mut svg = String::new();
         // Writing to a String cannot fail.
         let _ = write!(
@@ -68,19 +68,15 @@ impl Plot {
             escaped(&self.title),
             self.unit,
         );
-        for quarter in 0..=4 {
-            let share = f64::from(quarter) / 4.0;
-            let y = bottom - (bottom - TOP) * share;
-            let shown = most * share;
-            let digits = usize::from(most < 100.0);
-            let x = LEFT - 6.0;
-            let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\">{shown:.digits$}</text>");
+        for (value, text) in ticks.up_to(most) {
+            let (x, y) = (LEFT - 6.0, bottom - (bottom - TOP) * value / most + 4.0);
+            let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y:.1}\" text-anchor=\"end\">{text}</text>");
         }
         for &(group, series, figure) in &self.bars {
             let height = (bottom - TOP) * figure.max(0.0) / most;
             let bars = self.series.len() as f64 * BAR;
             let x = LEFT + (group as f64 + 0.5) * group_width - bars / 2.0 + series as f64 * BAR;
-            let (y, color) = (bottom - height, COLORS[series % COLORS.len()]);
+            let (y, color) = (bottom - height, color(series));
             let _ = writeln!(
                 svg,
                 "<rect x=\"{x}\" y=\"{y:.1}\" width=\"{}\" height=\"{height:.1}\" fill=\"{color}\">\
@@ -98,7 +94,7 @@ impl Plot {
         }
         let mut x = LEFT;
         for (at, name) in self.series.iter().enumerate() {
-            let color = COLORS[at % COLORS.len()];
+            let color = color(at);
             let _ = writeln!(
                 svg,
                 "<rect x=\"{x}\" y=\"28\" width=\"10\" height=\"10\" fill=\"{color}\"/>\

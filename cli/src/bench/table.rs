@@ -1,8 +1,8 @@
-//! A table with columns as wide as their cells.
+//! A table as text or as JSON.
 
 use serde_json::{Value, json};
 
-use crate::{failure::Failure, output::emit, size::show_bytes};
+use crate::{columns::columns, failure::Failure, output::emit, size::show_bytes};
 
 /// Rows of cells under a heading, printed as text or as JSON. Whole numbers in a column whose name ends in `bytes` are
 /// sizes: text shows them with a unit, JSON as they are.
@@ -43,19 +43,9 @@ impl Table {
             Value::Null => "-".into(),
             other => other.to_string(),
         };
-        let heads = self.columns.iter().map(|name| (*name).to_owned()).collect();
-        let lines: Vec<Vec<String>> = std::iter::once(heads)
-            .chain(self.rows.iter().map(|row| self.columns.iter().zip(row).map(shown).collect()))
-            .collect();
-        let width = |column: usize| lines.iter().map(|line| line[column].len()).max().unwrap_or(0);
-        let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
-        let mut text = format!("{}\n", self.title);
-        for line in &lines {
-            let cells: Vec<String> = line.iter().zip(&widths).map(|(cell, &width)| format!("{cell:>width$}")).collect();
-            text.push_str(&cells.join("  "));
-            text.push('\n');
-        }
-        text
+        let rows: Vec<Vec<String>> =
+            self.rows.iter().map(|row| self.columns.iter().zip(row).map(shown).collect()).collect();
+        format!("{}\n{}", self.title, columns(&self.columns, &rows))
     }
 }
 

@@ -22,6 +22,7 @@ use super::{
     belady, engine,
 };
 use crate::{
+    columns::columns,
     curves::{self, Panel},
     failure::Failure,
     generator, interrupt,
@@ -170,22 +171,17 @@ async fn cell(
 
 fn table(trace: &Compared, policies: &[Eviction]) -> String {
     let Compared { name, references, distinct, rows, failures } = trace;
-    let mut lines = vec![format!(
-        "{name}: hit ratios; {references} references to {distinct} blocks; verification failures {failures}"
-    )];
-    let mut head = format!("{:>7}{:>10}", "share", "slots");
-    policies.iter().for_each(|policy| head += &format!("{:>11}", eviction_name(*policy)));
-    head += &format!("{:>11}", "belady");
-    policies.iter().for_each(|policy| head += &format!("{:>18}", format!("stores {}", eviction_name(*policy))));
-    lines.push(head);
-    for row in rows {
-        let mut line = format!("{:>6}%{:>10}", row.share, row.slots);
-        row.cells.iter().for_each(|cell| line += &format!("{:>11.4}", cell.hits));
-        line += &format!("{:>11.4}", row.belady);
-        row.cells.iter().for_each(|cell| line += &format!("{:>18.4}", cell.stores));
-        lines.push(line);
-    }
-    lines.join("\n") + "\n"
+    let said = format!("{name}: hit ratios; {references} references to {distinct} blocks");
+    let names = policies.iter().map(|policy| eviction_name(*policy));
+    let stores: Vec<String> = names.clone().map(|name| format!("stores {name}")).collect();
+    let heads = ["share", "slots"].into_iter().chain(names).chain(["belady"]).chain(stores.iter().map(String::as_str));
+    let row = |row: &Row| {
+        let hits = row.cells.iter().map(|cell| cell.hits).chain([row.belady]);
+        let ratios = hits.chain(row.cells.iter().map(|cell| cell.stores)).map(|ratio| format!("{ratio:.4}"));
+        [format!("{}%", row.share), row.slots.to_string()].into_iter().chain(ratios).collect()
+    };
+    let rows: Vec<Vec<String>> = rows.iter().map(row).collect();
+    format!("{said}; verification failures {failures}\n{}", columns(&heads.collect::<Vec<_>>(), &rows))
 }
 
 fn json(compared: &[Compared], policies: &[Eviction]) -> Value {

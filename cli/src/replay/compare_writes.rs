@@ -19,7 +19,9 @@ use super::{
     args::{Policy, policy_name},
     compare, engine,
 };
-use crate::{failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes, trace::Request};
+use crate::{
+    columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes, trace::Request,
+};
 
 /// Host memory, percent of a trace's distinct blocks.
 const HOST_SHARE: f64 = 2.0;
@@ -154,29 +156,25 @@ async fn cell(
 
 fn table(trace: &Compared, policies: &[Policy]) -> String {
     let Compared { name, distinct, rows, failures } = trace;
-    let mut lines = vec![format!("{name}: {distinct} blocks; verification failures {failures}")];
-    lines.push(format!(
-        "{:>7}{:>8}{:>8}  {:22}{:>10}{:>9}{:>14}{:>9}{:>11}",
-        "share", "host", "disk", "write policy", "hit ratio", "of first", "bytes written", "of first", "declined"
-    ));
-    for row in rows {
+    let row = |row: &Row, policy: &Policy, cell: &Cell| {
         let first = &row.cells[0];
-        for (policy, cell) in policies.iter().zip(&row.cells) {
-            lines.push(format!(
-                "{:>6}%{:>8}{:>8}  {:22}{:>10.4}{:>9.3}{:>14}{:>9.3}{:>11}",
-                row.share,
-                row.host_blocks,
-                row.disk_blocks,
-                policy_name(*policy),
-                cell.hit_ratio,
-                cell.hit_ratio / first.hit_ratio.max(1e-9),
-                show_bytes(cell.bytes_written),
-                cell.bytes_written as f64 / (first.bytes_written as f64).max(1.0),
-                cell.declined,
-            ));
-        }
-    }
-    lines.join("\n") + "\n"
+        vec![
+            policy_name(*policy).to_owned(),
+            format!("{}%", row.share),
+            row.host_blocks.to_string(),
+            row.disk_blocks.to_string(),
+            format!("{:.4}", cell.hit_ratio),
+            format!("{:.3}", cell.hit_ratio / first.hit_ratio.max(1e-9)),
+            show_bytes(cell.bytes_written),
+            format!("{:.3}", cell.bytes_written as f64 / (first.bytes_written as f64).max(1.0)),
+            cell.declined.to_string(),
+        ]
+    };
+    let rows =
+        rows.iter().flat_map(|one| policies.iter().zip(&one.cells).map(move |(policy, cell)| row(one, policy, cell)));
+    let heads = ["write policy", "share", "host", "disk", "hits", "of first", "written", "of first", "declined"];
+    let rows: Vec<Vec<String>> = rows.collect();
+    format!("{name}: {distinct} blocks; verification failures {failures}\n{}", columns(&heads, &rows))
 }
 
 fn json(compared: &[Compared], policies: &[Policy]) -> Value {

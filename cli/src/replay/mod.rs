@@ -10,7 +10,7 @@ mod tally;
 
 pub use args::{Args, Device, Direct, Engine, Policy};
 use place::Place;
-pub use tally::Tally;
+pub use tally::{RouteTally, Tally};
 
 use std::{
     sync::{

@@ -109,6 +109,8 @@ fn the_built_in_workload_runs_anywhere_and_draws_its_plot() {
     assert!(table.contains("verification failures             0"), "{table}");
     let svg = fs::read_to_string(plot).expect("the plot");
     assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>") && svg.matches("<path").count() == 5);
+    assert!(svg.contains(">200</text>") && !svg.contains(">250</text>"), "round marks: {svg}");
+    assert!(table.lines().all(|line| line.chars().count() <= 80), "no number wraps on a terminal: {table}");
     let left: Vec<_> = fs::read_dir(env!("CARGO_TARGET_TMPDIR")).expect("a directory").flatten().collect();
     assert!(!left.iter().any(|entry| entry.file_name().to_string_lossy().contains(&output_marker())), "{left:?}");
 }
