@@ -1,6 +1,7 @@
 //! `kvhoist top`: state and rates of a running service, refreshed.
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     io::{ErrorKind, IsTerminal, Write, stdout},
     path::PathBuf,
@@ -10,11 +11,13 @@ use std::{
 };
 
 use kvhoist::service::{ServiceStatus, SpaceStats, status};
+use terminal_size::{Height, Width, terminal_size_of};
 
 use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, status::table};
 
 /// Moves to the upper left corner. Lines are cleared one by one, because clearing the screen flickers.
 const HOME: &str = "\x1b[H";
+const CLEAR_TO_END: &str = "\x1b[K";
 const CLEAR_LINE: &str = "\x1b[K\n";
 const CLEAR_BELOW: &str = "\x1b[J";
 /// A second screen, so that the shell's own is back at the end.
@@ -64,7 +67,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     for look in 1.. {
         let text = frame(before.as_ref(), &now);
         let shown = match is_terminal {
-            true => format!("{HOME}{}{CLEAR_BELOW}", text.replace('\n', CLEAR_LINE)),
+            true => on_screen(&text, terminal_size_of(stdout())),
             false => text + "\n",
         };
         if !show(&shown)? {
@@ -95,6 +98,18 @@ fn show(text: &str) -> Result<bool, Failure> {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
         Err(error) => Err(Failure::run(format!("standard output: {error}"))),
     }
+}
+
+/// What fits on a terminal. Without a line end after the last line, which would scroll the first one out of sight.
+fn on_screen(text: &str, size: Option<(Width, Height)>) -> String {
+    let lines_max = size.map_or(24, |(_, Height(lines))| usize::from(lines)).max(2);
+    let mut lines: Vec<Cow<'_, str>> = text.lines().map(Cow::from).collect();
+    if lines.len() > lines_max {
+        let left_out = lines.len() - (lines_max - 1);
+        lines.truncate(lines_max - 1);
+        lines.push(format!("{left_out} lines more: `kvhoist status` prints them").into());
+    }
+    format!("{HOME}{}{CLEAR_TO_END}{CLEAR_BELOW}", lines.join(CLEAR_LINE))
 }
 
 /// The rates of each open space since the refresh before, then the table of `kvhoist status`.
@@ -148,9 +163,31 @@ fn figures(status: &ServiceStatus) -> BTreeMap<&str, Figure<'_>> {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::service::SpaceStatus;
+    use kvhoist::service::{ClientStatus, SpaceStatus};
 
     use super::*;
+
+    #[test]
+    fn the_rates_of_two_spaces_stay_on_a_terminal_of_24_lines() {
+        let space = |n: u64| SpaceStatus {
+            namespace: format!("model {n}"),
+            folder: format!("space-{n}"),
+            stats: Some(SpaceStats::default()),
+            ..SpaceStatus::default()
+        };
+        let clients = vec![ClientStatus::default(); 8];
+        let status = ServiceStatus { spaces: vec![space(1), space(2)], clients, ..ServiceStatus::default() };
+        let text = frame(None, &(Instant::now(), status));
+        let size = |lines| Some((Width(80), Height(lines)));
+        let shown = on_screen(&text, size(24));
+        let lines: Vec<&str> = shown.split('\n').collect();
+        assert_eq!(lines.len(), 24, "and no line end that would scroll: {shown:?}");
+        assert!(lines[0].contains("hits/s") && lines[1].contains("model 1") && lines[2].contains("model 2"), "{shown}");
+        let more = text.lines().count() - 23;
+        assert!(lines[23].starts_with(&format!("{more} lines more")), "{shown}");
+        assert_eq!(on_screen(&text, size(200)).split('\n').count(), text.lines().count(), "all of it where it fits");
+        assert!(!on_screen(&text, size(200)).contains("lines more"));
+    }
 
     fn at(now: Instant, hits: u64) -> (Instant, ServiceStatus) {
         let mut stats = SpaceStats { misses: 10, straight_bytes: hits << 20, ..SpaceStats::default() };

@@ -72,6 +72,13 @@ impl Browser {
         self.post(&format!("{}/execute/async", self.session), &json!({ "script": look, "args": [] }));
     }
 
+    /// A window of this width, as a telephone has it. Chromium's own windows are no narrower than 500 pixels.
+    fn narrow(&self, width: u32) {
+        let metrics = json!({ "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": false });
+        let command = json!({ "cmd": "Emulation.setDeviceMetricsOverride", "params": metrics });
+        self.post(&format!("{}/goog/cdp/execute", self.session), &command);
+    }
+
     fn text(&self, expression: &str) -> String {
         let script = json!({ "script": format!("return String({expression});"), "args": [] });
         let found = self.post(&format!("{}/execute/sync", self.session), &script);
@@ -146,6 +153,23 @@ fn a_browser_shows_what_the_service_does_and_follows_it() {
     }
     browser.wait(&format!("{} === '{}'", cell("disk", 4), loads + 1));
     browser.wait("document.querySelector('#spaces polyline').getAttribute('points').split(' ').length > 1");
+    // Axes: a round number that no point is above, its half, 0; and the time.
+    let labels = |chart: usize, side: &str| {
+        let spans = format!("document.querySelectorAll('.chart')[{chart}].querySelectorAll('.{side} span')");
+        browser.text(&format!("[...{spans}].map((span) => span.textContent).join(', ')"))
+    };
+    let (hits, read) = (labels(0, "values"), labels(1, "values"));
+    assert!(["1, 0.5, 0", "2, 1, 0", "5, 2.5, 0"].contains(&hits.as_str()), "{hits}");
+    assert!(read.ends_with(", 0 B/s") && read.starts_with(['1', '2', '5']), "{read}");
+    assert_eq!(labels(0, "times"), "5 minutes ago, 2.5, now");
+    // On a telephone the page is as wide as the window: tables scroll in their places, and no number is broken.
+    browser.narrow(420);
+    browser.wait("window.innerWidth === 420");
+    assert_eq!(browser.text("document.documentElement.scrollWidth - document.documentElement.clientWidth"), "0");
+    let broken = "[...document.querySelectorAll('td:not(:first-child)')].filter((cell) => { \
+                  const text = document.createRange(); text.selectNodeContents(cell); \
+                  return text.getBoundingClientRect().height > 32; }).length";
+    assert_eq!(browser.text(broken), "0", "cells of more than one line");
     assert_eq!(browser.complaints(), Vec::<String>::new());
 
     serving.signal();
