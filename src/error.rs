@@ -194,17 +194,17 @@ fn timeout_advice(leases: u64, reservations: u64, slots: u64, setting: &str) -> 
 
 impl Error {
     /// An [`Error::Config`]: `field` is `found`, and was to be `expected`.
-    pub fn config(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+    pub(crate) fn config(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
         Error::Config { field, found: found.to_string(), expected: expected.into() }
     }
 
     /// An [`Error::Argument`]: `what` is `found`, and was to be `expected`.
-    pub fn argument(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+    pub(crate) fn argument(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
         Error::Argument { what, found: found.to_string(), expected: expected.into() }
     }
 
     /// An [`Error::Store`]: what was `found` at `path`, what was `expected`, and the `action` to take.
-    pub fn store(
+    pub(crate) fn store(
         path: impl Into<PathBuf>,
         found: impl ToString,
         expected: impl Into<String>,
@@ -214,12 +214,12 @@ impl Error {
     }
 
     /// An [`Error::Unavailable`] of `tier`.
-    pub fn unavailable(tier: &'static str, reason: impl ToString) -> Self {
+    pub(crate) fn unavailable(tier: &'static str, reason: impl ToString) -> Self {
         Error::Unavailable { tier, reason: reason.to_string() }
     }
 
     /// An [`Error::Copy`] by `engine`.
-    pub fn copy(engine: &'static str, reason: impl ToString) -> Self {
+    pub(crate) fn copy(engine: &'static str, reason: impl ToString) -> Self {
         Error::Copy { engine, reason: reason.to_string() }
     }
 
@@ -236,24 +236,23 @@ impl Error {
     }
 
     /// An [`Error::Refused`].
-    pub fn refused(reason: impl ToString) -> Self {
+    pub(crate) fn refused(reason: impl ToString) -> Self {
         Error::Refused { reason: reason.to_string() }
     }
 
     /// An [`Error::Service`]: what the caller can do about it, and what was found, expected, and is to be done.
-    pub fn service(fault: ServiceFault, text: impl ToString) -> Self {
+    pub(crate) fn service(fault: ServiceFault, text: impl ToString) -> Self {
         Error::Service { fault, text: text.to_string() }
     }
 
     /// An [`Error::Io`] of `op` on `path`.
-    pub fn io(op: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
+    pub(crate) fn io(op: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         Error::Io { op, path: path.into(), source: Arc::new(source) }
     }
 
     /// Renames settings for a layer that gives them other names: `("disks.blocks", "capacity")` makes the error mention
     /// `capacity`. Replaces the error's field, and names in backticks in its text.
-    #[must_use]
-    pub fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
+    pub(crate) fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
         let known = |old: &'static str| names.iter().find(|(name, _)| *name == old).map_or(old, |(_, new)| new);
         let rename = |text: &mut String| {
             for (old, new) in names {

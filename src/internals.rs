@@ -24,6 +24,14 @@ pub mod service {
     }
 }
 
+pub mod error {
+    /// The error with the names that a layer's users know its settings by: `("disks.blocks", "capacity")` makes it
+    /// mention `capacity`. Replaces the error's field, and names in backticks in its text.
+    pub fn with_settings_named(error: crate::Error, names: &[(&'static str, &'static str)]) -> crate::Error {
+        error.with_settings_named(names)
+    }
+}
+
 macro_rules! export {
     ($($module:ident)*) => {
         $(pub mod $module {

@@ -28,7 +28,8 @@ use crate::{
     cache::{Movement, Places},
     client_queue::ClientQueue,
     convert::{self, OnError, seconds_of, whole},
-    errors, keys,
+    errors::{self, io_error},
+    keys,
     process::ProcessLocal,
     queue::PyQueue,
     region::{PyRegion, Registrations},
@@ -149,7 +150,7 @@ fn register(
     if let Some((fd, offset)) = memfd {
         // SAFETY: the Python half has looked the descriptor up; it stays open until the call has duplicated it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        let fd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
+        let fd = fd.try_clone_to_owned().map_err(|error| io_error("duplicate", "a memfd", error))?;
         // SAFETY: a buffer object keeps the memory mapped, or the caller does, as documented.
         let memory = unsafe { Memory::memfd(fd, offset, start, nbytes) };
         match block_on(client.register(memory.pinned(pin))) {

@@ -24,7 +24,7 @@ use kvhoist::{BlockKey, Error, Segment, block_on, service::Client};
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::cache::Movement;
+use crate::{cache::Movement, errors::io_error};
 
 /// Submissions of one queue that are in flight at once; the others wait.
 const IN_FLIGHT_MAX: usize = 16;
@@ -142,7 +142,7 @@ impl ClientQueue {
     /// [`Error::Io`] if the system has no eventfd or no thread to give.
     pub fn new(client: Client, closed: Arc<AtomicBool>, depth: usize) -> Result<Self, Error> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let event = File::from(event.map_err(|error| Error::io("eventfd", "", error.into()))?);
+        let event = File::from(event.map_err(|error| io_error("eventfd", "", error.into()))?);
         let (submissions, mut received) = mpsc::unbounded_channel();
         let (end, ended) = oneshot::channel::<()>();
         let work = move || {
@@ -150,7 +150,7 @@ impl ClientQueue {
             block_on(select(ended, run(submissions).boxed_local()).map(drop));
         };
         let thread = thread::Builder::new().name("kvhoist-queue".into()).spawn(work);
-        let thread = thread.map_err(|error| Error::io("start the thread of", "a client's queue", error))?;
+        let thread = thread.map_err(|error| io_error("start the thread of", "a client's queue", error))?;
         Ok(ClientQueue {
             client,
             closed,

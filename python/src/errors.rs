@@ -3,7 +3,9 @@
 //! The classes are Python's, so that some of them can be built-in exceptions as well: a bad setting is also a
 //! `ValueError`, a deadline also a `TimeoutError`.
 
-use kvhoist::{Error, service::ServiceFault};
+use std::{io, sync::Arc};
+
+use kvhoist::{Error, internals::error::with_settings_named, service::ServiceFault};
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
 use crate::keys::type_name;
@@ -29,7 +31,7 @@ const SETTINGS: [(&str, &str); 4] =
 
 /// The exception for an engine's error.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    let error = &error.clone().with_settings_named(&SETTINGS);
+    let error = &with_settings_named(error.clone(), &SETTINGS);
     let name = match error {
         Error::Config { .. } => "ConfigError",
         Error::Argument { .. } => "ArgumentError",
@@ -75,6 +77,11 @@ pub fn argument(py: Python<'_>, what: &'static str, found: impl ToString, expect
 /// A `ConfigError` in the engine's words.
 pub fn config(py: Python<'_>, field: &'static str, found: impl ToString, expected: impl ToString) -> PyErr {
     to_python(py, &Error::Config { field, found: found.to_string(), expected: expected.to_string() })
+}
+
+/// A system call that failed.
+pub fn io_error(op: &'static str, path: &'static str, source: io::Error) -> Error {
+    Error::Io { op, path: path.into(), source: Arc::new(source) }
 }
 
 /// The error of a call in a forked child.

@@ -151,9 +151,10 @@ impl Cache {
     /// at most. Each lease keeps a slot of the host tier (see [`Lease`], *Slow readers*): leave room for other callers,
     /// or move the blocks into memory of your own by [`load_into`](Cache::load_into).
     ///
+    /// Returns a result for each key, in their order. None that fails or misses ends the others.
+    ///
     /// # Errors
-    /// [`Error::Argument`] for more keys than the host tier has slots. [`Error::Closed`]. A block's own error is in its
-    /// result.
+    /// As [`fetch`](Cache::fetch). [`Error::Argument`] for each key if there are more than the host tier has slots.
     ///
     /// # Cancel safety
     /// As [`fetch`](Cache::fetch): reads that began may still finish and make their blocks resident.
@@ -162,7 +163,7 @@ impl Cache {
     /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// # let keys = [kvhoist::BlockKey::new([1; 32]), kvhoist::BlockKey::new([2; 32])];
     /// # cache.store(&keys[0], None, &[7; 4096]).await?;
-    /// for (key, block) in keys.iter().zip(cache.fetch_many(&keys).await?) {
+    /// for (key, block) in keys.iter().zip(cache.fetch_many(&keys).await) {
     ///     match block? {
     ///         Some(block) => println!("{key}: {} bytes", block.len()),
     ///         None => println!("{key}: a miss"),
@@ -170,19 +171,17 @@ impl Cache {
     /// }
     /// # Ok(()) });
     /// ```
-    pub async fn fetch_many(&self, keys: &[BlockKey]) -> Result<Vec<Result<Option<Lease>>>> {
-        self.shared().lock().check_open()?;
+    pub async fn fetch_many(&self, keys: &[BlockKey]) -> Vec<Result<Option<Lease>>> {
         let slots = self.config().host_slots() as usize;
         if keys.len() > slots {
-            return Err(Error::argument(
-                "keys",
-                format!("{} of them", keys.len()),
-                format!("{slots} at most, one for each slot of the host tier"),
-            ));
+            let found = format!("{} of them", keys.len());
+            let refused =
+                Error::argument("keys", found, format!("{slots} at most, one for each slot of the host tier"));
+            return keys.iter().map(|_| Err(refused.clone())).collect();
         }
         let in_flight = self.config().limits.movements_max.max(1) as usize;
         let fetches = stream::iter(keys.iter().copied()).map(async |key| self.fetch(&key).await);
-        Ok(fetches.buffered(in_flight).collect().await)
+        fetches.buffered(in_flight).collect().await
     }
 }
 

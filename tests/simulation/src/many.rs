@@ -48,12 +48,11 @@ pub async fn fetch_many(caller: &mut Caller, cancel: Cancel) -> End {
     let keys: Vec<BlockKey> = blocks.iter().map(|&block| caller.context.plan.universe.key(block)).collect();
     caller.context.say(|| format!("caller {} fetches {blocks:?} at a time", caller.number));
     let began: Vec<Began> = blocks.iter().map(|&block| caller.context.model.borrow().begin(block)).collect();
-    let results = match caller.run_call(cancel, caller.cache.fetch_many(&keys)).await {
-        None => return End::Dropped,
-        Some(Err(Error::Argument { what: "keys", .. })) if wrong => return End::Done(900),
-        Some(Err(error)) => return End::Error(error),
-        Some(Ok(results)) => results,
-    };
+    let Some(results) = caller.run_call(cancel, caller.cache.fetch_many(&keys)).await else { return End::Dropped };
+    let refused = |result: &Result<_, Error>| matches!(result, Err(Error::Argument { what: "keys", .. }));
+    if wrong && results.iter().all(refused) {
+        return End::Done(900);
+    }
     if wrong || results.len() != blocks.len() {
         caller.context.fail(format!("{} results for {} blocks and {slots} slots", results.len(), blocks.len()));
     }
