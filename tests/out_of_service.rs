@@ -79,3 +79,34 @@ fn who_waits_too_long_for_a_slot_is_told_so() {
     drop(block_on(cache.reserve()).expect("the slot is free again"));
     block_on(cache.close()).expect("close");
 }
+
+/// `rm` of a store under a running cache, on each way to notice it: figures, and a sync.
+#[test]
+fn a_store_that_is_deleted_under_a_running_cache_is_not_ok() {
+    for by_sync in [false, true] {
+        let dir = directory();
+        block_on(async {
+            let cache = Cache::open(config(&dir, StorageKind::Auto, 4, 64)).await.expect("open");
+            store(&cache, 1).await;
+            cache.sync().await.expect("there is a file");
+            assert_eq!(cache.stats().disk_read_only, None);
+            std::fs::remove_file(store_file(&dir)).expect("deleted");
+            if by_sync {
+                match cache.sync().await {
+                    Err(Error::Unavailable { tier: "disk", reason }) => assert!(reason.contains("deleted"), "{reason}"),
+                    other => panic!("{other:?}"),
+                }
+            }
+            let reason = cache.stats().disk_read_only.expect("no longer ok");
+            assert!(reason.contains(&dir.path().display().to_string()) && reason.contains("deleted"), "{reason}");
+            assert_eq!(cache.stats().disk_retired, None, "what it has it serves");
+            assert!(fetch_verified(&cache, 1).await);
+            let stored = cache.store(&key(2), None, &payload(2, cache.config().block_bytes)).await;
+            assert!(matches!(stored, Err(Error::Unavailable { tier: "disk", .. })), "{stored:?}");
+            drop(cache.close().await);
+        });
+        let cache = block_on(Cache::open(config(&dir, StorageKind::Auto, 4, 64))).expect("a new store");
+        assert_eq!(cache.stats().disk_read_only, None);
+        block_on(cache.close()).expect("closed");
+    }
+}

@@ -99,6 +99,8 @@ impl Cache {
     /// flush every later sync, and the close, fails too: the kernel does not try again what it could not write, so
     /// nobody can tell what survives a power cut. Reads go on; open the cache anew to sync again.
     ///
+    /// [`Error::Unavailable`] if a file of the store was deleted: nothing of it survives the cache.
+    ///
     /// [`Error::Timeout`] past [`Config::deadline_ms`](crate::Config::deadline_ms) (what was begun goes on),
     /// [`Error::Closed`].
     ///
@@ -119,6 +121,7 @@ impl Cache {
     pub async fn sync(&self) -> Result<()> {
         let refusals = self.inner.shared.begin_report();
         self.ask(|reply| Command::Sync { reply }).await?;
+        self.inner.names.check(&self.inner.shared)?;
         // Here and not on the reactor: what a caller that is gone was to be told, the next one is.
         refusals.report()
     }

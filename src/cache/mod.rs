@@ -5,6 +5,7 @@ mod calls;
 
 mod blocks;
 mod compute;
+mod deleted;
 mod durable;
 mod gauges;
 mod hints;
@@ -68,6 +69,7 @@ struct Inner {
     regions: regions::Regions,
     /// Blocks that callers compute.
     turns: turns::Turns,
+    names: deleted::Names,
     storage_name: &'static str,
     /// The arena was registered when the cache was opened.
     registered: bool,

@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, regions::Regions, turns::Turns};
+use super::{Cache, Inner, deleted::Names, regions::Regions, turns::Turns};
 use crate::{
     block::Tier,
     config::{Config, Eviction, HeldFile},
@@ -129,6 +129,7 @@ pub(super) struct Parts<S, C> {
     pub(super) metrics: Metrics,
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
+    pub(super) names: Names,
     pub(super) direct_io: bool,
     /// What addresses of reads and writes must be multiples of.
     pub(super) memory_align_bytes: usize,
@@ -177,6 +178,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
         gdr: Some(gdr),
         metrics,
         members: files.iter().map(StoreFile::member).collect(),
+        names: Names::of(files),
         direct_io,
         memory_align_bytes,
         uuid: disk::random_uuid()?,
@@ -204,6 +206,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         gdr,
         metrics,
         members,
+        names,
         direct_io,
         memory_align_bytes,
         registered,
@@ -235,6 +238,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         device_reads: Arc::new(Semaphore::new(movements_max)),
         regions,
         turns: Turns::new(),
+        names,
         storage_name,
         direct_io,
         memory_align_bytes,

@@ -22,6 +22,7 @@ pub use crate::{
 
 use super::{
     Cache,
+    deleted::Names,
     open::{End, Parts, Started, assemble, tell_end},
 };
 use crate::{
@@ -79,6 +80,7 @@ pub async fn open<S: Storage, C: CopyEngine>(
         gdr: None,
         metrics,
         members,
+        names: Names::default(),
         direct_io: true,
         memory_align_bytes,
         registered,

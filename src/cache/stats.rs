@@ -178,7 +178,7 @@ fn by_engine<S: Serializer>(copies: &[CopyFigures; COPY_ENGINES.len()], serializ
 }
 
 impl Cache {
-    /// Figures since the cache was opened. One short lock.
+    /// Figures since the cache was opened. One short lock, and a look at whether the store's files are still there.
     ///
     /// ```
     /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
@@ -194,10 +194,11 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub fn stats(&self) -> Stats {
-        let shared = self.shared();
+        let (shared, gdr): (_, GdrState) = (self.shared(), self.inner.gdr.get());
+        // Its error is among the figures.
+        drop(self.inner.names.check(shared));
         let (config, metrics) = (&shared.config, &shared.metrics);
         let slots = [u64::from(config.device_slots()), u64::from(shared.host_slots()), config.disk_slots()];
-        let gdr: GdrState = self.inner.gdr.get();
         let state = shared.lock();
         Stats {
             tiers: Tier::ALL.map(|tier| TierStats {

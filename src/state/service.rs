@@ -14,6 +14,11 @@ impl Shared {
         self.lower_service(Health::Retired(reason));
     }
 
+    /// Lets the disk tier take no more blocks. It serves those that it has.
+    pub(crate) fn refuse_writes(&self, reason: String) {
+        self.lower_service(Health::ReadOnly(reason));
+    }
+
     /// Takes the device tier out of service: its blocks cannot be read any more. Host and disk keep serving.
     pub(crate) fn retire_device(&self, reason: String) {
         let mut state = self.lock();

@@ -264,6 +264,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         device_reads: Arc::new(Semaphore::new(4)),
         regions,
         turns: Turns::new(),
+        names: crate::cache::deleted::Names::default(),
         storage_name: "memory",
         direct_io: true,
         memory_align_bytes: 1,

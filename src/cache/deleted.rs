@@ -1,0 +1,45 @@
+//! Store files that somebody deletes while a cache has them open.
+//!
+//! Reads and writes of such a file succeed, but its name is gone: what it holds is lost when the cache closes.
+
+use std::{
+    fs::File,
+    os::unix::fs::MetadataExt,
+    sync::{Arc, Weak},
+};
+
+use crate::{
+    disk::StoreFile,
+    error::{Error, Result},
+    state::Shared,
+};
+
+/// The files of a cache. Weak, because their lock lasts as long as they are open.
+#[derive(Default)]
+pub(super) struct Names(Vec<Weak<File>>);
+
+impl Names {
+    pub(super) fn of(files: &[StoreFile]) -> Self {
+        Names(files.iter().map(|file| Arc::downgrade(&file.file)).collect())
+    }
+
+    /// Whether each file still has a name. If not, the disk tier takes no more blocks. Costs a system call for each
+    /// file, and no I/O.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`], with the path.
+    pub(super) fn check(&self, shared: &Shared) -> Result<()> {
+        let is_deleted = |file: &Weak<File>| {
+            let metadata = file.upgrade().and_then(|file| file.metadata().ok());
+            metadata.is_some_and(|metadata| metadata.nlink() == 0)
+        };
+        let Some(at) = self.0.iter().position(is_deleted) else { return Ok(()) };
+        let reason = format!(
+            "found the store file of {} deleted while it is open, expected it to stay until the cache is closed: its \
+             blocks are lost then; restart to begin a new store",
+            shared.config.disk.paths[at].path.display()
+        );
+        shared.refuse_writes(reason.clone());
+        Err(Error::unavailable("disk", reason))
+    }
+}
