@@ -134,8 +134,9 @@ pub fn disks(
     capacity: u64,
     block_bytes: usize,
 ) -> Result<Vec<DiskPath>, Failure> {
-    let blocks = DiskPath::blocks_on_each(capacity, paths.len(), block_bytes as u64)
-        .map_err(|error| Failure::usage(error.with_settings_named(&[("capacity", name)]).to_string()))?;
+    let blocks = DiskPath::blocks_on_each(capacity, paths.len(), block_bytes as u64).map_err(|error| {
+        Failure::usage(kvhoist::internals::error::with_settings_named(error, &[("capacity", name)]).to_string())
+    })?;
     Ok(paths.iter().map(|path| DiskPath::with_blocks(path.as_ref(), blocks)).collect())
 }
 
@@ -233,7 +234,7 @@ mod tests {
         let config = settings.config(8 << 20).expect("room");
         config.validate().expect("valid");
         assert_eq!((config.host_slots(), config.disk.paths.len()), (128, 2));
-        let bytes = DiskPath::file_bytes(config.slots(config.disk.paths[0].capacity).into(), 8 << 20);
+        let bytes = DiskPath::file_bytes(config.path_slots(&config.disk.paths[0]).into(), 8 << 20);
         assert!(bytes <= 200 << 30 && bytes > (200 << 30) - (9 << 20), "{bytes}");
     }
 

@@ -12,7 +12,8 @@ use crate::block::Layout;
 /// The size of a tier, or of one path of the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
-    /// Bytes for slots, rounded down to whole slots.
+    /// Bytes, rounded down to whole slots: of memory, or of a path's file or device, which has the records of the
+    /// blocks too.
     Bytes(u64),
     /// Slots.
     Blocks(u32),
@@ -24,12 +25,13 @@ pub enum Capacity {
 pub struct DiskPath {
     /// A directory (the store is its file `kvhoist.store`), a file, or a block device.
     pub path: PathBuf,
-    /// Room for blocks on this path. The records of the blocks take 0.2 % more at 64 KiB, and less for larger blocks.
+    /// The size of this path. In bytes it is what the file or device has, records of the blocks included: those take
+    /// 1 to 2 MiB, and 0.2 % of 64 KiB blocks, less of larger ones.
     pub capacity: Capacity,
 }
 
 impl DiskPath {
-    /// A path with room for `bytes` of slots.
+    /// A path whose file or device has `bytes` at most. [`file_bytes`](Self::file_bytes) counts them.
     pub fn with_bytes(path: impl Into<PathBuf>, bytes: u64) -> Self {
         DiskPath { path: path.into(), capacity: Capacity::Bytes(bytes) }
     }

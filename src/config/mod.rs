@@ -3,6 +3,7 @@
 mod choices;
 mod groups;
 mod settings;
+pub(crate) mod sizing;
 mod validate;
 
 pub use choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, StorageKind, WritePolicy};
@@ -83,9 +84,9 @@ impl Config {
         self.block_bytes.checked_next_multiple_of(IO_ALIGN).unwrap_or(usize::MAX)
     }
 
-    /// Number of slots for which a capacity has room; `u32::MAX` if there are more, which [`validate`](Self::validate)
-    /// refuses.
-    pub fn slots(&self, capacity: Capacity) -> u32 {
+    /// Number of slots of memory for which a capacity has room; `u32::MAX` if there are more, which
+    /// [`validate`](Self::validate) refuses.
+    fn slots(&self, capacity: Capacity) -> u32 {
         match capacity {
             Capacity::Bytes(bytes) => u32::try_from(bytes / self.slot_bytes().max(1) as u64).unwrap_or(u32::MAX),
             Capacity::Blocks(blocks) => blocks,
@@ -104,7 +105,16 @@ impl Config {
 
     /// Number of slots of the disk tier, on all paths.
     pub fn disk_slots(&self) -> u64 {
-        self.disk.paths.iter().map(|path| u64::from(self.slots(path.capacity))).sum()
+        self.disk.paths.iter().map(|path| u64::from(self.path_slots(path))).sum()
+    }
+
+    /// Number of slots of one path of the disk tier: in bytes, as many as fit with their records; 0 or `u32::MAX` where
+    /// [`validate`](Self::validate) refuses the path, because none fits or too many.
+    pub fn path_slots(&self, path: &DiskPath) -> u32 {
+        match path.capacity {
+            Capacity::Bytes(bytes) => sizing::slots_in(bytes, self.block_bytes as u64),
+            Capacity::Blocks(blocks) => blocks,
+        }
     }
 
     /// The number of threads that [`workers`](Self::workers) means on this machine.

@@ -158,7 +158,7 @@ impl Config {
         self
     }
 
-    /// Adds a path to `disk.paths`, with bytes for slots.
+    /// Adds a path to `disk.paths`, whose file or device has `bytes` at most: blocks and their records.
     #[must_use]
     pub fn disk(mut self, path: impl Into<PathBuf>, bytes: u64) -> Self {
         self.disk.paths.push(DiskPath::with_bytes(path, bytes));

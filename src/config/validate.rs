@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use super::{Capacity, Config, WritePolicy};
+use super::{Capacity, Config, DiskPath, WritePolicy};
 use crate::error::{Error, Result};
 
 /// The smallest write budget, in blocks a day.
@@ -72,7 +72,7 @@ impl Config {
             if path.path.as_os_str().is_empty() {
                 return Err(wrong("disks.path", "an empty path", "a directory, a file or a block device"));
             }
-            self.validate_capacity(["disks.bytes", "disks.blocks"], path.capacity, 1)?;
+            self.validate_path(path)?;
             if disk.paths.iter().filter(|other| other.path == path.path).count() > 1 {
                 return Err(wrong("disks.path", format!("{} twice", path.path.display()), "each path once"));
             }
@@ -124,6 +124,20 @@ impl Config {
         check("deadline_ms", limits.deadline_ms, 1, DAY_MS, "milliseconds")
     }
 
+    fn validate_path(&self, path: &DiskPath) -> Result<()> {
+        let slots = self.path_slots(path);
+        match path.capacity {
+            Capacity::Blocks(blocks) => check("disks.blocks", blocks, 1, SLOTS_MAX, "slots"),
+            Capacity::Bytes(_) if (1..=SLOTS_MAX).contains(&slots) => Ok(()),
+            Capacity::Bytes(bytes) => {
+                let [least, most] =
+                    [1, SLOTS_MAX.into()].map(|slots| DiskPath::file_bytes(slots, self.block_bytes as u64));
+                let expected = format!("{least} to {most} bytes, for 1 to {SLOTS_MAX} blocks with their records");
+                Err(wrong("disks.bytes", format!("{bytes} bytes"), expected))
+            }
+        }
+    }
+
     /// `fields`: the names of the setting in bytes and in blocks.
     fn validate_capacity(&self, fields: [&'static str; 2], capacity: Capacity, slots_min: u32) -> Result<()> {
         match capacity {
@@ -152,7 +166,19 @@ fn check<T: PartialOrd + Display>(field: &'static str, found: T, min: T, max: T,
 
 #[cfg(test)]
 mod tests {
-    use super::{super::DiskPath, *};
+    use super::*;
+
+    #[test]
+    fn a_path_of_64_mib_makes_a_file_of_64_mib_at_most() {
+        for block_bytes in [1, 4096, 64 << 10, 128 << 10, 1 << 20, 8 << 20] {
+            let config = Config::default().block_bytes(block_bytes).disk("a", 64 << 20);
+            let of = |slots| DiskPath::file_bytes(slots, block_bytes as u64);
+            assert!(of(config.disk_slots()) <= 64 << 20 && of(config.disk_slots() + 1) > 64 << 20, "{config:?}");
+            config.validate().expect("room");
+        }
+        let little = Config::default().block_bytes(4096).disk("a", 1 << 20).validate().expect_err("no room");
+        assert!(little.to_string().starts_with("disks.bytes: found 1048576 bytes, expected 1052672 to "), "{little}");
+    }
 
     #[test]
     fn the_default_is_valid() {
@@ -204,7 +230,7 @@ mod tests {
             ("write_budget", |c| c.write_budget(1 << 40).drive_bytes(1 << 40)),
             ("disks.blocks", |c| c.disks(vec![DiskPath::with_blocks("a", 0)])),
             ("disks.bytes", |c| c.disk("a", u64::MAX)),
-            ("disks.blocks", |c| c.disk("a", 1 << 46).disk("b", 1 << 46)),
+            ("disks.blocks", |c| c.disk("a", 1 << 46).disk("b", 1 << 46).disk("c", 1 << 46)),
             ("disks.path", |c| c.disks(vec![DiskPath::with_blocks("a", 1); 2])),
             ("disks.path", |c| c.disks(vec![DiskPath::with_blocks("", 1)])),
         ];

@@ -9,7 +9,7 @@
 //! ```
 //! # fn main() -> Result<(), kvhoist::Error> {
 //! # let dir = tempfile::tempdir().expect("a directory");
-//! # let config = kvhoist::Config::default().direct_io(kvhoist::DirectIo::Prefer).disk(dir.path(), 1 << 20);
+//! # let config = kvhoist::Config::default().direct_io(kvhoist::DirectIo::Prefer).disk(dir.path(), 2 << 20);
 //! # let cache = kvhoist::block_on(kvhoist::Cache::open(config))?;
 //! # kvhoist::block_on(cache.close())?;
 //! # let path = dir.path();
@@ -29,7 +29,6 @@ mod engine;
 mod fault;
 mod inspect;
 mod open;
-mod sizing;
 mod tables;
 mod verify;
 mod wipe;

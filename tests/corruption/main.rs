@@ -158,7 +158,7 @@ macro_rules! ensure {
 impl<'a> Bench<'a> {
     fn new(sample: &'a Sample, storage: StorageKind) -> Self {
         let directory = directory();
-        let slots: Vec<u32> = sample.config.disk.paths.iter().map(|disk| sample.config.slots(disk.capacity)).collect();
+        let slots: Vec<u32> = sample.config.disk.paths.iter().map(|disk| sample.config.path_slots(disk)).collect();
         let config = sample::config(storage, directory.path(), &slots);
         Bench { sample, config, storage, _directory: directory }
     }

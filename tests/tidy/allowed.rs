@@ -14,7 +14,7 @@ pub struct Group {
 pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
-        ("internals", "cache device service"),
+        ("internals", "cache device error service"),
         ("service", "cache config memory block error fork shield size"),
         (
             "cache",

@@ -183,7 +183,7 @@ fn plan(args: &Args) -> Result<Plan, Failure> {
         };
         let slot = config.slot_bytes() as u64;
         let on_disk = |disk: &DiskPath| {
-            let slots = u64::from(config.slots(disk.capacity));
+            let slots = u64::from(config.path_slots(disk));
             DiskPath::file_bytes(slots, config.block_bytes as u64)
         };
         plan.host_bytes = settings.host_bytes().unwrap_or(u64::from(config.host_slots()) * slot);

@@ -40,7 +40,7 @@ fn text(data: &[u8]) {
 
 /// Valid or refused with a field's name; and the same when it was written and read back.
 fn judge(config: &Config) {
-    let slots: u128 = config.disk.paths.iter().map(|disk| u128::from(config.slots(disk.capacity))).sum();
+    let slots: u128 = config.disk.paths.iter().map(|disk| u128::from(config.path_slots(disk))).sum();
     match config.validate() {
         Ok(()) => {
             assert!(slots <= u128::from(u32::MAX >> 1) && config.disk_slots() as u128 == slots);
@@ -117,8 +117,12 @@ fn builder(numbers: &Numbers) {
         return;
     }
     let slot_bytes = config.slot_bytes() as u64;
-    let blocks = [config.host_slots().into(), config.device_slots().into(), config.disk_slots()];
-    assert_eq!(blocks, [host_bytes, device_bytes, disk_bytes].map(|bytes| bytes / slot_bytes));
+    let blocks: [u64; 2] = [config.host_slots().into(), config.device_slots().into()];
+    assert_eq!(blocks, [host_bytes, device_bytes].map(|bytes| bytes / slot_bytes));
+    let file_bytes = |blocks| DiskPath::file_bytes(blocks, config.block_bytes as u64);
+    let slots = config.disk_slots();
+    assert!(file_bytes(slots) <= disk_bytes);
+    assert!(slots == u64::from(u32::MAX >> 1) || file_bytes(slots + 1) > disk_bytes);
     judge(&config);
 }
 

@@ -51,6 +51,8 @@ pub mod superblock;
 pub mod survey;
 
 use crate::block::IO_ALIGN;
+// Settings in bytes are turned into slots by the same sizes.
+pub use crate::config::sizing::{DATA_ALIGN, RECORDS_PER_PAGE, TABLE_OFFSET};
 
 /// Bytes of a superblock, and of a page of the record table.
 pub const PAGE_BYTES: usize = IO_ALIGN;
@@ -61,19 +63,11 @@ pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, PAGE_BYTES as u64];
 /// Bytes of both superblocks.
 pub const HEAD_BYTES: usize = 2 * PAGE_BYTES;
 
-/// Offset of the record table.
-pub const TABLE_OFFSET: u64 = HEAD_BYTES as u64;
-
 /// Bytes of a record.
 pub const RECORD_BYTES: usize = 128;
 
-/// Records in a page of the record table.
-pub const RECORDS_PER_PAGE: usize = PAGE_BYTES / RECORD_BYTES;
-
-/// Alignment of the data area.
-pub const DATA_ALIGN: u64 = 1 << 20;
-
 const _: () = assert!(PAGE_BYTES == 4096 && RECORDS_PER_PAGE == 32 && TABLE_OFFSET == 8192);
+const _: () = assert!(RECORDS_PER_PAGE == PAGE_BYTES / RECORD_BYTES && TABLE_OFFSET == HEAD_BYTES as u64);
 
 /// The `N` bytes at `offset`.
 fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {

@@ -13,14 +13,15 @@
 //! Rows with the same members form a *band*. There are at most as many bands as members, so a look-up takes O(members).
 //! A slot's index within its member is its row.
 
-use super::{DATA_ALIGN, PAGE_BYTES, RECORDS_PER_PAGE, TABLE_OFFSET};
-use crate::{block::FileId, config::Config};
+use super::{PAGE_BYTES, RECORDS_PER_PAGE, TABLE_OFFSET};
+pub use crate::config::sizing::SLOTS_MAX;
+use crate::{
+    block::FileId,
+    config::{Config, sizing::data_offset},
+};
 
 /// Largest number of members of a store.
 pub const MEMBERS_MAX: usize = 64;
-
-/// Largest number of slots of a store; keeps every offset far below 2^63.
-pub const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
 
 /// A page of the record tables: the pages of member 0 first, then those of member 1, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -66,7 +67,7 @@ impl Stripe {
     /// # Panics
     /// If the settings are not valid.
     pub fn new(config: &Config) -> Self {
-        let slots: Vec<u32> = config.disk.paths.iter().map(|disk| config.slots(disk.capacity)).collect();
+        let slots: Vec<u32> = config.disk.paths.iter().map(|disk| config.path_slots(disk)).collect();
         Self::of(config.block_bytes, config.slot_bytes(), &slots)
     }
 
@@ -195,8 +196,7 @@ impl MemberGeometry {
 
     fn new(slots: u32, slot_bytes: u64, page_first: u32) -> Self {
         let pages = slots.div_ceil(RECORDS_PER_PAGE as u32);
-        let table_end = TABLE_OFFSET + u64::from(pages) * PAGE_BYTES as u64;
-        let data_offset = table_end.next_multiple_of(DATA_ALIGN);
+        let data_offset = data_offset(slots);
         MemberGeometry { slots, pages, data_offset, bytes: data_offset + u64::from(slots) * slot_bytes, page_first }
     }
 

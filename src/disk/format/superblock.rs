@@ -108,7 +108,7 @@ impl Superblock {
             sequence: 1,
             block_bytes: config.block_bytes as u64,
             slot_bytes: config.slot_bytes() as u64,
-            slots: config.slots(config.disk.paths[usize::from(member)].capacity).into(),
+            slots: config.path_slots(&config.disk.paths[usize::from(member)]).into(),
             slots_all: config.disk_slots(),
             fingerprint: fingerprint(config),
             member,
@@ -231,7 +231,7 @@ pub fn fingerprint(config: &Config) -> u64 {
     digest.update(&(config.block_bytes as u64).to_le_bytes());
     digest.update(&(config.disk.paths.len() as u64).to_le_bytes());
     for disk in &config.disk.paths {
-        digest.update(&u64::from(config.slots(disk.capacity)).to_le_bytes());
+        digest.update(&u64::from(config.path_slots(disk)).to_le_bytes());
     }
     digest.update(config.namespace.as_bytes());
     digest.finish()

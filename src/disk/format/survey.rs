@@ -185,7 +185,7 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
             format!("set {setting} = {found}, {START_EMPTY}"),
         ))
     };
-    let blocks = u64::from(config.slots(config.disk.paths[index].capacity));
+    let blocks = u64::from(config.path_slots(&config.disk.paths[index]));
     if superblock.namespace != config.namespace {
         return differs("namespace", &format!("{:?}", superblock.namespace), &format!("{:?}", config.namespace));
     }

@@ -1,11 +1,36 @@
 //! Bytes that a store takes for a number of slots, and slots that fit in a number of bytes.
 
+use super::DiskPath;
 use crate::{
-    config::DiskPath,
-    disk::format::stripe::{MemberGeometry, SLOTS_MAX},
+    block::IO_ALIGN,
     error::{Error, Result},
-    io::IO_ALIGN,
 };
+
+/// Largest number of slots of a store; keeps every offset far below 2^63.
+pub const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
+/// Offset of the record table, after both superblocks.
+pub const TABLE_OFFSET: u64 = 2 * IO_ALIGN as u64;
+/// Records in a page of the record table.
+pub const RECORDS_PER_PAGE: usize = 32;
+/// Alignment of the data area.
+pub const DATA_ALIGN: u64 = 1 << 20;
+
+/// Offset of the first slot, after the records of so many.
+pub fn data_offset(slots: u32) -> u64 {
+    let pages = u64::from(slots.div_ceil(RECORDS_PER_PAGE as u32));
+    (TABLE_OFFSET + pages * IO_ALIGN as u64).next_multiple_of(DATA_ALIGN)
+}
+
+/// Slots that fit with their records in the bytes of one path; `u32::MAX` if that is more than a store can have.
+pub fn slots_in(bytes: u64, block_bytes: u64) -> u32 {
+    let (mut fits, mut too_many) = (0, SLOTS_MAX + 1);
+    while too_many - fits > 1 {
+        let middle = u64::midpoint(fits, too_many);
+        if DiskPath::file_bytes(middle, block_bytes) <= bytes { fits = middle } else { too_many = middle }
+    }
+    let one_more = DiskPath::file_bytes(SLOTS_MAX, block_bytes) + slot_bytes(block_bytes);
+    if one_more <= bytes { u32::MAX } else { fits as u32 }
+}
 
 impl DiskPath {
     /// Bytes of the file or device of one path with this many slots: superblocks, records and blocks.
@@ -19,7 +44,8 @@ impl DiskPath {
     /// # Ok::<(), kvhoist::Error>(())
     /// ```
     pub fn file_bytes(blocks: u64, block_bytes: u64) -> u64 {
-        MemberGeometry::of(blocks.min(SLOTS_MAX) as u32, slot_bytes(block_bytes)).bytes
+        let blocks = blocks.min(SLOTS_MAX);
+        data_offset(blocks as u32) + blocks * slot_bytes(block_bytes)
     }
 
     /// Largest number of slots of each path of a store whose files or devices have `capacity_bytes` in all.
@@ -39,11 +65,7 @@ impl DiskPath {
                  blocks make use of more"
             )));
         }
-        let (mut fits, mut too_many) = (0, blocks_max + 1);
-        while too_many - fits > 1 {
-            let middle = u64::midpoint(fits, too_many);
-            if Self::file_bytes(middle, block_bytes) <= share { fits = middle } else { too_many = middle }
-        }
+        let fits = u64::from(slots_in(share, block_bytes)).min(blocks_max);
         if fits == 0 {
             let least = of_all(1);
             return Err(wrong(format!("{least} bytes or more, for one block of {block_bytes} bytes on each path")));
