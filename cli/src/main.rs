@@ -9,6 +9,7 @@ mod http;
 mod inspect;
 mod interrupt;
 mod json;
+mod manual;
 mod output;
 mod palette;
 mod payload;
@@ -18,6 +19,7 @@ mod replay;
 mod report;
 mod serve;
 mod settings;
+mod socket;
 mod space;
 mod status;
 mod store;
@@ -64,14 +66,20 @@ enum Command {
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Serve(serve::Args),
     /// Print the spaces, the clients and the figures of a running service.
-    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    #[command(after_help = EXIT_STATUS)]
     Status(status::Args),
     /// Remove a space of a running service.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Space(space::Args),
     /// Show the state and the rates of a running service until interrupted.
-    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    #[command(after_help = EXIT_STATUS)]
     Top(top::Args),
+    /// Print the completions of this command for a shell.
+    #[command(after_help = manual::COMPLETIONS_HELP, arg_required_else_help = true)]
+    Completions(manual::Completions),
+    /// Write the manual: a page for this command, and one for each of its commands.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Man(manual::Man),
     /// Read a whole store and check every checksum. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Verify(verify::Args),
@@ -98,8 +106,10 @@ fn main() -> ExitCode {
         Err(error) => return wrong_flags(&error),
     };
     end(match cli.command {
+        Command::Man(args) => manual::pages(&args, Cli::command()),
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Completions(args) => manual::completions(&args, Cli::command()),
         Command::Doctor(args) => doctor::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Serve(args) => serve::run(&args),

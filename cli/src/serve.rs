@@ -16,7 +16,7 @@ use std::{
 
 use kvhoist::{
     Config,
-    service::{Server, ServerConfig, Share},
+    service::{Server, ServerConfig, Share, default_socket},
 };
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
@@ -36,9 +36,11 @@ use crate::{
 /// Flags of `kvhoist serve`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The socket that the service creates for its clients: its own user, and those of --socket-group and --allow-uid.
+    /// The socket that the service creates for its clients: its own user, and those of --socket-group and --allow-uid
+    /// [default: $KVHOIST_SOCKET; else kvhoist.sock in /run/kvhoist where that folder exists, else in $XDG_RUNTIME_DIR,
+    /// else in /run].
     #[arg(long, value_name = "FILE")]
-    socket: PathBuf,
+    socket: Option<PathBuf>,
     /// A directory for stores. Repeat it, once for each drive. The same directories in the same order every time.
     #[arg(long = "path", value_name = "DIR", required_unless_present = "config")]
     paths: Vec<PathBuf>,
@@ -123,7 +125,7 @@ impl Args {
         let said = |flag: Option<usize>, in_file: fn(&Settings) -> Option<u64>| {
             flag.map(|bytes| bytes as u64).or_else(|| in_file(file.as_ref()?)).unwrap_or(0)
         };
-        let mut config = ServerConfig::new(&self.socket);
+        let mut config = ServerConfig::new(self.socket.clone().unwrap_or_else(default_socket));
         config.capacity_bytes = said(self.capacity, |file| file.capacity);
         config.host_bytes = said(self.host_bytes, Settings::host_bytes);
         config.paths = match &file {
@@ -170,10 +172,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let config = args.config()?;
-    let paths = config.paths.clone();
+    let (socket, paths) = (config.socket.clone(), config.paths.clone());
     let server = Arc::new(Server::start(config)?);
     let source = Arc::new(http::Source::new(Arc::clone(&server), paths));
-    let mut said = format!("kvhoist: listening at {}\n", shown(&args.socket));
+    let mut said = format!("kvhoist: listening at {}\n", shown(&socket));
     if let Some(address) = args.http {
         said += &format!("kvhoist: http://{}\n", http::start(address, &args.http_host, Arc::clone(&source))?);
     }

@@ -1,14 +1,15 @@
 //! `kvhoist space`: the spaces of a running service.
 
-use std::{collections::BTreeSet, path::PathBuf};
+use std::collections::BTreeSet;
 
-use kvhoist::service::{SpaceStatus, remove_space, status};
+use kvhoist::service::{SpaceStatus, remove_space};
 
 use crate::{
     failure::{EXIT_STATUS, Failure},
     output::emit,
     shown::shown,
     size::parse_bytes,
+    socket::Socket,
 };
 
 /// Flags of `kvhoist space`.
@@ -23,9 +24,8 @@ enum Command {
     /// Remove a space of this user with all its blocks. Refused while a client is attached to it.
     #[command(after_help = EXIT_STATUS)]
     Rm {
-        /// The service's socket.
-        #[arg(long, value_name = "FILE")]
-        socket: PathBuf,
+        #[command(flatten)]
+        socket: Socket,
         /// Block size of the space, if several spaces have the name.
         #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
         block_bytes: Option<usize>,
@@ -41,15 +41,15 @@ enum Command {
 /// Runs the subcommand.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let Command::Rm { socket, block_bytes, shared, name } = &args.command;
-    let sizes = sizes(&status(socket)?.spaces, name, *shared, *block_bytes);
+    let sizes = sizes(&socket.status()?.spaces, name, *shared, *block_bytes);
     match sizes[..] {
         [size] => {
-            remove_space(socket, name, size, *shared)?;
+            remove_space(&socket.path(), name, size, *shared)?;
             emit(&format!("kvhoist: removed {name:?} of {size}-byte blocks\n"))
         }
         [] => Err(Failure::usage(format!(
             "space rm: found no such space at {}, expected one that `kvhoist status` lists",
-            shown(socket)
+            shown(&socket.path())
         ))),
         _ => {
             let sizes: Vec<String> = sizes.iter().map(u64::to_string).collect();

@@ -4,20 +4,20 @@ use std::path::PathBuf;
 
 use kvhoist::{
     Tier,
-    service::{ClientStatus, ServiceStatus, SpaceStatus, status},
+    service::{ClientStatus, ServiceStatus, SpaceStatus},
 };
 use serde_json::{Value, json};
 
 use crate::{
-    columns::columns, failure::Failure, http::Drive, output::emit, shown::plain, size::show_bytes, store::Table,
+    columns::columns, failure::Failure, http::Drive, output::emit, shown::plain, size::show_bytes, socket::Socket,
+    store::Table,
 };
 
 /// Flags of `kvhoist status`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The service's socket.
-    #[arg(long, value_name = "FILE")]
-    socket: PathBuf,
+    #[command(flatten)]
+    socket: Socket,
     /// Print one JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -25,7 +25,7 @@ pub struct Args {
 
 /// Prints the status of a service.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let status = status(&args.socket)?;
+    let status = args.socket.status()?;
     // The service itself does no such thing on its thread.
     let drives = Drive::of(&status.paths.iter().map(PathBuf::from).collect::<Vec<_>>());
     emit(&if args.json {

@@ -4,16 +4,15 @@ use std::{
     borrow::Cow,
     collections::BTreeMap,
     io::{ErrorKind, IsTerminal, Write, stdout},
-    path::PathBuf,
     sync::atomic::Ordering,
     thread,
     time::{Duration, Instant},
 };
 
-use kvhoist::service::{ServiceStatus, SpaceStats, status};
+use kvhoist::service::{ServiceStatus, SpaceStats};
 use terminal_size::{Height, Width, terminal_size_of};
 
-use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, status::table};
+use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, socket::Socket, status::table};
 
 /// Moves to the upper left corner. Lines are cleared one by one, because clearing the screen flickers.
 const HOME: &str = "\x1b[H";
@@ -31,9 +30,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Flags of `kvhoist top`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The service's socket.
-    #[arg(long, value_name = "FILE")]
-    socket: PathBuf,
+    #[command(flatten)]
+    socket: Socket,
     /// Seconds between two refreshes.
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = seconds)]
     every: f64,
@@ -61,7 +59,7 @@ impl Drop for Screen {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let mut before = None;
-    let mut now = (Instant::now(), status(&args.socket)?);
+    let mut now = (Instant::now(), args.socket.status()?);
     let is_terminal = stdout().is_terminal();
     let screen = is_terminal.then(|| emit(ENTER).map(|()| Screen)).transpose()?;
     for look in 1.. {
@@ -84,7 +82,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             }
             thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
         }
-        let next = (Instant::now(), status(&args.socket)?);
+        let next = (Instant::now(), args.socket.status()?);
         before = Some(std::mem::replace(&mut now, next));
     }
     Ok(())

@@ -48,7 +48,7 @@ fn replay<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn a_command_without_its_arguments_prints_its_help_and_fails() {
-    for args in [&[][..], &["bench"], &["verify"], &["inspect"], &["serve"], &["status"], &["wipe"]] {
+    for args in [&[][..], &["bench"], &["verify"], &["inspect"], &["serve"], &["wipe"]] {
         let output = kvhoist(args);
         assert_eq!((output.status.code(), text(&output.stdout)), (Some(2), ""), "{args:?}");
         let help = kvhoist(&[args, &["--help"]].concat());
@@ -78,11 +78,52 @@ fn every_command_tells_its_exit_statuses() {
         &["bench", "store"],
         &["bench", "copy"],
         &["space", "rm"],
+        &["completions"],
+        &["man"],
     ];
     for command in commands {
         let help = kvhoist(&[command, &["--help"]].concat());
         assert!(help.status.success() && text(&help.stdout).contains("130  interrupted"), "{command:?}");
     }
+}
+
+#[test]
+fn a_bare_status_says_where_it_looked_and_why_nothing_answers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("s").display().to_string();
+    for args in [&["status"][..], &["top"], &["space", "rm", "a"]] {
+        let output = command(args).env("KVHOIST_SOCKET", &socket).output().expect("it runs");
+        let said = text(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{args:?}: {said}");
+        for word in [&socket, "start `kvhoist serve` there", "is the default: --socket FILE or KVHOIST_SOCKET"] {
+            assert!(said.contains(word), "{args:?}: {word} in {said}");
+        }
+    }
+}
+
+#[test]
+fn shells_and_man_know_every_command_and_its_flags() {
+    for (shell, flag) in [("bash", "--host-blocks"), ("zsh", "--host-blocks"), ("fish", "-l host-blocks")] {
+        let script = kvhoist(&["completions", shell]);
+        assert!(script.status.success(), "{}", text(&script.stderr));
+        let script = text(&script.stdout);
+        assert!(script.contains(flag) && script.contains("inspect") && script.contains("serve"), "{shell}: {script}");
+    }
+    assert_eq!(kvhoist(&["completions", "tcsh"]).status.code(), Some(2));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().to_str().expect("UTF-8");
+    assert!(kvhoist(&["man", path]).status.success());
+    let page = |name: &str| std::fs::read_to_string(folder.path().join(name)).expect("a page");
+    for command in ["replay", "doctor", "serve", "status", "top", "verify", "wipe", "inspect"] {
+        assert!(page("kvhoist.1").contains(&format!("kvhoist\\-{command}(1)")), "{command}");
+        assert!(
+            page(&format!("kvhoist-{command}.1")).contains("EXIT STATUS")
+                || page(&format!("kvhoist-{command}.1")).contains("Exit status"),
+            "{command}"
+        );
+    }
+    assert!(page("kvhoist-serve.1").contains("\\-\\-allow\\-uid"));
+    assert_eq!(kvhoist(&["man", "/nonexistent/folder"]).status.code(), Some(2));
 }
 
 #[test]
@@ -348,7 +389,7 @@ fn a_store_is_wiped_only_if_it_is_one_and_nobody_uses_it_and_that_is_meant() {
 #[test]
 fn wrong_flags_are_refused_in_one_sentence_that_names_them() {
     for (args, said) in [
-        (&["serve", "--path", "x"][..], "not provided: --socket <FILE>, --capacity <SIZE>, --host-bytes <SIZE>; for"),
+        (&["serve", "--path", "x"][..], "not provided: --capacity <SIZE>, --host-bytes <SIZE>; for"),
         (&["replay", "--disk-blocks", "-1"], "invalid value '-1' for '--disk-blocks <N>'"),
         (&["replay", "--policy", "best"], "for '--policy <POLICY>'; expected one of lru, rb, rb_refuse; for"),
         (&["serve", "--capcity", "1G"], "found; a similar argument exists: '--capacity'; for the flags, try '--help'"),

@@ -123,6 +123,17 @@ fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
     let unit = fs::read_to_string(unpacked.join("usr/lib/systemd/system/kvhoist.service")).expect("the unit");
     let flags = part(&unit, "EnvironmentFile=", "\n");
     assert!(unpacked.join(flags.trim_start_matches('/')).exists(), "{flags}");
+    for completions in [
+        "bash-completion/completions/kvhoist",
+        "zsh/vendor-completions/_kvhoist",
+        "fish/vendor_completions.d/kvhoist.fish",
+    ] {
+        let script = fs::read_to_string(unpacked.join("usr/share").join(completions)).expect("completions");
+        assert!(script.contains("inspect"), "{completions}");
+    }
+    for page in ["kvhoist.1.gz", "kvhoist-serve.1.gz"] {
+        assert!(unpacked.join("usr/share/man/man1").join(page).exists(), "{page}");
+    }
     let conffiles = run(Command::new("dpkg-deb").args(["--info", package, "conffiles"])).stdout;
     assert_eq!(String::from_utf8_lossy(&conffiles).trim(), flags, "what an operator changed outlives an upgrade");
 }

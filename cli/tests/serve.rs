@@ -216,6 +216,32 @@ fn a_space_is_removed_and_settings_come_from_a_file() {
 }
 
 #[test]
+fn a_service_and_its_clients_meet_where_nobody_named_a_socket() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let socket = place.path().join("kvhoist.sock");
+    let kvhoist = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvhoist"));
+        command.args(args).env("KVHOIST_SOCKET", &socket);
+        command
+    };
+    let mut child =
+        kvhoist(&["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer", "--path"])
+            .arg(store.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the command runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert_eq!(line, format!("kvhoist: listening at {}\n", socket.display()));
+    let status = kvhoist(&["status"]).output().expect("it runs");
+    assert!(status.status.success() && text(&status.stdout).contains("serving"), "{}", text(&status.stderr));
+    let top = kvhoist(&["top", "--count", "1"]).output().expect("it runs");
+    assert!(top.status.success(), "{}", text(&top.stderr));
+    drop(child.kill());
+    drop(child.wait());
+}
+
+#[test]
 fn wrong_flags_are_said() {
     let place = tempfile::tempdir().expect("a directory");
     let path = place.path().display().to_string();

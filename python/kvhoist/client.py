@@ -35,7 +35,7 @@ class SharedMemory:
 
 
 def connect(
-    socket: str | os.PathLike[str],
+    socket: str | os.PathLike[str] | None = None,
     *,
     space: str,
     block_bytes: int,
@@ -48,6 +48,9 @@ def connect(
     shared: bool = False,
 ) -> "Client":
     """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
+
+    ``None`` is where ``kvhoist serve`` listens if nobody names a socket: ``$KVHOIST_SOCKET``; else ``kvhoist.sock`` in
+    ``/run/kvhoist`` where that folder exists, else in ``$XDG_RUNTIME_DIR``, else in ``/run``.
 
     Clients of one user with the same ``space`` and ``block_bytes`` share blocks; with ``shared``, those of all users
     that the service admits. ``capacity`` is the disk of a space
@@ -74,6 +77,7 @@ def connect(
     disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
     memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
+    socket = _native.default_socket() if socket is None else socket
     return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), shared)
 
 

@@ -153,7 +153,8 @@ def _last_line(log: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `python -m kvhoist serve`, which are those of the command `kvhoist serve`."""
-    parser.add_argument("--socket", required=True, help="where clients connect")
+    default = _native.default_socket()
+    parser.add_argument("--socket", default=default, help="where clients connect (default: %(default)s)")
     parser.add_argument("--path", action="append", required=True, help="a folder on a drive; may be given again")
     parser.add_argument("--capacity", required=True, help="disk for all spaces, such as 2TiB")
     parser.add_argument("--host-bytes", required=True, help="host memory for the blocks of all spaces")

@@ -35,6 +35,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("ENGINES", kvhoist::internals::device::engines_in_words())?;
     module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(default_socket, module)?)?;
     module.add_function(wrap_pyfunction!(slots_on_each, module)?)?;
     module.add_function(wrap_pyfunction!(options::setting_names, module)?)?;
     module.add_function(wrap_pyfunction!(examine, module)?)?;
@@ -57,6 +58,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 fn parse_bytes(text: &str) -> Option<u64> {
     kvhoist::internals::size::parse_bytes(text)
+}
+
+/// As [`kvhoist::service::default_socket`].
+#[pyfunction]
+fn default_socket() -> String {
+    kvhoist::service::default_socket().to_string_lossy().into_owned()
 }
 
 /// As [`kvhoist::DiskPath::file_bytes`].

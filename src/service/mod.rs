@@ -36,7 +36,7 @@ mod wire;
 pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
 pub use protocol::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus, TierFigures};
-pub use query::{remove_space, status};
+pub use query::{default_socket, remove_space, status};
 pub use server::Server;
 pub use shares::{Bounds, Share};
 
