@@ -9,8 +9,8 @@ use crate::{failure::Failure, shown::shown};
 /// The flag of each command that asks a service.
 #[derive(clap::Args)]
 pub struct Socket {
-    /// The service's socket [default: $KVHOIST_SOCKET; else kvhoist.sock in /run/kvhoist where that folder exists, else in
-    /// $XDG_RUNTIME_DIR, else in /run].
+    /// The service's socket [default: $KVHOIST_SOCKET; else kvhoist.sock in /run/kvhoist where that folder exists, else
+    /// in $XDG_RUNTIME_DIR, else in /run].
     #[arg(long = "socket", value_name = "FILE")]
     named: Option<PathBuf>,
 }

@@ -49,8 +49,9 @@ pub trait System {
     /// [`Error::Io`].
     fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()>;
 
-    /// Removes the folders of a space that could not be made, but never a store.
-    fn forget_space(&self, folders: &[PathBuf]);
+    /// Removes the folders of a space that could not be made, but never a store. False if there is one: it takes its
+    /// disk, and is a space at the next start.
+    fn forget_space(&self, folders: &[PathBuf]) -> bool;
 
     /// Removes the folders of a space with all they hold, in this order.
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>>;
@@ -128,14 +129,15 @@ impl System for Machine {
         }
     }
 
-    fn forget_space(&self, folders: &[PathBuf]) {
-        for folder in folders {
-            // A folder with a store is kept, and is a space again at the next start.
-            if !folder.join("kvhoist.store").exists() {
-                drop(fs::remove_file(folder.join(FILE_NAME)));
-                drop(fs::remove_dir(folder));
-            }
+    fn forget_space(&self, folders: &[PathBuf]) -> bool {
+        if folders.iter().any(|folder| folder.join("kvhoist.store").exists()) {
+            return false;
         }
+        for folder in folders {
+            drop(fs::remove_file(folder.join(FILE_NAME)));
+            drop(fs::remove_dir(folder));
+        }
+        true
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {

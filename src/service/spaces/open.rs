@@ -17,13 +17,6 @@ use crate::{
 /// Slots in the host memory of one space.
 const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
 
-/// Why a space was not opened.
-struct Refusal {
-    failure: Failure,
-    /// Its store exists.
-    has_store: bool,
-}
-
 impl Spaces {
     /// Opens a space and answers its waiters.
     pub(super) async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
@@ -38,26 +31,24 @@ impl Spaces {
         let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
             unreachable!("only this call ends the opening");
         };
-        if is_new && opened.as_ref().is_err_and(|refusal| !refusal.has_store) {
+        // A store that was made keeps its disk, and the space stays: a later attach opens it.
+        if is_new && opened.is_err() && self.system.forget_space(&self.folders(&folder)) {
             entries.remove(&folder);
             self.disk.give_back(deed.of(), deed.capacity_bytes);
-            self.system.forget_space(&self.folders(&folder));
         }
-        let opened = opened.map_err(|refusal| refusal.failure);
         for waiter in waiters {
             drop(waiter.send(opened.clone()));
         }
     }
 
-    async fn open_space(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Rc<Space>, Refusal> {
-        let refused = |has_store: bool| move |failure: Failure| Refusal { failure, has_store };
+    async fn open_space(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Rc<Space>, Failure> {
         let slot_bytes = self.config.cache.clone().block_bytes(deed.block_bytes as usize).slot_bytes() as u64;
-        let grant = self.reserve_host(deed.of(), slot_bytes, host_bytes).map_err(refused(false))?;
+        let grant = self.reserve_host(deed.of(), slot_bytes, host_bytes)?;
         let cache = match self.open_cache(deed, &grant, is_new).await {
             Ok(cache) => cache,
             Err(error) => {
                 self.host.give_back(deed.of(), grant.bytes);
-                return Err(refused(false)(Failure::from(&error)));
+                return Err(Failure::from(&error));
             }
         };
         let claimed = self.claim_host(deed.of(), &grant).await;
@@ -68,7 +59,7 @@ impl Spaces {
                     tracing::warn!(%error, "the cache of a space that is not opened");
                 }
                 self.host.give_back(deed.of(), grant.bytes);
-                return Err(refused(true)(failure));
+                return Err(failure);
             }
         };
         let host = HostShare::new(&cache, grant.floor, bytes);

@@ -1,6 +1,8 @@
 //! Removals of spaces, over this machine's files.
 
 use std::{
+    cell::Cell,
+    io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     pin::pin,
@@ -18,7 +20,7 @@ use crate::{
     block::BlockKey,
     cache::Cache,
     config::{Config, DirectIo},
-    error::{Result, ServiceFault},
+    error::{Error, Result, ServiceFault},
     service::{
         config::ServerConfig,
         memory::Mapped,
@@ -33,6 +35,8 @@ const BLOCK_BYTES: usize = 4096;
 /// This machine, which deletes the folders of a space when a test lets it.
 struct Gated {
     deletions: Rc<Semaphore>,
+    /// The next cache fails to open, after its files were made.
+    opens_fail: Rc<Cell<bool>>,
 }
 
 impl System for Gated {
@@ -44,8 +48,8 @@ impl System for Gated {
         Machine.make_space(folders, text)
     }
 
-    fn forget_space(&self, folders: &[PathBuf]) {
-        Machine.forget_space(folders);
+    fn forget_space(&self, folders: &[PathBuf]) -> bool {
+        Machine.forget_space(folders)
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
@@ -57,7 +61,15 @@ impl System for Gated {
     }
 
     fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
-        Machine.open_cache(config)
+        let fails = self.opens_fail.replace(false);
+        Box::pin(async move {
+            let cache = Machine.open_cache(config).await?;
+            if !fails {
+                return Ok(cache);
+            }
+            cache.close().await?;
+            Err(Error::io("read", "a drive", io::Error::from_raw_os_error(libc::EIO)))
+        })
     }
 
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
@@ -79,13 +91,17 @@ fn load(folder: &Path) -> (Rc<Spaces>, Rc<Semaphore>) {
 }
 
 fn load_with(folder: &Path, shares: &[&str]) -> (Rc<Spaces>, Rc<Semaphore>) {
+    load_failing(folder, shares, Rc::default())
+}
+
+fn load_failing(folder: &Path, shares: &[&str], opens_fail: Rc<Cell<bool>>) -> (Rc<Spaces>, Rc<Semaphore>) {
     let mut config = ServerConfig::new(folder.join("socket"));
     config.paths = vec![folder.to_owned()];
     (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
     config.cache = Config::default().direct_io(DirectIo::Prefer);
     config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect();
     let deletions = Rc::new(Semaphore::new(0));
-    let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions) }));
+    let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions), opens_fail }));
     (Rc::new(spaces.expect("loaded")), deletions)
 }
 
@@ -112,6 +128,30 @@ async fn a_removal_whose_caller_has_gone_continues_to_its_end() {
         deletions.add_permits(1);
         spaces.close().await.expect("closed, after the removal");
         assert_eq!(spaces.left(), before);
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let opens_fail = Rc::new(Cell::new(true));
+    let (spaces, deletions) = load_failing(folder.path(), &[], Rc::clone(&opens_fail));
+    let run = async {
+        let before = spaces.left();
+        let of = |namespace: &str| Wanted { namespace: namespace.into(), capacity_bytes: 12 << 20, ..wanted() };
+        let failed = spaces.attach(of("tests")).await;
+        assert_eq!(failed.err().map(|failure| failure.fault), Some(ServiceFault::Io));
+        assert_eq!(spaces.left(), (before.0 - (12 << 20), before.1), "the file is there, and no host memory is taken");
+        let other = spaces.attach(of("other")).await;
+        assert_eq!(other.err().map(|failure| failure.fault), Some(ServiceFault::Capacity), "no disk is promised twice");
+        let space = spaces.attach(of("tests")).await.expect("another attach opens it");
+        assert_eq!(space.capacity_bytes, 12 << 20);
+        drop(space);
+        deletions.add_permits(1);
+        spaces.remove(of("tests")).await.expect("removed");
+        assert_eq!(spaces.left(), before);
+        spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;
 }

@@ -224,14 +224,16 @@ impl System for Handle {
         Ok(())
     }
 
-    fn forget_space(&self, folders: &[PathBuf]) {
+    fn forget_space(&self, folders: &[PathBuf]) -> bool {
         let mut state = self.0.state.borrow_mut();
-        let Some(folder) = folders.first() else { return };
+        let Some(folder) = folders.first() else { return true };
         let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
         // The files of a store that was begun are there, as far as they were written.
-        if !state.files.contains_key(&name) {
+        let has_store = state.files.contains_key(&name);
+        if !has_store {
             state.texts.remove(folder);
         }
+        !has_store
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<(), Error>> {
