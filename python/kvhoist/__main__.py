@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 from . import Cache, Error, __version__, _native, parse_bytes, service
 from .cache import slot_bytes
 from .chunks import tier_settings
-from .config import HiCacheConfig, config_error, printable
+from .config import HiCacheConfig, config_error, parse_json, printable
 from .device_settings import DeviceSettings, vllm_settings
 
 PROBE_BLOCK = 1 << 20
@@ -72,7 +71,7 @@ class Doctor:
             if not config.lstrip().startswith(("{", "[")):
                 with open(config.removeprefix("@"), encoding="utf-8") as file:
                     config = file.read()
-            given = json.loads(config)
+            given = parse_json(config)
             if engine == "vllm" and is_gpu_spec(given):
                 self.config = vllm_gpu_settings(given).store
             elif engine == "vllm":

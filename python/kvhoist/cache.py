@@ -226,7 +226,8 @@ class Cache(AsyncFace, _native.Cache):
     ) -> list:
         """Stores blocks from memory: True for each, once the write policy is satisfied.
 
-        The keys are one prefix chain: the parent of each is the one before it, ``parent`` the first's. ``blocks`` and
+        A list is one chain: the parent of each block is the one before it, ``parent`` the first's, and the cache keeps
+        what others continue. Blocks that do not continue one another are stored by a call each. ``blocks`` and
         ``errors`` as for ``load``. Memory must not change until the call returns; interrupted by a signal, until
         ``Region.unregister`` or ``close`` has.
         """

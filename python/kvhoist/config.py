@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import re
@@ -51,6 +52,20 @@ def config_error(field: str, found: object, expected: str) -> ConfigError:
     error = ConfigError(f"{field}: found {shown(found)}, expected {expected}")
     error.field = field
     return error
+
+
+def parse_json(text: str) -> Any:
+    """What JSON says, where each name stands once: of a name that stands twice one value would be ignored."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in given:
+                raise config_error(name, f"{given[name]!r} and {value!r}", "each name once")
+            given[name] = value
+        return given
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -366,6 +366,9 @@ def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
     assert main(["doctor", "--ranks", "16", "--config", json.dumps(plenty)]) == 1
     assert "space           NO:" in (said := capsys.readouterr().out) and "16 rank(s)" in said
     assert main(["doctor", "--ranks", "0", "--path", str(store_dir)]) == 2
+    twice = '{"path": "%s", "capacity": "1GiB", "capacity": "2GiB"}' % store_dir
+    assert main(["doctor", "--config", twice]) == 2
+    assert "capacity: found" in (said := capsys.readouterr().err) and "each name once" in said, said
     assert main(["doctor", "--config", "@/no/such/file"]) == 2
     assert main(["doctor", "--config", "/no/such/file"]) == 2
     file = store_dir / "config.json"
