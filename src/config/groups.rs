@@ -4,6 +4,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::PathBuf,
     sync::Arc,
+    time::Duration,
 };
 
 use super::choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, StorageKind, WritePolicy};
@@ -194,6 +195,8 @@ pub struct DiskConfig {
     pub failures_max: u32,
     /// Held open by each ring until the ring's operations have ended, however this process ends.
     pub(crate) rings_hold: Option<HeldFile>,
+    /// How long an open waits for a store that is locked: a process that was killed keeps it until its I/O has ended.
+    pub(crate) lock_wait: Duration,
 }
 
 impl Default for DiskConfig {
@@ -211,6 +214,7 @@ impl Default for DiskConfig {
             quarantine_max: 1_024,
             failures_max: 16,
             rings_hold: None,
+            lock_wait: Duration::from_secs(1),
         }
     }
 }

@@ -13,7 +13,7 @@ use std::{
 use super::path::{self, Opened};
 use crate::error::{Error, Result};
 
-/// How long an open waits for the lock, and how often it retries.
+/// How long a reader waits for the lock, and how often an open retries.
 const WAIT: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(5);
 
@@ -38,12 +38,12 @@ impl Drop for Lock {
     }
 }
 
-/// Opens the configured path, creates a missing file, and waits for the exclusive lock.
+/// Opens the configured path, creates a missing file, and waits for the exclusive lock for as long as `wait`.
 ///
 /// Retries if the path names another file once the lock is held: the process that created this file may have been
 /// refused and have removed it.
-pub(super) fn open_exclusive(configured: &Path) -> Result<Opened> {
-    let give_up = Instant::now() + WAIT;
+pub(super) fn open_exclusive(configured: &Path, wait: Duration) -> Result<Opened> {
+    let give_up = Instant::now() + wait;
     loop {
         if let Some(mut opened) = path::open(configured)?
             && take(&mut opened, File::try_lock, give_up)?

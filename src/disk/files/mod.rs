@@ -61,7 +61,7 @@ pub struct StoreFile {
 }
 
 /// Opens the files of the configured disk tier, in the order of `config.disk.paths`. Files that do not
-/// exist are created (mode 0600) and preallocated. Blocks, for up to a second on a lock.
+/// exist are created (mode 0600) and preallocated. Blocks, on a lock for up to `disk.lock_wait`.
 ///
 /// # Errors
 /// [`Error::Config`] for invalid settings; [`Error::Store`] if a path is not a member of this store and must not become
@@ -71,7 +71,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     let stripe = Stripe::new(config);
     let mut opened = Vec::with_capacity(config.disk.paths.len());
     for disk in &config.disk.paths {
-        opened.push(Opening::new(lock::open_exclusive(&disk.path)?, config.disk.direct_io)?);
+        opened.push(Opening::new(lock::open_exclusive(&disk.path, config.disk.lock_wait)?, config.disk.direct_io)?);
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
     let fresh = survey(&found, config)? == OpenPlan::Create;

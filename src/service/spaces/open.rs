@@ -4,7 +4,7 @@
 //! then the cache is opened, with its files, locks and records, and only then do other spaces give up memory. So a
 //! refused attach evicts no block of theirs.
 
-use std::{cell::Cell, rc::Rc};
+use std::{cell::Cell, rc::Rc, time::Duration};
 
 use super::{Space, Spaces, State, deed::Deed, host::HostShare, pool::Grant};
 use crate::{
@@ -92,6 +92,9 @@ impl Spaces {
         config.host.parks = self.config.move_host && (grant.floor < most || grant.missing > 0);
         let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
         config.host.capacity = Capacity::Blocks(slots(grant.total(), slot_bytes)?.max(most));
+        // A service's stores are its own: who holds the lock was killed, and its last I/O is on a slow drive. Half of
+        // the deadline, so that the client hears of a longer one.
+        config.disk.lock_wait = Duration::from_millis(config.limits.deadline_ms / 2);
         config.disk.paths.clear();
         if !self.config.paths.is_empty() {
             let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)

@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
     pin::pin,
     rc::Rc,
+    time::Duration,
 };
 
 use futures_util::{
@@ -147,6 +148,9 @@ async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
         assert_eq!(other.err().map(|failure| failure.fault), Some(ServiceFault::Capacity), "no disk is promised twice");
         let space = spaces.attach(of("tests")).await.expect("another attach opens it");
         assert_eq!(space.capacity_bytes, 12 << 20);
+        // Also after a kill that left the drive busy for longer than an open of a cache waits.
+        let config = space.cache.config();
+        assert_eq!(config.disk.lock_wait, Duration::from_millis(config.limits.deadline_ms / 2));
         drop(space);
         deletions.add_permits(1);
         spaces.remove(of("tests")).await.expect("removed");
