@@ -388,7 +388,7 @@ fn a_block_larger_than_the_limits_of_bytes_in_flight_moves() {
     let dir = directory();
     let bytes = 33 << 20;
     block_on(async {
-        let config = Config::default().block_bytes(bytes).host_blocks(1).disk(dir.path(), 2 * bytes as u64);
+        let config = Config::default().block_bytes(bytes).host_blocks(1).disk(dir.path(), 3 * bytes as u64);
         let cache = Cache::open(config).await.expect("open");
         for n in 0..2 {
             cache.store(&key(n), None, &payload(n, bytes)).await.expect("store");
