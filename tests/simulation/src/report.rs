@@ -32,6 +32,10 @@ pub struct Report {
     pub timeouts: u64,
     /// Answers that were other errors.
     pub failed: u64,
+    /// Of these, calls whose memory was left to a service that hangs.
+    pub abandoned: u64,
+    /// Of these, memory that could not be mapped.
+    pub maps_refused: u64,
     /// Lives that a power cut ended.
     pub power_cuts: u64,
     /// Lives that ended with their process.
@@ -97,7 +101,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 28] {
+    fn numbers_mut(&mut self) -> [&mut u64; 30] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -109,6 +113,8 @@ impl Report {
             &mut self.busy,
             &mut self.timeouts,
             &mut self.failed,
+            &mut self.abandoned,
+            &mut self.maps_refused,
             &mut self.power_cuts,
             &mut self.kills,
             &mut self.kills_amid_reads,

@@ -71,7 +71,7 @@ fn adds_up(status: &ServiceStatus) -> bool {
 async fn audit(run: &Rc<Run>, space: usize, rng: &mut Rng) {
     let mut process = None;
     for _ in 0..20 {
-        match timeout(PATIENCE, Process::connect(run, space, Duration::from_secs(60), rng)).await {
+        match timeout(PATIENCE, Process::connect(run, space, Duration::from_secs(60), None, rng)).await {
             Err(_) => return run.fail("the last client waits for its connection for ever"),
             Ok(Ok(connected)) => {
                 process = Some(connected);

@@ -1,7 +1,7 @@
 //! The machine that the service runs on: the files of its spaces, the drives of their caches, and mappings.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::BTreeMap,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -15,6 +15,7 @@ use kvhoist::{
         protocol::Failure,
         seams::{Later, Mapped, System, map},
     },
+    service::ServiceFault,
 };
 
 use super::{
@@ -56,6 +57,8 @@ pub struct Machine {
     /// A client may write to its memory while the service uses it.
     hostile: bool,
     disk_latency_max: Duration,
+    /// The chance that a mapping cannot be had.
+    map_refused: Cell<f64>,
     /// How a space's file names it, for each space of the plan.
     names: Vec<Vec<String>>,
     failure: Rc<RefCell<Option<String>>>,
@@ -76,6 +79,7 @@ impl Machine {
             rates: RefCell::new(plan.rates),
             hostile: plan.hostile > 0,
             disk_latency_max: plan.disk_latency_max,
+            map_refused: Cell::new(plan.map_refused),
             failure,
         })
     }
@@ -106,8 +110,9 @@ impl Machine {
         }
     }
 
-    /// Nothing more goes wrong with the drives.
+    /// Nothing more goes wrong with the drives, and mappings can be had.
     pub fn calm(&self) {
+        self.map_refused.set(0.0);
         *self.rates.borrow_mut() = FaultRates::default();
         self.state.borrow().worlds.values().for_each(|world| world.storage.set_rates(FaultRates::default()));
     }
@@ -266,6 +271,9 @@ impl System for Handle {
     }
 
     fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+        if self.0.rng.borrow_mut().chance(self.0.map_refused.get()) {
+            return Err(Failure::new(ServiceFault::Memory, "mmap: found no mapping that is left"));
+        }
         let mapped = map(fd, offset, len)?;
         self.0.state.borrow_mut().mapped.insert(mapped.start().expose_provenance(), mapped.len());
         Ok(mapped)

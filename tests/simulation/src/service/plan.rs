@@ -58,6 +58,10 @@ pub struct Plan {
     /// Ends of the service before the last one.
     pub ends: u64,
     pub deadline: Duration,
+    /// How long clients wait for memory after it.
+    pub give_up: Option<Duration>,
+    /// The chance that a client's memory cannot be mapped.
+    pub map_refused: f64,
     /// The chance that a call is dropped.
     pub cancel: f64,
     /// The chance that a client dies after a call.
@@ -79,8 +83,16 @@ impl std::fmt::Debug for Plan {
         writeln!(f, "{:?}\n{:?}\n{:?}", self.config, self.rates, self.delivery)?;
         write!(
             f,
-            "{} clients, {} hostile ones, {} calls each of up to {} callers, {} ends of the service, deadline {:?}",
-            self.clients, self.hostile, self.calls_each, self.callers_max, self.ends, self.deadline
+            "{} clients, {} hostile ones, {} calls each of up to {} callers, {} ends of the service, deadline {:?}, \
+             give up {:?}, mappings refused {}",
+            self.clients,
+            self.hostile,
+            self.calls_each,
+            self.callers_max,
+            self.ends,
+            self.deadline,
+            self.give_up,
+            self.map_refused
         )
     }
 }
@@ -109,6 +121,8 @@ impl Plan {
             cancel: pick(rng, &[0.0, 0.05, 0.25]),
             die: pick(rng, &[0.0, 0.02, 0.1]),
             pause: pick(rng, &[0.0, 0.1, 0.5]),
+            give_up: pick(rng, &[None, Some(20), Some(500), Some(60_000)]).map(Duration::from_millis),
+            map_refused: pick(rng, &[0.0, 0.0, 0.1, 0.5]),
             spaces,
         }
     }

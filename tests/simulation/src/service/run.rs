@@ -117,6 +117,15 @@ impl Run {
                 }
                 ServiceFault::Away | ServiceFault::Draining => plan.may_lose_connections(),
                 ServiceFault::Canceled => plan.may_time_out(),
+                ServiceFault::Abandoned => {
+                    report.abandoned += 1;
+                    plan.give_up.is_some() && plan.may_time_out()
+                }
+                // Of the bounce buffer: memory that callers register is copied then.
+                ServiceFault::Memory => {
+                    report.maps_refused += 1;
+                    plan.map_refused > 0.0
+                }
                 ServiceFault::Refused => plan.by_value() || rates.write_error + rates.no_space + rates.sync_error > 0.0,
                 ServiceFault::Io => plan.has_faults(),
                 ServiceFault::Unavailable => plan.has_faults(),
