@@ -12,7 +12,8 @@ A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``
 the key. Keys name content: a block that is stored under a key is not replaced by another store under it.
 
 ``Cache`` is a cache of this process, ``connect`` attaches to a space of a node's service. ``kvhoist.metrics`` exports
-figures to Prometheus. ``kvhoist.sglang``, ``kvhoist.vllm`` and ``kvhoist.lmcache`` are adapters of these engines.
+figures to Prometheus. ``kvhoist.sglang``, ``kvhoist.vllm`` and ``kvhoist.lmcache`` are adapters of these engines,
+``kvhoist.transformers`` keeps prompts for Hugging Face transformers.
 No call holds the interpreter's lock while it waits.
 """
 

@@ -1,0 +1,243 @@
+"""KV of prompts in blocks of tokens, in one store for each kind of attention. Needs torch, and no engine.
+
+A block has the keys and values of so many tokens in all layers of its group: for each layer the keys, `[heads, tokens,
+dim]`, then the values. The key of a block is the digest of all tokens to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from array import array
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+
+from .cache import Cache, slot_bytes
+from .chunks import Place
+from .config import config_error, parse_bytes
+from .errors import Error, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+#: Memory that blocks pass through between the store and the layers.
+STAGING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a token."""
+
+    index: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers whose attention sees as far: `reach` tokens before the next one, or all."""
+
+    layers: tuple[LayerShape, ...]
+    reach: int | None
+
+    @property
+    def name(self) -> str:
+        """A folder's."""
+        return "full" if self.reach is None else f"window-{self.reach}"
+
+    def first_token(self, tokens: int) -> int:
+        """The first token that is needed to go on after so many."""
+        return 0 if self.reach is None else max(0, tokens - self.reach)
+
+    def views(self, blocks: torch.Tensor, block_tokens: int) -> Iterable[tuple[LayerShape, torch.Tensor, torch.Tensor]]:
+        """Each layer's keys and values in blocks of bytes: `[heads, blocks, tokens, dim]`."""
+        at = 0
+        for layer in self.layers:
+            parts = []
+            for dim in (layer.key_dim, layer.value_dim):
+                nbytes = layer.heads * block_tokens * dim * layer.dtype.itemsize
+                part = blocks[:, at : at + nbytes].view(layer.dtype)
+                parts.append(part.unflatten(1, (layer.heads, block_tokens, dim)).permute(1, 0, 2, 3))
+                at += nbytes
+            yield layer, parts[0], parts[1]
+
+
+def chain(tokens: Sequence[int], block_tokens: int, keys: list[bytes]) -> list[bytes]:
+    """Extends the keys of a prompt's first blocks by those of its further whole blocks."""
+    for at in range(len(keys) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
+        block = array("q", tokens[at : at + block_tokens]).tobytes()
+        keys.append(hashlib.sha256((keys[-1] if keys else bytes(32)) + block).digest())
+    return keys
+
+
+class PrefixStore:
+    """The stores of all groups, and the memory that blocks pass through. From any thread."""
+
+    def __init__(
+        self, groups: Sequence[Group], block_tokens: int, place: Place, paths: Sequence[str] | None,
+        device: torch.device, devices: dict[int, torch.device], sizes: dict[str, Any], settings: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Opens the stores. `device` has the staging memory, `devices` each layer; `sizes` are `capacity` and
+        `host_bytes` of all together, `settings` those of the caches."""
+        self.devices = devices
+        self.groups, self.block_tokens, self.device = tuple(groups), block_tokens, device
+        self.block_bytes = [block_tokens * sum(layer.token_bytes for layer in group.layers) for group in groups]
+        self.lock = threading.Lock()
+        self.caches: list[Cache] = []
+        #: Blocks that could not be read, by group: misses until they are stored again.
+        self._bad: list[set[bytes]] = [set() for _ in groups]
+        self._regions: list[Any] = []
+        reached = settings.get("device") in ("cuda", "simulated")
+        try:
+            for group, nbytes in zip(self.groups, self.block_bytes):
+                share = nbytes / sum(self.block_bytes)
+                sized = {
+                    name: max(int(parse_bytes(size, name) * share), 2 * slot_bytes(nbytes))
+                    for name, size in sizes.items()
+                }
+                folders = None
+                if paths is not None:
+                    folders = [os.path.join(folder, group.name) for folder in place.directories(paths)]
+                    for folder in folders:
+                        os.makedirs(folder, mode=0o700, exist_ok=True)
+                self.caches.append(
+                    Cache(
+                        folders, block_bytes=nbytes, namespace=f"{place.namespace()}/{group.name}", **sized, **settings
+                    )
+                )
+            most = max(self.block_bytes)
+            self.staging = torch.empty(max(1, STAGING_BYTES // most) * most, dtype=torch.uint8, device=device)
+            for cache in self.caches:
+                register = cache.register_device if reached else cache.register_host
+                self._regions.append(register(self.staging.data_ptr(), self.staging.numel()))
+        except BaseException:
+            self.close()
+            raise
+
+    # Lookup
+
+    def longest(self, keys: Sequence[bytes], tokens: int) -> int:
+        """The most of these tokens that can be loaded, of a prompt with these keys. No I/O."""
+        size = self.block_tokens
+        found = []
+        for group, cache, bad in zip(self.groups, self.caches, self._bad):
+            present = [here and key not in bad for key, here in zip(keys, cache.contains_each(list(keys)))]
+            found.append(present)
+            if group.reach is None:
+                tokens = min(tokens, size * next((n for n, here in enumerate(present) if not here), len(present)))
+        tokens = min(tokens, size * len(keys))
+        while tokens > 0:
+            end = -(-tokens // size)
+            if all(all(present[group.first_token(tokens) // size : end]) for group, present in zip(self.groups, found)):
+                break
+            tokens = (end - 1) * size
+        return tokens
+
+    # Movement
+
+    def load(self, keys: Sequence[bytes], tokens: int, put: Callable[[Group, torch.Tensor, int], None]) -> bool:
+        """Loads what `tokens` of a prompt need. `put` gets blocks as bytes, `[blocks, bytes]`, and the number of the
+        first. False where a block was not there; what was put then is of no use."""
+        end = -(-tokens // self.block_tokens)
+        for n, group in enumerate(self.groups):
+            for first, last, piece in self._pieces(n, group.first_token(tokens) // self.block_tokens, end):
+                wanted = list(keys[first:last])
+                results = self.caches[n].load(wanted, self._places(n, last - first), errors="return")
+                failed = {key: result for key, result in zip(wanted, results) if result is not True}
+                if failed:
+                    self._bad[n] |= failed.keys()
+                    why = next((result for result in failed.values() if result is not False), "not there any more")
+                    logger.warning("kvhoist: %d blocks of a prefix could not be loaded: %s", len(failed), why)
+                    return False
+                put(group, piece, first)
+                self._settle()
+        return True
+
+    def store(
+        self, keys: Sequence[bytes], first: int, last: int, fill: Callable[[Group, torch.Tensor, int], bool]
+    ) -> None:
+        """Stores blocks of a prompt that are not there. `fill` writes blocks from a number on, or returns False where
+        it has not the bytes. Failures are logged: what is not stored is a miss later."""
+        for n, group in enumerate(self.groups):
+            cache = self.caches[n]
+            for start, end in _runs([not here for here in cache.contains_each(list(keys[first:last]))], first):
+                for at, until, piece in self._pieces(n, start, end):
+                    if not fill(group, piece, at):
+                        continue
+                    self._settle()
+                    parent = keys[at - 1] if at else None
+                    try:
+                        cache.store(list(keys[at:until]), self._places(n, until - at), parent=parent)
+                    except Error as error:
+                        logger.warning("kvhoist: %d blocks of a prefix were not stored: %s", until - at, error)
+                        return
+                    self._bad[n].difference_update(keys[at:until])
+
+    def _pieces(self, n: int, first: int, last: int) -> Iterable[tuple[int, int, torch.Tensor]]:
+        """Ranges of blocks that fit into the staging memory, and that memory as blocks."""
+        nbytes = self.block_bytes[n]
+        most = self.staging.numel() // nbytes
+        for at in range(first, last, most):
+            until = min(at + most, last)
+            yield at, until, self.staging[: (until - at) * nbytes].view(until - at, nbytes)
+
+    def _places(self, n: int, count: int) -> list[tuple[int, int]]:
+        base, nbytes = self.staging.data_ptr(), self.block_bytes[n]
+        return [(base + at * nbytes, nbytes) for at in range(count)]
+
+    def _settle(self) -> None:
+        """Waits for what the device does with the staging memory: the caches have streams of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        """Writes what is dirty and closes the stores. Again: does nothing."""
+        for region in self._regions:
+            region.unregister()
+        self._regions = []
+        for cache in self.caches:
+            cache.close()
+
+
+def _runs(wanted: Sequence[bool], offset: int) -> Iterable[tuple[int, int]]:
+    """Ranges of neighbors that are wanted, counted from `offset`."""
+    start = None
+    for n, want in enumerate([*wanted, False]):
+        if want and start is None:
+            start = n
+        elif not want and start is not None:
+            yield offset + start, offset + n
+            start = None
+
+
+def block_tokens_of(value: Any) -> int:
+    """Checked: tokens of a block."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 16 <= value <= 4096 or value % 16:
+        raise config_error("block_tokens", value, "a multiple of 16 from 16 to 4096")
+    return value
+
+
+def staging_device(devices: set[torch.device], settings: dict[str, Any]) -> torch.device:
+    """Where blocks are staged: on the GPU that has all layers, if the cache reaches it; else in host memory."""
+    if "device" not in settings and len(devices) == 1:
+        device = next(iter(devices))
+        if device.type == "cuda":
+            settings.update(device="cuda", device_ordinal=device.index or 0, device_blocks=1)
+            return device
+    elif settings.get("device") == "cuda":
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            raise UnavailableError(
+                f"device: found cuda, and layers on {sorted(map(str, devices))}; leave the setting out"
+            )
+        return next(iter(devices))
+    return torch.device("cpu")

@@ -1,0 +1,54 @@
+"""Tiny models with random weights, for the tests of `kvhoist.transformers`."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def config(kind: str, **more: object) -> transformers.PreTrainedConfig:
+    """Llama (grouped heads), Qwen, Gemma (sliding windows between full attention), Mistral (windows only), DeepSeek
+    (MLA and experts: keys and values of unlike sizes)."""
+    grouped = {**COMMON, "num_key_value_heads": 2, "head_dim": 16, **more}
+    if kind == "llama":
+        return transformers.LlamaConfig(**grouped)
+    if kind == "qwen":
+        return transformers.Qwen3Config(**grouped)
+    if kind == "gemma":
+        return transformers.Gemma3TextConfig(**{**grouped, "num_hidden_layers": 6, "sliding_window": 33, **more})
+    if kind == "mistral":
+        return transformers.MistralConfig(**{**grouped, "sliding_window": 40, **more})
+    assert kind == "deepseek"
+    return transformers.DeepseekV3Config(
+        **COMMON, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=16, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32,
+        first_k_dense_replace=1, **more,
+    )  # fmt: skip
+
+
+KINDS = ["llama", "qwen", "gemma", "mistral", "deepseek"]
+
+
+def model(kind: str, seed: int = 1, **more: object):
+    """The same weights for the same seed."""
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config(kind, **more), dtype=torch.float32).eval()
+
+
+def prompt(tokens: int, seed: int = 7, rows: int = 1) -> torch.Tensor:
+    """Tokens that are none of the special ones."""
+    return torch.randint(3, 128, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*prompts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Prompts of one row each as a batch, with padding on the left."""
+    width = max(one.shape[1] for one in prompts)
+    ids, mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width, dtype=torch.long)
+    for n, one in enumerate(prompts):
+        ids[n, width - one.shape[1] :], mask[n, width - one.shape[1] :] = one[0], 1
+    return {"input_ids": ids, "attention_mask": mask}
