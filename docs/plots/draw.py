@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draws the plots of the pages from the numbers beside this file: throughput.svg, hits.svg and array.svg.
+"""Draws the plots of the pages from docs/results: engine_ttft.svg, throughput.svg, hits.svg and array.svg.
 
     docs/plots/draw.py            # writes them
     docs/plots/draw.py --check    # exit status 1 where one is not what the numbers give
 
-The plots have a background of their own, so that they look the same on light and dark pages. The bench `array` wrote
-array.csv with `--csv`; the heads of the other .csv files name the commands that measured them, and the notes below their titles.
+The plots have a background of their own, so that they look the same on light and dark pages. The numbers are in
+docs/results, whose files' heads name the commands that measured them, and the notes below the titles.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from math import ceil
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results"
 # Of a panel: its diagram, and the room around it for the title, the ticks and the name of the axis.
 WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 368, 170, 52, 20, 32, 46
 LEGEND, LETTER = 20, 6.4  # the height of a row of names, and about the width of a letter
@@ -33,20 +34,31 @@ Panel = tuple[str, list[str], str, Lines]
 
 def columns(name: str) -> list[list[Panel]]:
     """One panel: the first column is the axis, each other one a line. The head has the title and the notes."""
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
     title = next(line for line in lines if line.startswith("# title: ")).removeprefix("# title: ")
     notes = [line.removeprefix("# note: ") for line in lines if line.startswith("# note: ")]
     (axis, *names), *rows = csv.reader(line for line in lines if not line.startswith("#"))
     for row in rows:
         if len(row) != len(names) + 1:
-            sys.exit(f"docs/plots/{name}: found {len(row)} cells in a row, expected {len(names) + 1} as in its head")
+            sys.exit(f"docs/results/{name}: found {len(row)} cells in a row, expected {len(names) + 1} as in its head")
     return [[(title, notes, axis, {n: {float(row[0]): float(row[i]) for row in rows} for i, n in enumerate(names, 1)})]]
+
+
+def ttft(name: str) -> list[list[Panel]]:
+    """Milliseconds over tokens, a panel for each engine."""
+    panels: dict[str, Lines] = {}
+    with open(RESULTS / name, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            lines = panels.setdefault(row["engine"], {})
+            lines.setdefault(row["what"], {})[int(row["tokens"])] = float(row["ms"]) / 1000
+    return [[(f"{engine.partition(',')[0]}: seconds to the answer", [], "tokens of the prompt", lines)
+             for engine, lines in panels.items()]]  # fmt: skip
 
 
 def array(name: str) -> list[list[Panel]]:
     """A row of panels for each size of a block: GiB/s over drives. A later row replaces an earlier one of its point."""
     panels: dict[tuple[int, str], Lines] = {}
-    with open(HERE / name, newline="", encoding="utf-8") as file:
+    with open(RESULTS / name, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             lines = panels.setdefault((int(row["block_bytes"]), row["bench"]), {})
             lines.setdefault(row["contender"], {})[int(row["drives"])] = float(row["mib_per_s"]) / 1024
@@ -128,12 +140,12 @@ def draw(rows: list[list[Panel]]) -> str:
 
 def main() -> int:
     status = 0
-    for name, read in (("throughput", columns), ("hits", columns), ("array", array)):
+    for name, read in (("engine_ttft", ttft), ("throughput", columns), ("hits", columns), ("array", array)):
         target, svg = HERE / f"{name}.svg", draw(read(f"{name}.csv"))
         if "--check" not in sys.argv[1:]:
             target.write_text(svg, encoding="utf-8")
         elif not target.is_file() or target.read_text(encoding="utf-8") != svg:
-            print(f"docs/plots/{name}.svg: found another picture than {name}.csv gives; run docs/plots/draw.py")
+            print(f"docs/plots/{name}.svg: found another picture than docs/results/{name}.csv gives; run docs/plots/draw.py")
             status = 1
     return status
 

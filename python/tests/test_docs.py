@@ -39,6 +39,12 @@ def test_generated_pages_are_what_the_code_says():
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.parametrize("script", ["plots/draw.py", "results/tables.py"])
+def test_figures_come_from_rows_of_the_results(script):
+    ended = subprocess.run([sys.executable, DOCS / script, "--check"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_every_link_leads_somewhere():
     broken, checked = [], 0
     for page in pages():
