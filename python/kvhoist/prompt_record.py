@@ -47,7 +47,7 @@ class Known:
         if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
             found = tuple(getattr(input_ids, "shape", ())) or type(input_ids).__name__
             raise ArgumentError(f"input_ids: found {found}, expected a tensor of [batch, tokens]")
-        pads = [0] * len(input_ids)
+        seen, pads = None, [0] * len(input_ids)
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
                 found = tuple(getattr(mask, "shape", ())) or type(mask).__name__
@@ -59,7 +59,7 @@ class Known:
                 )
             pads = (~seen).sum(-1).tolist()
         rows = [Row(pad, ids[pad:]) for pad, ids in zip(pads, input_ids.tolist())]
-        return cls(input_ids.cpu(), None if mask is None else seen, rows)
+        return cls(input_ids.cpu(), seen, rows)
 
 
 class PromptRecord:
@@ -133,6 +133,7 @@ class PromptRecord:
             if self.loaded and start == self.loaded:
                 raise ArgumentError(f"found {self.loaded} loaded tokens, expected none: {why}")
             return self.forget(why)
+        assert ids is not None
         if len(ids) != len(self.known.rows):
             raise ArgumentError(
                 f"input_ids: found {len(ids)} rows, expected the {len(self.known.rows)} that the cache was made for; "
@@ -326,8 +327,8 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> 
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     return one is None and other is None

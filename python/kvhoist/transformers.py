@@ -82,9 +82,15 @@ class _Prefixed:
 class _DynamicPrefixCache(_Prefixed, DynamicCache):
     """A `DynamicCache` that begins with what was loaded."""
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)  # type: ignore[call-arg]
+
 
 class _StaticPrefixCache(_Prefixed, StaticCache):
     """A `StaticCache` that begins with what was loaded."""
+
+    def __init__(self, config: Any, max_cache_len: int) -> None:
+        super().__init__(config=config, max_cache_len=max_cache_len)  # type: ignore[call-arg]
 
 
 class PrefixCache:
@@ -200,13 +206,9 @@ class PrefixCache:
         known = Known.of(input_ids, attention_mask)
         for row in known.rows:
             chain(row.tokens, self.block_tokens, row.keys)
-        # With its layers' kinds from the config: a StaticCache of 5.x has no other way.
-        kinds = {"config": self._config}
-        cache: Any = (
-            _DynamicPrefixCache(**kinds)
-            if max_length is None
-            else _StaticPrefixCache(**kinds, max_cache_len=max_length)
-        )
+        cache: Any = _DynamicPrefixCache(self._config)
+        if max_length is not None:
+            cache = _StaticPrefixCache(self._config, max_length)
         cache.record = PromptRecord(cache, self.store, known)
         if not self.model.training and not torch.is_autocast_enabled(input_ids.device.type):
             cache.record.load()

@@ -241,6 +241,16 @@ def test_an_evicted_block_in_the_middle_ends_the_prefix(store_dir):
         assert answer(model, prefixes, ids)[1] == 144
 
 
+def test_a_block_is_known_by_all_tokens_before_it(store_dir):
+    model, a, b, c, d = tiny.model("llama"), *(tiny.prompt(BLOCK, seed=seed) for seed in range(4))
+    with opened(model, store_dir) as prefixes:
+        for parts in ((a, b), (c, d)):
+            answer(model, prefixes, torch.cat(parts, 1))
+        mixed = torch.cat((a, d, b), 1)
+        logits, loaded = answer(model, prefixes, mixed)
+        assert loaded == BLOCK and close(logits, computed(model, mixed, BLOCK))
+
+
 def test_a_sliding_layer_needs_its_last_window_only(store_dir):
     model, ids = tiny.model("gemma"), tiny.prompt(150)
     with opened(model, store_dir) as prefixes:
