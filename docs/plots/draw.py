@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the plots of the pages from docs/results: engine_ttft.svg, throughput.svg, hits.svg and array.svg.
+"""Draws the plots of the pages from docs/results: engine_ttft.svg, ttft.svg, throughput.svg, hits.svg and array.svg.
 
     docs/plots/draw.py            # writes them
     docs/plots/draw.py --check    # exit status 1 where one is not what the numbers give
@@ -45,14 +45,14 @@ def columns(name: str) -> list[list[Panel]]:
 
 
 def ttft(name: str) -> list[list[Panel]]:
-    """Milliseconds over tokens, a panel for each engine."""
+    """Seconds over tokens, a panel for each engine or model that was measured at three lengths or more."""
     panels: dict[str, Lines] = {}
     with open(RESULTS / name, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            lines = panels.setdefault(row["engine"], {})
+            lines = panels.setdefault((row.get("engine") or row["model"]).partition(",")[0], {})
             lines.setdefault(row["what"], {})[int(row["tokens"])] = float(row["ms"]) / 1000
-    return [[(f"{engine.partition(',')[0]}: seconds to the answer", [], "tokens of the prompt", lines)
-             for engine, lines in panels.items()]]  # fmt: skip
+    return [[(f"{name}: seconds to the answer", [], "tokens of the prompt", lines)
+             for name, lines in panels.items() if max(map(len, lines.values())) > 2]]  # fmt: skip
 
 
 def array(name: str) -> list[list[Panel]]:
@@ -140,7 +140,7 @@ def draw(rows: list[list[Panel]]) -> str:
 
 def main() -> int:
     status = 0
-    for name, read in (("engine_ttft", ttft), ("throughput", columns), ("hits", columns), ("array", array)):
+    for name, read in (("engine_ttft", ttft), ("ttft", ttft), ("throughput", columns), ("hits", columns), ("array", array)):
         target, svg = HERE / f"{name}.svg", draw(read(f"{name}.csv"))
         if "--check" not in sys.argv[1:]:
             target.write_text(svg, encoding="utf-8")

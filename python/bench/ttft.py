@@ -227,10 +227,14 @@ class Bench:
         self.nbytes[n] = kept_bytes(prefixes, n)
         self.rows.add(times, **self.always, tokens=n, what="recomputed and stored", bytes=self.nbytes[n])
 
-    def load(self, prefixes: PrefixCache, n: int, what: str, bare: list[float], runs: int) -> None:
-        """A row of hits beside a bare movement of the same bytes and one token."""
+    def load(self, prefixes: PrefixCache, n: int, runs: int) -> tuple[list[float], bool]:
+        """The times of hits, and whether the first token is the recomputed one."""
         times, token = milliseconds(lambda: self.hit(prefixes, self.prompts[n]), runs)
-        bare, same = [one + self.single[n] for one in bare], token == self.tokens[n]
+        return times, token == self.tokens[n]
+
+    def add(self, n: int, what: str, times: list[float], bare: list[float], same: bool) -> None:
+        """A row of hits beside bare movements of the same bytes and one token."""
+        bare = [one + self.single[n] for one in bare]
         self.rows.add(times, bare, **self.always, tokens=n, what=what, bytes=self.nbytes[n], same_token=same)
 
     def run(self, host_bytes: str, small_host_bytes: str) -> None:
@@ -240,17 +244,24 @@ class Bench:
             for n in self.prompts:
                 self.recompute(n)
                 self.store(prefixes, n)
-                self.load(prefixes, n, "host memory", bare_copy(self.nbytes[n], self.runs), self.runs)
+                bare = bare_copy(self.nbytes[n], self.runs)
+                times, same = self.load(prefixes, n, self.runs)
+                self.add(n, "host memory", times, bare, same)
                 gc.collect()
                 torch.cuda.empty_cache()
         # The host tier is empty after a restart: each prompt comes from the drives once.
+        loads: dict[int, tuple[list[float], list[float], list[bool]]] = {n: ([], [], []) for n in self.prompts}
         for _ in range(self.runs):
             with self.opened(small_host_bytes) as prefixes:
                 reader = BareRead(self.folders)
-                for n in self.prompts:
-                    bare = reader.times(self.nbytes[n])
-                    self.load(prefixes, n, "drives, after a restart", bare, 1)
+                for n, (times, bare, same) in loads.items():
+                    bare += reader.times(self.nbytes[n])
+                    took, right = self.load(prefixes, n, 1)
+                    times += took
+                    same.append(right)
                 reader.close()
+        for n, (times, bare, same) in loads.items():
+            self.add(n, "drives, after a restart", times, bare, all(same))
         for folder in self.folders:
             shutil.rmtree(folder)
 
