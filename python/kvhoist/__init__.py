@@ -20,7 +20,7 @@ No call holds the interpreter's lock while it waits.
 from __future__ import annotations
 
 from . import errors
-from ._native import Queue, Region, __version__
+from ._native import Held, LayerLoad, Queue, Region, __version__
 from .cache import Cache
 from .client import Client, SharedMemory, connect
 from .config import parse_bytes
@@ -29,6 +29,8 @@ from .errors import *  # noqa: F403  Its `__all__`, which this module's repeats.
 __all__ = [
     "Cache",
     "Client",
+    "Held",
+    "LayerLoad",
     "Queue",
     "Region",
     "SharedMemory",

@@ -16,7 +16,9 @@ __all__ = [
     "Cache",
     "Client",
     "ENGINES",
+    "Held",
     "Keys",
+    "LayerLoad",
     "Queue",
     "Region",
     "Server",
@@ -101,6 +103,40 @@ class Queue:
         """Completed submissions, oldest first: (ticket, results), with an exception in the place of a failed block."""
 
 @final
+class LayerLoad:
+    """A load that completes layer by layer. Dropping it changes nothing: the load goes on."""
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+    def wait(self, layer: int, stream: int | None = None) -> None:
+        """Waits for a layer, and for every block that it has.
+
+        ``stream`` is the address of a stream of the cache's CUDA device (``torch.cuda.current_stream().cuda_stream``):
+        then the stream waits, on the device, and this call returns at once: what is put into the stream afterwards runs
+        when the layer is complete. Without one, and where host memory plays the device, this call waits.
+
+        Complete does not mean right: a failed layer lets the stream go, too. `blocks` says what came to be.
+        """
+    def layer(self, layer: int) -> tuple[int, BaseException | None]:
+        """Waits for a layer: how many leading blocks have it in place, and the error of the next, if it has one."""
+    def blocks(self, errors: str = "return") -> list[bool | BaseException]:
+        """Waits for the end of the load: one entry for each block, as of `Cache.load`: True if all layers are there."""
+    def poison_address(self, layer: int) -> int:
+        """Where kernels find what a layer came to: the device's address of a 32-bit word, which is 0 where all blocks
+        have this layer in place, else one more than the number of leading blocks that have it. It means nothing before
+        the layer is complete. UnavailableError without a CUDA device."""
+
+@final
+class Held:
+    """Blocks that stay in host memory until they are released, or this is dropped."""
+
+    def __len__(self) -> int:
+        """How many blocks it holds."""
+    def release(self) -> None:
+        """Lets the blocks go. Again: does nothing."""
+
+@final
 class Answers:
     """Whether one key is resident, in the words of an engine that asks for each key of each prompt."""
 
@@ -179,6 +215,17 @@ class Cache:
     def store_pages(
         self, keys: Sequence[_Key], addresses: list[int], sizes: list[int], parent: _Key | None, errors: str
     ) -> list: ...
+    def load_layers(
+        self, keys: Sequence[_Key], addresses: Any, sizes: Sequence[int], layer_of: Sequence[int]
+    ) -> LayerLoad: ...
+    def tiers(self, keys: Sequence[_Key]) -> list[str]:
+        """The fastest tier of each leading resident block: ``"device"``, ``"host"`` or ``"disk"``. No I/O, no use
+        counted."""
+    def hold(self, keys: Sequence[_Key], most: int) -> Held:
+        """Holds those of the blocks that are in host memory, ``most`` at most, until they are released.
+
+        A held block takes a slot of host memory that nothing else can have: hold few, and not for long.
+        """
     def get(self, key: _Key) -> bytes | None:
         """The bytes of a block, or None."""
     def prefetch(self, keys: Sequence[_Key]) -> int:

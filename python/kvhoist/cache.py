@@ -58,6 +58,12 @@ def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int:
     return _native.slots_on_each(max(capacity, 0), paths, block_bytes)
 
 
+def _happened(events: Sequence[Any]) -> None:
+    """Waits for events of a device's streams."""
+    for event in events:
+        event.synchronize()
+
+
 def _paths(path: Any) -> list[str]:
     expected = "a path, or a list of at least one"
     try:
@@ -222,6 +228,7 @@ class Cache(AsyncFace, _native.Cache):
         blocks: Sequence[Any],
         *,
         parent: str | bytes | None = None,
+        after: Sequence[Any] = (),
         errors: str = "raise",
     ) -> list:
         """Stores blocks from memory: True for each, once the write policy is satisfied.
@@ -230,7 +237,11 @@ class Cache(AsyncFace, _native.Cache):
         what others continue. Blocks that do not continue one another are stored by a call each. ``blocks`` and
         ``errors`` as for ``load``. Memory must not change until the call returns; interrupted by a signal, until
         ``Region.unregister`` or ``close`` has.
+
+        ``after`` are events of a device's streams, such as ``torch.cuda.Event``: the store begins when all of them have
+        happened. Whoever still writes the memory records one; the call waits for it, without the interpreter's lock.
         """
+        _happened(after)
         return super().store(keys, blocks, parent, errors)
 
     def load_pages(self, keys: list, addresses: list[int], sizes: list[int], *, errors: str = "raise") -> list:
@@ -244,10 +255,30 @@ class Cache(AsyncFace, _native.Cache):
         sizes: list[int],
         *,
         parent: str | bytes | None = None,
+        after: Sequence[Any] = (),
         errors: str = "raise",
     ) -> list:
         """``store`` with the segments of all blocks in two flat lists, equally many for each key."""
+        _happened(after)
         return super().store_pages(keys, addresses, sizes, parent, errors)
+
+    def load_layers(
+        self, keys: Sequence[str | bytes], addresses: Any, sizes: Sequence[int], layer_of: Sequence[int]
+    ) -> _native.LayerLoad:
+        """Begins to load blocks layer by layer, and returns at once: a model can begin with its first layer while the
+        last one is on its way.
+
+        ``addresses`` and ``sizes`` are the segments in registered memory, as for ``Queue.submit_load_pages``;
+        ``layer_of`` says for each segment of a block which layer it belongs to, counted from 0. Blocks in host memory
+        are copied in the order of layers. Blocks on disk arrive whole: a layer of a load with such blocks is complete
+        when the last of them is.
+
+        ``LayerLoad.wait`` waits for one layer, ``LayerLoad.blocks`` for all. Memory must stay as it is until
+        ``LayerLoad.blocks`` or ``Region.unregister`` has returned.
+
+        Raises ArgumentError before anything moved: as ``load``, and for layers without segments.
+        """
+        return super().load_layers(keys, addresses, sizes, layer_of)
 
     def remove(self, key: str | bytes, *, durable: bool = False) -> bool:
         """Forgets a block in every tier; True if it was resident.

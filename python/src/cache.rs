@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use kvhoist::{BlockKey, Cache, DiskPath, Error, internals::machine::drive_wear};
+use kvhoist::{BlockKey, Cache, Error};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
@@ -14,10 +14,11 @@ use pyo3::{
 
 use crate::{
     answers::PyAnswers,
-    blocks::Blocks,
+    blocks::{self, Blocks},
     buffer::Buffer,
-    convert::{self, OnError, seconds_of, whole},
+    convert::{self, OnError, Worn, seconds_of, whole},
     errors, keys,
+    layers::{self, PyHeld, PyLayerLoad},
     listing::PyKeys,
     opened::Opened,
     options,
@@ -26,9 +27,6 @@ use crate::{
     region::{Memory, PyRegion},
     wait,
 };
-
-/// A path, the share of its drive's life that is used, the bytes written to the drive, and the years that are left.
-type Worn = (String, f64, u64, Option<f64>);
 
 /// The native half of `kvhoist.Cache`.
 #[pyclass(frozen, subclass, module = "kvhoist._native", name = "Cache")]
@@ -282,6 +280,30 @@ impl PyCache {
         self.moved(py, &Movement::Store(keys::optional(parent)?), keys, Places::Lists(addresses, sizes), errors)
     }
 
+    /// Begins a load that completes layer by layer: `Cache.load_layers` is its public face.
+    fn load_layers(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        layer_of: Vec<usize>,
+    ) -> PyResult<PyLayerLoad> {
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        let segments = blocks::parse_addresses(keys.len(), addresses, sizes)?;
+        PyLayerLoad::begin(py, cache, &keys, &segments, &layer_of)
+    }
+
+    /// The name of the fastest tier of each leading resident block. One short lock, no I/O, no use counted.
+    fn tiers(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<&'static str>> {
+        Ok(layers::tiers(py, self.use_it(py)?, &keys::from_python(keys)?))
+    }
+
+    /// Holds the blocks of `keys` that are in host memory, `most` of them at most, until `Held.release`.
+    fn hold(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, most: usize) -> PyResult<PyHeld> {
+        PyHeld::of(py, self.use_it(py)?, &keys::from_python(keys)?, most)
+    }
+
     /// The bytes of a block, or None.
     fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
@@ -319,12 +341,7 @@ impl PyCache {
     /// to the drive in its whole life, and the years that are left at the pace so far (None if too little is used).
     fn drives(&self, py: Python<'_>) -> PyResult<Vec<Worn>> {
         let cache = self.use_it(py)?;
-        let wear = |disk: &DiskPath| {
-            let wear = drive_wear(&disk.path).ok()?;
-            let used = f64::from(wear.used_percent) / 100.0;
-            Some((disk.path.display().to_string(), used, wear.bytes_written, wear.years_left()))
-        };
-        Ok(py.detach(|| cache.config().disk.paths.iter().filter_map(wear).collect()))
+        Ok(py.detach(|| convert::drives(cache)))
     }
 
     /// Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken.

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvhoist::{Config, Error, Route, Stats, Tier, service::SpaceStats};
+use kvhoist::{
+    Cache, Config, DiskPath, Error, Route, Stats, Tier, internals::machine::drive_wear, service::SpaceStats,
+};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList},
@@ -54,6 +56,19 @@ pub fn results<'py>(
         }
     };
     PyList::new(py, results.into_iter().map(entry))
+}
+
+/// A path, the share of its drive's life that is used, the bytes written to the drive, and the years that are left.
+pub type Worn = (String, f64, u64, Option<f64>);
+
+/// The wear of each NVMe drive of a cache that answers.
+pub fn drives(cache: &Cache) -> Vec<Worn> {
+    let wear = |disk: &DiskPath| {
+        let wear = drive_wear(&disk.path).ok()?;
+        let used = f64::from(wear.used_percent) / 100.0;
+        Some((disk.path.display().to_string(), used, wear.bytes_written, wear.years_left()))
+    };
+    cache.config().disk.paths.iter().filter_map(wear).collect()
 }
 
 /// The figures of a cache as a dict of numbers, words and dicts.

@@ -12,6 +12,7 @@ mod client_queue;
 mod convert;
 mod errors;
 mod keys;
+mod layers;
 mod listing;
 mod logs;
 mod opened;
@@ -46,6 +47,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
     module.add_class::<answers::PyAnswers>()?;
+    module.add_class::<layers::PyLayerLoad>()?;
+    module.add_class::<layers::PyHeld>()?;
     module.add_function(wrap_pyfunction!(keys::chunk_keys, module)?)?;
     module.add_function(wrap_pyfunction!(logs::logs_take, module)?)?;
     module.add_function(wrap_pyfunction!(logs::logs_end, module)?)?;

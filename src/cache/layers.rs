@@ -119,6 +119,11 @@ impl LayerLoad {
         self.layers
     }
 
+    /// Whether streams can wait for a layer: the cache's device is a CUDA device, not a simulated one.
+    pub fn has_streams(&self) -> bool {
+        self.gpu.is_some()
+    }
+
     /// Waits until the result of this layer is known for every block. Layers may complete in any order.
     ///
     /// Returns the number of leading blocks whose bytes of this layer are in place, and the error of the next block.

@@ -9,10 +9,10 @@ use bytes::Bytes;
 
 use super::Cache;
 use crate::{
-    block::{BlockKey, Route, Segment},
+    block::{BlockKey, Route, Segment, Tier},
     checksum::checksum,
     error::{Error, Result},
-    state::{Filling, Pin, Shared},
+    state::{Filling, Found, Pin, Shared},
 };
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
@@ -69,6 +69,28 @@ impl From<Lease> for Bytes {
 }
 
 debug_fields!(Lease, lease => len: lease.len(), route: lease.route());
+
+impl Cache {
+    /// A lease on a block that is in host memory already; `None` for every other one. No I/O, and no wait.
+    ///
+    /// For callers that will load the block soon and need it to stay until then.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    ///
+    /// ```
+    /// # kvhoist_bench_kit::examples::with_block(async |cache, key| {
+    /// let lease = cache.lease(&key)?.expect("stored a moment ago");
+    /// assert_eq!(lease.len(), cache.config().block_bytes);
+    /// # Ok(()) });
+    /// ```
+    pub fn lease(&self, key: &BlockKey) -> Result<Option<Lease>> {
+        match self.inner.shared.look_up::<()>(key, Tier::Host, || None)? {
+            Found::Hit(pin) => Ok(Some(Lease::new(pin))),
+            Found::Elsewhere(_) | Found::Miss => Ok(None),
+        }
+    }
+}
 
 /// A block in device memory, pinned: it stays there, unchanged, until the lease is dropped.
 pub struct DeviceLease {
