@@ -94,8 +94,13 @@ class Place:
         return [os.path.join(path, name, _slug(self.replica)) for path in paths]
 
 
-def open_store(config: HiCacheConfig, place: Place, block_bytes: int, **more: Any) -> Cache:
-    """Opens the cache of an engine with memory of its own. `more` are further settings of the cache."""
+def open_store(
+    config: HiCacheConfig, place: Place, block_bytes: int, *, bypass_host: bool = True, **more: Any
+) -> Cache:
+    """Opens the cache of an engine with memory of its own. `more` are further settings of the cache.
+
+    `bypass_host`: the engine's memory is the host tier, and blocks that direct I/O can reach need no copy here.
+    """
     directories, slot = place.directories(config.path), slot_bytes(block_bytes)
     slots = slots_on_each(config.capacity, len(directories), block_bytes)
     for directory in directories:
@@ -110,8 +115,7 @@ def open_store(config: HiCacheConfig, place: Place, block_bytes: int, **more: An
         write_budget=config.write_budget,
         direct_io=config.direct_io,
         storage=config.storage,
-        # The engine's memory is the host tier: blocks that direct I/O can reach need no copy here.
-        bypass_host=True,
+        bypass_host=bypass_host,
         deadline_ms=config.deadline_ms,
         read_bytes_in_flight_max=config.read_bytes_in_flight_max,
         write_bytes_in_flight_max=config.write_bytes_in_flight_max,

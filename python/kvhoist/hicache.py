@@ -102,6 +102,11 @@ def huge_page_share(pieces: list[tuple[int, int]]) -> float | None:
     return min(1.0, huge / total) if total else None
 
 
+def percent(share: float | None) -> str:
+    """A share in words."""
+    return "an unknown part" if share is None else f"{share:.0%}"
+
+
 def _tensors(value: Any) -> list[Any]:
     if value is None:
         return []

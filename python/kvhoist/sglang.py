@@ -16,12 +16,13 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from .config import HiCacheConfig, config_error, warn_of_keywords
 from .errors import ClosedError, DeadlineError, UnavailableError
 from .failures import Failures
-from .hicache import Geometry, PoolStore, prefix_parent, split_capacity
+from .hicache import Geometry, PoolStore, percent, prefix_parent, split_capacity
 from .hicache_hits import policy, pool_result, trailing
 from .hicache_identity import Identity
 from .hicache_refusals import refuse_adapters_without_keys, refuse_what_is_not_kept, server_args, warn_of_salts
 from .hicache_service import Keeper, is_writer, wants_service
 from .pause import Pause
+from .sglang_linker_probe import linker_class
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class HiCacheKvhoist(HiCacheStorage):
                     name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
                     geometry.layout, stats["tiers"]["disk"]["resident"], stats["storage"], stats["direct_io"],
                     "straight to the pool" if store.goes_straight() else "through the cache's memory",
-                    _percent(store.huge_page_share()),
+                    percent(store.huge_page_share()),
                 )  # fmt: skip
 
     def _say_attached(self, store: PoolStore) -> None:
@@ -391,5 +392,8 @@ class HiCacheKvhoist(HiCacheStorage):
             self._failures.failed(method, why, pages)
 
 
-def _percent(share: float | None) -> str:
-    return "an unknown part" if share is None else f"{share:.0%}"
+def __getattr__(name: str) -> Any:
+    """`KvhoistLinker`, which older versions of SGLang have no seat for."""
+    if name != "KvhoistLinker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return linker_class()

@@ -1,0 +1,153 @@
+"""SGLang's unified radix cache over the external linker, on the CPU. 0.5.23 and later.
+
+Real are the radix tree, the linker's wrapper, the pools and the allocators. A stand-in plays the device's events.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from types import SimpleNamespace
+
+import sgl
+import sgl_buffer
+from nodes import await_
+from sgl_buffer import _Bag, _Event
+
+_numbers = itertools.count()
+
+
+def boot() -> SimpleNamespace:
+    """Imports the tree, once."""
+    modules = sgl_buffer.boot()
+    from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
+
+    unified_cache_linker.device_module = SimpleNamespace(__name__="none", Event=_Event)
+    modules.factory, modules.linker = linker_factory, unified_cache_linker
+    return modules
+
+
+def extra_config(path, **more) -> dict:
+    """What an operator writes on the command line."""
+    sizes = {"capacity": "64MiB", "host_bytes": "8MiB"}
+    return {"path": str(path), **sizes, "direct_io": "prefer", "device": "simulated", **more}
+
+
+def tokens_of(geometry, pages: int, first: int = 1000) -> list[int]:
+    """A prompt of so many pages; prompts that begin with other numbers share no page."""
+    return list(range(first, first + pages * geometry.page_tokens))
+
+
+class Rank:
+    """One rank of a server: a tree over a device pool, and the linker under it."""
+
+    def __init__(self, geometry, extra: dict, pages: int = 24, **arguments) -> None:
+        modules = self.modules = boot()
+        bags: dict = {}
+        type(modules.context._CONTEXT).config_bag = lambda _self, name: bags.setdefault(name, _Bag())
+        self.page = geometry.page_tokens
+        self.device = sgl.device_pool(geometry, pages)
+        self.slots = modules.allocator.PagedTokenToKVPoolAllocator(
+            self.device.size, page_size=self.page, dtype=self.device.dtype, device="cpu", kvcache=self.device,
+            need_sort=False,
+        )  # fmt: skip
+        group = sgl.process_group()
+        self.params = modules.params.CacheInitParams(
+            disable=False, req_to_token_pool=modules.memory_pool.ReqToTokenPool(8, 512, "cpu", False),
+            token_to_kv_pool_allocator=self.slots, page_size=self.page, tp_cache_group=group,
+            attn_tp_cache_group=group, tree_components=(modules.ComponentType.FULL,), tree_core_backend="python",
+        )  # fmt: skip
+        self.tree = modules.tree.UnifiedRadixCache(self.params)
+        args = SimpleNamespace(model_path="meta/tiny", **arguments)
+        self.linker = modules.factory.create_unified_cache_linker(
+            args, self.params, backend="dynamic", components=set(self.tree.components), forward_stream=None,
+            config={"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": extra},
+        )  # fmt: skip
+        self.tree.init_cache_linker(self.linker)
+        self.device.register_layer_transfer_counter(self.linker.layer_done_counter)
+
+    def key(self, tokens):
+        return self.modules.radix.RadixKey(array("q", tokens))
+
+    def insert(self, tokens, indices, matched: int = 0) -> None:
+        """As a request that has computed these tokens, but for those that it has matched on the device."""
+        params = self.modules.base.InsertParams(key=self.key(tokens), value=indices, prev_prefix_len=matched)
+        self.tree.insert(params)
+
+    def offloaded(self) -> None:
+        """Waits until all offloads have ended, as the scheduler's steps do."""
+
+        def step():
+            self.tree.check_hicache_events()
+            return not self.tree.linker.pending_offloads
+
+        await_(step, "the offloads")
+
+    def evict(self) -> None:
+        """Evicts everything from the device."""
+        self.tree.evict(self.modules.base.EvictParams(num_tokens=self.device.size))
+
+    def match(self, tokens, rid: str | None = None):
+        """A request, matched: (the request, the result)."""
+        req = SimpleNamespace(
+            rid=rid or f"request {next(_numbers)}", session=None, extra_key=None, kv=None, swa_branching_seqlen=None,
+            swa_host_hit_length=0, mamba_host_hit_length=0, skip_radix_cache_insert=False,
+        )  # fmt: skip
+        result = self.tree.match_prefix(self.modules.base.MatchPrefixParams(key=self.key(tokens), req=req))
+        req.last_node = result.last_device_node
+        return req, result
+
+    def lock(self, result):
+        """Keeps what the match has found on the device; returns what takes the lock back."""
+        node = result.last_device_node
+        params = self.tree.inc_lock_ref(node).to_dec_params()
+        return lambda: self.tree.dec_lock_ref(node, params)
+
+    def admit(self, req, result) -> int:
+        """Loads back what the match has found: how many tokens of it."""
+        loaded, _ = self.tree.init_load_back(
+            self.modules.base.InitLoadBackParams(
+                best_match_node=result.best_match_node, host_hit_length=result.host_hit_length, req=req
+            )
+        )
+        return loaded
+
+    def begin(self) -> int:
+        """Begins the queued loads for the batch that follows."""
+        index = self.tree.ready_to_load_host_cache()
+        self.linker.layer_done_counter.set_consumer(index)
+        return index
+
+    def finish(self, *reqs) -> list:
+        """Behind the forward: the requests that are aborted."""
+        failed = set(self.tree.linker.finish_loads())
+        return [req for req in reqs if req.rid in failed]
+
+    def restore(self, tokens) -> tuple:
+        """Matches, loads and finishes: the indices that the request got, and whether it was aborted."""
+        req, result = self.match(tokens)
+        if self.admit(req, result) == 0:
+            return None, False
+        indices = self.tree.linker.private_load_indices[req.rid]
+        self.begin()
+        return indices, bool(self.finish(req))
+
+    def release(self, req, free: bool = False) -> None:
+        """The request is aborted before its batch begins."""
+        indices = self.tree.linker.private_load_indices.get(req.rid)
+        self.tree.release_aborted_request(self.modules.base.CacheRequestHandle(req.rid, 0))
+        if free:
+            self.slots.free(indices)
+
+    def held(self) -> int:
+        """Pages that requests hold."""
+        return sum(pages.held for pages in self.linker._pages.values())
+
+    def pinned(self) -> bool:
+        """Whether anything is still held, queued or under way."""
+        linker = self.linker
+        return bool(self.held() or linker._held or linker._queued or linker._begun or linker.layer_done_counter.batches)
+
+    def close(self) -> None:
+        """Ends the server. Again: does nothing."""
+        self.tree.release_host_resources()
