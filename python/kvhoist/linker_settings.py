@@ -11,9 +11,13 @@ from .config import HiCacheConfig, _whole, config_error, nearest
 #: Which pages are offered to a request: those in host memory, or those on drives, too.
 OFFERS = ("all", "host")
 
+#: What waits for a layer.
+WAITS = ("stream", "thread")
+
 #: Keys of kvhoist.
 KEYS = (frozenset(HiCacheConfig.__dataclass_fields__) - {"service", "linger_s", "lookup_ms", "keep_in_host"}) | {
     "offer",
+    "wait",
     "device",
     "copy_blocks_max",
 }
@@ -26,6 +30,8 @@ class LinkerSettings:
     store: HiCacheConfig
     #: `all`: pages in host memory and on drives; `host`: the others are computed again.
     offer: str = "all"
+    #: What waits for a layer: the `stream` that reads it, or its `thread`.
+    wait: str = "stream"
     #: `auto`: the CUDA device of the pools; `simulated`: host memory in its place.
     device: str = "auto"
     #: Most thread blocks of the copy kernel.
@@ -38,7 +44,7 @@ class LinkerSettings:
         for name in sorted(map(str, set(given) - KEYS)):
             raise config_error(name, given.get(name), nearest(name, KEYS))
         own: dict[str, Any] = {}
-        for name, choices in (("offer", OFFERS), ("device", ("auto", "simulated"))):
+        for name, choices in (("offer", OFFERS), ("wait", WAITS), ("device", ("auto", "simulated"))):
             if name in given:
                 own[name] = given.pop(name)
                 if own[name] not in choices:

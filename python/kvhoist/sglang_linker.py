@@ -53,7 +53,10 @@ class Held(NamedTuple):
 
 
 class LayerCounter:
-    """What SGLang's pools call before a layer's pages are read: the consumer's stream waits, not its thread."""
+    """What SGLang's pools call before a layer's pages are read: the consumer's stream waits, not its thread.
+
+    `device`: the number of the streams' CUDA device; without one the thread waits.
+    """
 
     def __init__(self, device: int | None, figures: Figures) -> None:
         self._device, self._figures = device, figures
@@ -65,7 +68,7 @@ class LayerCounter:
         self.consumer_index = index
 
     def wait_until(self, threshold: int) -> None:
-        """Has the current stream wait for all layers up to this one. Never raises into the forward."""
+        """Waits for all layers up to this one. Never raises into the forward."""
         batch = self.batches.get(self.consumer_index)
         if batch is None:
             return
@@ -93,7 +96,8 @@ class KvhoistLinker(UnifiedCacheLinker):
         group = pools_of(kvcache, params, set(components))
         self.pools = group.entry_map
         self._device = _device(group, self.settings)
-        self.layer_done_counter = LayerCounter(self._device, self._figures)
+        waits = self._device if self.settings.wait == "stream" else None
+        self.layer_done_counter = LayerCounter(waits, self._figures)
         if str(PoolName.MAMBA) in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         window = getattr(params, "sliding_window_size", None)

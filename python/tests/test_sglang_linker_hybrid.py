@@ -28,9 +28,10 @@ class Hybrid:
 
     def __init__(self, path, monkeypatch, **settings) -> None:
         sgl_linker.boot()
-        import kvhoist.sglang_linker as module
         from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
         from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
+
+        import kvhoist.sglang_linker as module
 
         self._transfer, self._policy, self.names = PoolTransfer, PoolHitPolicy, PoolName
         tensors = lambda count, width: [torch.zeros(SLOTS, width, dtype=torch.uint8) for _ in range(count)]  # noqa: E731
