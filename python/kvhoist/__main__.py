@@ -15,6 +15,7 @@ from .cache import slot_bytes
 from .chunks import tier_settings
 from .config import HiCacheConfig, config_error, parse_json, printable
 from .device_settings import DeviceSettings, vllm_settings
+from .linker_settings import LinkerSettings
 
 PROBE_BLOCK = 1 << 20
 PROBE_BLOCKS = 64
@@ -80,6 +81,8 @@ class Doctor:
                 given = lmcache_adapter(given)
             if self.config is None and engine != "sglang":
                 self.config = tier_settings(given)
+            elif self.config is None and isinstance(given, dict) and "linker" in given:
+                self.config = LinkerSettings.load(given.get("linker_extra_config")).store.for_ranks(ranks)
             elif self.config is None:
                 self.config = HiCacheConfig.load(given).for_ranks(ranks)
         self.paths = paths or (self.config.path if self.config else [tempfile.gettempdir()])

@@ -378,6 +378,19 @@ def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
         assert "capacity 494780232499200" in capsys.readouterr().out
 
 
+def test_doctor_reads_the_configuration_of_sglangs_linker(store_dir, capsys):
+    own = {"path": str(store_dir), "capacity": "900TiB", "host_bytes": "1MiB", "offer": "host"}
+    linker = {"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": own}
+    assert main(["doctor", "--config", json.dumps(linker)]) == 1
+    assert "-> lower capacity to " in capsys.readouterr().out
+    for wrong, name in (({"offer": "all of it"}, "offer"), ({"service": "auto"}, "service")):
+        assert main(["doctor", "--config", json.dumps({**linker, "linker_extra_config": {**own, **wrong}})]) == 2
+        assert f"{name}: found" in capsys.readouterr().err
+    del own["host_bytes"]
+    assert main(["doctor", "--config", json.dumps(linker)]) == 2
+    assert "host_bytes: found None" in capsys.readouterr().err
+
+
 def test_doctor_looks_nowhere_else_where_a_path_is_missing(store_dir, capsys):
     missing = store_dir / "mnt" / "nvme"
     assert main(["doctor", "--path", str(missing)]) == 1
