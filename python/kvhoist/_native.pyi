@@ -27,6 +27,7 @@ __all__ = [
     "_logs_renew",
     "_logs_take",
     "chunk_keys",
+    "default_socket",
     "examine",
     "parse_bytes",
     "path_bytes",
