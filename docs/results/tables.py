@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "performance.md"
 ORIGIN = ("date", "commit", "machine", "command")
 #: Columns that no table shows.
-HIDDEN = {*ORIGIN, "runs", "ms_min", "ms_max"}
+HIDDEN = {*ORIGIN, "runs"}
 
 Row = dict[str, str]
 
@@ -65,9 +65,21 @@ def lines_of(rows: list[Row]) -> list[str]:
             text = f"**{text}**" if row["met"] == "no" else text
             lines.append(f"|{', '.join(filter(None, (row['what'], row['case'])))}|{text}|{row['bar']}|")
         return lines
+    if "tokens" in rows[0]:
+        return by_length(rows)
     names = [name for name in rows[0] if name not in HIDDEN and len({row[name] for row in rows}) > 1]
     lines = ["|" + "|".join(names) + "|", "|" + "|".join("--" if name == "what" else "--:" for name in names) + "|"]
     return lines + ["|" + "|".join(row[name] for name in names) + "|" for row in rows]
+
+
+def by_length(rows: list[Row]) -> list[str]:
+    """Times to the first token: a line for each length of a prompt, a column for each way to its KV."""
+    names = list(dict.fromkeys(row["what"] for row in rows))
+    lines = ["|tokens|" + "|".join(f"{name}, ms" for name in names) + "|", "|--:" * (1 + len(names)) + "|"]
+    for tokens, some in itertools.groupby(sorted(rows, key=lambda row: int(row["tokens"])), key=lambda row: row["tokens"]):
+        cells = {row["what"]: row["ms"] + (f" ({row['over_bare']})" if row.get("over_bare") else "") for row in some}
+        lines.append(f"|{tokens}|" + "|".join(cells.get(name, "") for name in names) + "|")
+    return lines
 
 
 def main() -> int:
