@@ -6,13 +6,17 @@ dim]`, then the values. The key of a block is the digest of all tokens to its en
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import threading
 from array import array
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Generator, Iterable, Sequence
 
 import torch
 
@@ -25,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: Memory that blocks pass through between the store and the layers.
 STAGING_BYTES = 256 << 20
+#: Loads that are under way at once, each into its part of that memory: while one ends, drives work for the others.
+PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class PrefixStore:
         #: Blocks that could not be read, by group: misses until they are stored again.
         self._bad: list[set[bytes]] = [set() for _ in groups]
         self._regions: list[Any] = []
+        self._loads = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
         reached = settings.get("device") in ("cuda", "simulated")
         try:
             for group, nbytes in zip(self.groups, self.block_bytes):
@@ -150,18 +157,40 @@ class PrefixStore:
         first. False where a block was not there; what was put then is of no use."""
         end = -(-tokens // self.block_tokens)
         for n, group in enumerate(self.groups):
-            for first, last, piece in self._pieces(n, group.first_token(tokens) // self.block_tokens, end):
-                wanted = list(keys[first:last])
-                results = self.caches[n].load(wanted, self._places(n, last - first), errors="return")
-                failed = {key: result for key, result in zip(wanted, results) if result is not True}
-                if failed:
-                    self._bad[n] |= failed.keys()
-                    why = next((result for result in failed.values() if result is not False), "not there any more")
-                    logger.warning("kvhoist: %d blocks of a prefix could not be loaded: %s", len(failed), why)
-                    return False
-                put(group, piece, first)
-                self._settle()
+            with contextlib.closing(self._loaded(n, keys, group.first_token(tokens) // self.block_tokens, end)) as loaded:
+                for first, piece, failed in loaded:
+                    if failed:
+                        self._bad[n] |= failed.keys()
+                        why = next((result for result in failed.values() if result is not False), "not there any more")
+                        logger.warning("kvhoist: %d blocks of a prefix could not be loaded: %s", len(failed), why)
+                        return False
+                    put(group, piece, first)
+                    self._settle()
         return True
+
+    def _loaded(
+        self, n: int, keys: Sequence[bytes], first: int, last: int
+    ) -> Generator[tuple[int, torch.Tensor, dict[bytes, Any]], None, None]:
+        """Pieces in order: the number of the first block, the blocks, and those that failed. The next pieces are under
+        way until the generator is closed, which waits for them."""
+        under_way: deque[tuple[int, torch.Tensor, list[bytes], Future]] = deque()
+        parts = min(PARTS, self.staging.numel() // self.block_bytes[n])
+
+        def oldest() -> tuple[int, torch.Tensor, dict[bytes, Any]]:
+            at, piece, wanted, load = under_way.popleft()
+            return at, piece, {key: result for key, result in zip(wanted, load.result()) if result is not True}
+
+        try:
+            for at, until, piece in self._pieces(n, first, last, parts):
+                wanted = list(keys[at:until])
+                load = self._loads.submit(self.caches[n].load, wanted, self._places(n, piece), errors="return")
+                under_way.append((at, piece, wanted, load))
+                if len(under_way) == parts:
+                    yield oldest()
+            while under_way:
+                yield oldest()
+        finally:
+            wait([load for *_, load in under_way])
 
     def store(
         self, keys: Sequence[bytes], first: int, last: int, fill: Callable[[Group, torch.Tensor, int], bool]
@@ -171,29 +200,30 @@ class PrefixStore:
         for n, group in enumerate(self.groups):
             cache = self.caches[n]
             for start, end in _runs([not here for here in cache.contains_each(list(keys[first:last]))], first):
-                for at, until, piece in self._pieces(n, start, end):
+                for at, until, piece in self._pieces(n, start, end, 1):
                     if not fill(group, piece, at):
                         continue
                     self._settle()
                     parent = keys[at - 1] if at else None
                     try:
-                        cache.store(list(keys[at:until]), self._places(n, until - at), parent=parent)
+                        cache.store(list(keys[at:until]), self._places(n, piece), parent=parent)
                     except Error as error:
                         logger.warning("kvhoist: %d blocks of a prefix were not stored: %s", until - at, error)
                         return
                     self._bad[n].difference_update(keys[at:until])
 
-    def _pieces(self, n: int, first: int, last: int) -> Iterable[tuple[int, int, torch.Tensor]]:
-        """Ranges of blocks that fit into the staging memory, and that memory as blocks."""
+    def _pieces(self, n: int, first: int, last: int, parts: int) -> Iterable[tuple[int, int, torch.Tensor]]:
+        """Ranges of blocks that fit into one of so many parts of the staging memory, and that part as blocks, in turns."""
         nbytes = self.block_bytes[n]
-        most = self.staging.numel() // nbytes
-        for at in range(first, last, most):
+        most = max(1, self.staging.numel() // parts // nbytes)
+        turns = itertools.cycle(range(0, self.staging.numel() // nbytes // most * most * nbytes, most * nbytes))
+        for at, begin in zip(range(first, last, most), turns):
             until = min(at + most, last)
-            yield at, until, self.staging[: (until - at) * nbytes].view(until - at, nbytes)
+            yield at, until, self.staging[begin : begin + (until - at) * nbytes].view(until - at, nbytes)
 
-    def _places(self, n: int, count: int) -> list[tuple[int, int]]:
-        base, nbytes = self.staging.data_ptr(), self.block_bytes[n]
-        return [(base + at * nbytes, nbytes) for at in range(count)]
+    def _places(self, n: int, piece: torch.Tensor) -> list[tuple[int, int]]:
+        nbytes = self.block_bytes[n]
+        return [(piece.data_ptr() + at * nbytes, nbytes) for at in range(len(piece))]
 
     def _settle(self) -> None:
         """Waits for what the device does with the staging memory: the caches have streams of their own."""
@@ -202,6 +232,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Writes what is dirty and closes the stores. Again: does nothing."""
+        self._loads.shutdown()
         for region in self._regions:
             region.unregister()
         self._regions = []

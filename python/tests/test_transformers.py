@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -135,13 +136,41 @@ def test_a_gpu_s_memory_is_loaded_into_in_place(store_dir):
         assert loaded == 144 and torch.equal(logits, computed(model, ids, 144))
 
 
-def test_a_prefix_longer_than_the_staging_memory(store_dir, monkeypatch):
-    monkeypatch.setattr("kvhoist.prefix_store.STAGING_BYTES", 1)
-    model, ids = tiny.model("gemma"), tiny.prompt(150)
+@pytest.mark.parametrize("blocks", [1, 5, 9])
+def test_a_prefix_longer_than_the_staging_memory(store_dir, monkeypatch, blocks):
+    # Blocks of the sliding layers, the larger ones: of one, five and nine, one, four and four loads are under way.
+    monkeypatch.setattr("kvhoist.prefix_store.STAGING_BYTES", blocks * 5 * 2 * BLOCK * 2 * 16 * 4)
+    model, ids = tiny.model("gemma"), tiny.prompt(390)
+    with opened(model, store_dir) as prefixes:
+        assert prefixes.store.staging.numel() == blocks * max(prefixes.store.block_bytes)
+        for n in (150, 390):
+            answer(model, prefixes, ids[:, :n])
+            logits, loaded = answer(model, prefixes, ids[:, :n])
+            assert loaded == (n - 1) // BLOCK * BLOCK and close(logits, computed(model, ids[:, :n], loaded))
+
+
+def test_a_part_of_the_staging_memory_is_used_again_when_it_was_put(store_dir, monkeypatch):
+    monkeypatch.setattr("kvhoist.prefix_store.STAGING_BYTES", 1 << 16)  # four blocks
+    model, ids = tiny.model("llama"), tiny.prompt(400)
     with opened(model, store_dir) as prefixes:
         answer(model, prefixes, ids)
-        logits, loaded = answer(model, prefixes, ids)
-        assert loaded == 144 and close(logits, computed(model, ids, 144))
+        store, keys = prefixes.store, keys_of(prefixes, ids)
+        wanted = {}
+        assert store.load(keys, 384, lambda group, piece, first: wanted.update({first: piece.clone()}))
+        # A piece is put when all loads that have begun have ended: one into its part would have changed it.
+        found, begun, submit = {}, [], store._loads.submit
+
+        def submitted(*call, **more):
+            begun.append(submit(*call, **more))
+            return begun[-1]
+
+        def put(group, piece, first):
+            wait(begun)
+            found[first] = piece.clone()
+
+        monkeypatch.setattr(store._loads, "submit", submitted)
+        assert store.load(keys, 384, put)
+        assert len(wanted) == 24 and all(torch.equal(wanted[n], found[n]) for n in wanted)
 
 
 def test_without_a_path_prompts_live_as_long_as_the_object():
