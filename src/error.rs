@@ -269,7 +269,17 @@ impl Error {
             Error::Refused { reason } | Error::Unavailable { reason, .. } | Error::Copy { reason, .. } => {
                 rename(reason);
             }
-            Error::Io { .. } | Error::Service { .. } | Error::Closed => {}
+            Error::Service { text, .. } => {
+                rename(text);
+                // The setting that an error of the service is about stands at its beginning.
+                for (old, new) in names {
+                    if let Some(rest) = text.strip_prefix(old).filter(|rest| rest.starts_with(':')) {
+                        *text = format!("{new}{rest}");
+                        break;
+                    }
+                }
+            }
+            Error::Io { .. } | Error::Closed => {}
         }
         self
     }

@@ -294,6 +294,14 @@ impl Of<'_> {
         histogram.unwrap_or(Histogram::noop())
     }
 
+    /// Sets the gauge that shows the version and the storage engine.
+    pub(crate) fn info(&self, storage: &'static str) {
+        let version = env!("CARGO_PKG_VERSION");
+        _ = caught(|| {
+            metrics::gauge!("kvhoist_info", "cache" => self.cache(), "version" => version, "storage" => storage).set(1);
+        });
+    }
+
     pub(crate) fn gauge(&self, name: &'static str, tier: Option<Tier>) -> Gauge {
         let gauge = caught(|| match tier {
             Some(tier) => metrics::gauge!(name, "cache" => self.cache(), "tier" => tier.name()),
@@ -304,7 +312,8 @@ impl Of<'_> {
 }
 
 /// Descriptions of the gauges that `Cache::export_gauges` sets.
-const GAUGES: [(&str, Unit, &str); 12] = [
+const GAUGES: [(&str, Unit, &str); 13] = [
+    ("kvhoist_info", Unit::Count, "Always 1: the version, and what serves the disk"),
     ("kvhoist_resident_blocks", Unit::Count, "Blocks in a tier, by tier"),
     ("kvhoist_slots", Unit::Count, "Slots of a tier, by tier"),
     ("kvhoist_free_slots", Unit::Count, "Slots that hold nothing, by tier"),

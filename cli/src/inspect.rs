@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use crate::{
     columns::columns,
     failure::Failure,
+    ls::refuse_what_is_above,
     output::emit,
     shown::shown,
     size::show_bytes,
@@ -21,6 +22,7 @@ pub struct Args {
 
 /// Prints a store's format, settings and fill. Damage is printed too, and is no failure of this command.
 pub fn run(args: &Args) -> Result<(), Failure> {
+    refuse_what_is_above(&args.store.paths)?;
     let found = args.store.store().inspect()?;
     emit(&if args.store.json { format!("{:#}\n", object(&found)) } else { table(&found) })
 }

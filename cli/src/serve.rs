@@ -25,7 +25,7 @@ use signal_hook::{
 
 use crate::{
     failure::Failure,
-    http,
+    found, http,
     output::emit,
     replay::{Direct, Engine, Policy},
     settings::Settings,
@@ -55,8 +55,9 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Serve HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. There is no password: everyone
-    /// who can reach it sees the names and the figures of spaces, but no blocks.
-    #[arg(long, value_name = "IP:PORT")]
+    /// who can reach it sees the names and the figures of spaces, but no blocks. The address is in the file
+    /// SOCKET.targets.json, which Prometheus can read (file_sd_configs).
+    #[arg(long, value_name = "IP:PORT", value_parser = http::parse_address)]
     http: Option<std::net::SocketAddr>,
     /// A name by which --http is reached. Requests for an IP address or localhost are answered, those for other names
     /// refused. Repeat it for several names.
@@ -173,16 +174,24 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let config = args.config()?;
     let (socket, paths) = (config.socket.clone(), config.paths.clone());
+    // Before the service makes anything.
+    let bound = args.http.map(http::bind).transpose()?;
     let server = Arc::new(Server::start(config)?);
-    let source = Arc::new(http::Source::new(Arc::clone(&server), paths));
+    let source = Arc::new(http::Source::new(Arc::clone(&server), paths.clone()));
     let mut said = format!("kvhoist: listening at {}\n", shown(&socket));
-    if let Some(address) = args.http {
-        said += &format!("kvhoist: http://{}\n", http::start(address, &args.http_host, Arc::clone(&source))?);
+    let mut _targets = None;
+    if let Some(bound) = bound {
+        said += &format!("kvhoist: http://{}\n", bound.address);
+        _targets = Some(found::Targets::write(&socket, bound.address)?);
+        http::start(bound, &args.http_host, Arc::clone(&source))?;
     }
     #[cfg(feature = "otel")]
     let _exporter = args.otlp.as_deref().map(|url| http::otlp::Exporter::start(url, source)).transpose()?;
     emit(&said)?;
     notify("READY=1");
+    if args.linger.is_some() {
+        found::end_when_lost(Arc::clone(&server), &socket, &paths)?;
+    }
     let draining = Arc::clone(&server);
     let end = move || {
         for (at, _) in signals.forever().enumerate() {

@@ -13,7 +13,7 @@ use kvhoist::{
     },
     service::Share,
 };
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::{failure::Failure, json, shown::shown};
 
@@ -68,6 +68,35 @@ impl Settings {
         Self::parse(&text).map_err(wrong)
     }
 
+    /// Reads settings that are JSON themselves, or the file that has them: FILE, or @FILE.
+    ///
+    /// # Errors
+    /// [`Failure::USAGE`], with the setting that is wrong.
+    pub fn given(given: &str) -> Result<Self, Failure> {
+        if !given.trim_start().starts_with(['{', '[']) {
+            return Self::read(Path::new(given.strip_prefix('@').unwrap_or(given)));
+        }
+        Self::parse(given).map_err(|wrong| Failure::usage(format!("--config: {wrong}")))
+    }
+
+    /// Checks paths as the engines' adapters do, which run in folders of their engine's choice.
+    ///
+    /// # Errors
+    /// What was found and what was expected.
+    pub fn check_paths(&self) -> Result<(), String> {
+        if let Some(path) = self.paths.iter().find(|path| !Path::new(path).is_absolute()) {
+            return Err(format!("path: found {path:?}, expected an absolute path of a directory, or a list of them"));
+        }
+        let same =
+            |path: &String| fs::canonicalize(path).unwrap_or_else(|_| PathBuf::from(path).components().collect());
+        let mut places: Vec<_> = self.paths.iter().map(same).collect();
+        places.sort();
+        match places.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(format!("path: found {} twice, expected each path once", shown(&pair[0]))),
+            None => Ok(()),
+        }
+    }
+
     /// Reads the text of a file.
     ///
     /// # Errors
@@ -78,6 +107,7 @@ impl Settings {
         let Value::Object(mut given) = value else {
             return Err("found no object, expected a JSON object of settings".into());
         };
+        of_sglang(&given)?;
         OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
         let paths = paths(given.remove("path"))?;
         let (capacity, is_total) = capacity(&mut given)?;
@@ -138,6 +168,18 @@ pub fn disks(
         Failure::usage(kvhoist::internals::error::with_settings_named(error, &[("capacity", name)]).to_string())
     })?;
     Ok(paths.iter().map(|path| DiskPath::with_blocks(path.as_ref(), blocks)).collect())
+}
+
+/// What SGLang finds the adapter by, and calls it by, where the settings say so.
+fn of_sglang(given: &Map<String, Value>) -> Result<(), String> {
+    let expected = [("module_path", json!("kvhoist.sglang")), ("class_name", json!("HiCacheKvhoist"))];
+    let calls = given.contains_key("class_name").then(|| ("interface_v1", json!(1)));
+    for (name, value) in expected.into_iter().filter(|(name, _)| given.contains_key(*name)).chain(calls) {
+        if given.get(name) != Some(&value) {
+            return Err(format!("{name}: found {}, expected {value}", given.get(name).unwrap_or(&Value::Null)));
+        }
+    }
+    Ok(())
 }
 
 fn paths(given: Option<Value>) -> Result<Vec<String>, String> {

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use crate::{
     failure::Failure,
     interrupt,
+    ls::refuse_what_is_above,
     output::emit,
     progress::Progress,
     shown::shown,
@@ -32,6 +33,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let mut progress: Option<Progress> = None;
+    refuse_what_is_above(&args.store.paths)?;
     let report = args.store.store().depth(args.depth).verify(|now| {
         if now.blocks() > 0 {
             let blocks = usize::try_from(now.blocks()).unwrap_or(usize::MAX);

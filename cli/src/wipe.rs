@@ -9,6 +9,7 @@ use kvhoist::store::{Shape, Store};
 
 use crate::{
     failure::Failure,
+    ls::{SPACE, refuse_what_is_above},
     output::emit,
     shown::{plain, shown},
     size::show_bytes,
@@ -32,6 +33,14 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         return Err(Failure::usage(
             "wipe: found no terminal to ask at; add --yes to remove the store without a question",
         ));
+    }
+    refuse_what_is_above(&args.paths)?;
+    if let Some(path) = args.paths.iter().find(|path| path.join(SPACE).is_file()) {
+        return Err(Failure::usage(format!(
+            "{}: found a space of a service, expected a store of an engine or a program; remove it by `kvhoist space \
+             rm` while the service runs",
+            shown(path)
+        )));
     }
     let mut told = String::new();
     let wiped = Store::at(&args.paths).wipe(|shape, paths| {

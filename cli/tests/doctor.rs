@@ -28,7 +28,7 @@ fn shown(path: &Path) -> &str {
 #[test]
 fn the_report_has_every_section_and_leaves_nothing_behind() {
     let directory = directory();
-    let output = kvhoist(&["doctor", "--path", shown(directory.path()), "--want", "direct-io"]);
+    let output = kvhoist(&["doctor", "--full", "--path", shown(directory.path()), "--want", "direct-io"]);
     let report = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{report}{}", text(&output.stderr));
     for line in [
@@ -47,6 +47,56 @@ fn the_report_has_every_section_and_leaves_nothing_behind() {
         assert!(report.contains(line), "{line:?} in {report}");
     }
     assert_eq!(directory.path().read_dir().expect("the directory").count(), 0, "nothing is left");
+    assert!(report.trim_end().ends_with("verdict: no problems found"), "{report}");
+}
+
+#[test]
+fn a_report_is_at_most_a_screen_and_ends_in_a_verdict() {
+    let directory = directory();
+    let path = shown(directory.path());
+    let file = directory.path().join("file");
+    std::fs::write(&file, "mine").expect("written");
+    for (args, verdict) in [
+        (&["--path", path, "--want", "direct-io"][..], "verdict: no problems found"),
+        (&["--path", shown(&file)], "verdict: found 1 problem (path)"),
+        (&["--path", "/nonexistent/kv"], "verdict: found 1 problem (path)"),
+        (&["--path", path, "--want", "direct-io,cuda"], "verdict: not available on this machine: cuda"),
+    ] {
+        let output = kvhoist(&[&["doctor"], args].concat());
+        let report = text(&output.stdout);
+        assert_eq!(report.lines().last(), Some(verdict), "{report}");
+        assert_eq!(output.status.success(), verdict.contains("no problems"), "{report}");
+        let rows = report.lines().count();
+        assert!(rows <= 24 || args.contains(&"direct-io,cuda"), "{rows} lines, and a screen has 24: {report}");
+    }
+}
+
+/// Settings that no engine could open, as its operator wrote them.
+#[test]
+fn settings_that_cannot_work_are_named() {
+    let good = |more: serde_json::Value| {
+        let mut settings = serde_json::json!({ "path": "/tmp", "capacity": "1GiB" });
+        settings.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        settings.to_string()
+    };
+    for (wrong, named) in [
+        (serde_json::json!({ "capacity": "4096" }), "capacity: found 4096 bytes"),
+        (serde_json::json!({ "path": "kv" }), "path: found \"kv\", expected an absolute path"),
+        (serde_json::json!({ "path": ["/tmp", "/tmp/"] }), "path: found /tmp twice"),
+        (serde_json::json!({ "deadline_ms": 0 }), "deadline_ms: found 0"),
+        (serde_json::json!({ "write_budget": "1TiB" }), "write_budget: found 1099511627776"),
+        (serde_json::json!({ "module_path": "kvhoist" }), "module_path: found \"kvhoist\""),
+        (serde_json::json!({ "module_path": "kvhoist.sglang", "class_name": "X" }), "class_name: found \"X\""),
+        (
+            serde_json::json!({ "module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist" }),
+            "interface_v1: found null, expected 1",
+        ),
+    ] {
+        let output = kvhoist(&["doctor", "--config", &good(wrong)]);
+        let said = text(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{said}");
+        assert!(said.contains(named), "{named}: {said}");
+    }
 }
 
 #[test]
@@ -64,8 +114,7 @@ fn what_is_wanted_and_missing_is_named_by_the_exit_status() {
 #[test]
 fn a_wrong_path_is_one_line_and_status_2() {
     for args in [
-        &["doctor", "--path", "/nonexistent"][..],
-        &["doctor", "--want", "wings"],
+        &["doctor", "--want", "wings"][..],
         &["doctor", "--ranks", "0"],
         &["bench", "copy", "--rounds", "0"],
         &["bench", "disk", "--path", "/nonexistent"],
@@ -104,7 +153,7 @@ fn what_the_machine_has_no_room_for_is_told_with_what_mends_it() {
     assert_eq!((trouble(&report, "space"), trouble(&report, "memory")), (vec![], vec![]), "{report}");
     let huge = serde_json::json!({ "path": directory.path(), "capacity": "900TiB", "host_bytes": "900TiB" });
     let (report, status, said) = planned(directory.path(), &huge, &["--ranks", "8"]);
-    assert!(status == Some(1) && said.contains("problems with this configuration"), "{said}");
+    assert!(status == Some(1) && said.contains("problems (memory, space)"), "{said}");
     assert!(trouble(&report, "space")[0].contains("lower capacity to "), "{report}");
     assert!(trouble(&report, "memory")[0].contains("lower host_bytes"), "{report}");
     assert!(trouble(&report, "space")[0].contains("7200.0 TiB configured: 8 rank(s)"), "{report}");
@@ -233,7 +282,7 @@ fn with_double(words: &str, args: &[&str]) -> Output {
 #[test]
 fn rdma_devices_are_shown_with_their_ports_and_the_self_test() {
     let directory = directory();
-    let args = ["doctor", "--path", shown(directory.path()), "--want", "direct-io"];
+    let args = ["doctor", "--full", "--path", shown(directory.path()), "--want", "direct-io"];
     let report = text(&with_double("now", &args).stdout);
     for line in
         ["double0 (software)", "256 work requests", "1: active, Ethernet, MTU 2048", "::ffff:10.9.9.1 (RoCE v2)"]
@@ -242,7 +291,7 @@ fn rdma_devices_are_shown_with_their_ports_and_the_self_test() {
     }
     assert!(report.contains("the self-test copied bytes both ways (between ranges of host memory"), "{report}");
     let report = text(&with_double("down", &args).stdout);
-    for line in ["1: state 1 (4 is active)", "! GDR                not used: ", "port 1 is not active"] {
+    for line in ["1: state 1 (4 is active)", "! GDR            not used: ", "port 1 is not active"] {
         assert!(report.contains(line), "{line:?} in {report}");
     }
     let report = text(&with_double("now,lose", &args).stdout);

@@ -26,6 +26,32 @@ fn run(command: &mut Command) -> Output {
     output
 }
 
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("UTF-8")
+}
+
+/// Links of pages in a folder, and below it, to files that are not there.
+fn links_to_nothing(pages: &Path) -> Vec<String> {
+    let mut dead = Vec::new();
+    let mut folders = vec![pages.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a folder").map(|entry| entry.expect("an entry").path()) {
+            if entry.is_dir() {
+                folders.push(entry);
+            } else if entry.extension().is_some_and(|end| end == "md") {
+                let page = fs::read_to_string(&entry).expect("UTF-8");
+                let targets = page.match_indices("](").map(|(at, _)| page[at + 2..].split([')', '#']).next());
+                for target in targets.flatten().filter(|target| !target.is_empty() && !target.contains("://")) {
+                    if !folder.join(target).exists() {
+                        dead.push(format!("{}: {target}", entry.display()));
+                    }
+                }
+            }
+        }
+    }
+    dead
+}
+
 /// Whether a tool is here; says that the test is skipped where it is not.
 fn has(tool: &str, package: &str) -> bool {
     let found = Command::new(tool).arg("--version").output().is_ok();
@@ -61,7 +87,7 @@ fn every_package_starts_the_service_with_flags_that_it_knows() {
         part(&container, "CMD [\"serve\"", "]"),
         part(&pods, "args:", "securityContext"),
         part(&install, "KVHOIST_FLAGS=", "\n"),
-        part(&install, "kvhoist serve", "\n"),
+        part(&install, " serve --socket", "\n"),
     ];
     for start in starts {
         let unknown: Vec<_> = flags(start).into_iter().filter(|flag| !known.contains(flag)).collect();
@@ -109,8 +135,10 @@ fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
     }
     let place = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let build = root().join("packaging/debian/build");
-    let mut build = Command::new(build);
-    let built = run(build.env("DEB_COMPRESSION", "none").arg(env!("CARGO_BIN_EXE_kvhoist")).arg(place.path())).stdout;
+    // By somebody whose files are nobody else's.
+    let mut build_privately = Command::new("sh");
+    build_privately.args(["-c", "umask 077; exec \"$0\" \"$@\""]).arg(build).env("DEB_COMPRESSION", "none");
+    let built = run(build_privately.arg(env!("CARGO_BIN_EXE_kvhoist")).arg(place.path())).stdout;
     let package = String::from_utf8(built).expect("UTF-8");
     let package = package.trim();
     let unpacked = place.path().join("root");
@@ -134,6 +162,38 @@ fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
     for page in ["kvhoist.1.gz", "kvhoist-serve.1.gz"] {
         assert!(unpacked.join("usr/share/man/man1").join(page).exists(), "{page}");
     }
+    // For everybody to read, whatever the umask of the builder.
+    let listed = run(Command::new("dpkg-deb").args(["--contents", package])).stdout;
+    for line in text(&listed).lines() {
+        let (mode, is_folder) = (&line[..10], line.starts_with('d'));
+        let executable = line.contains("/usr/bin/");
+        let wanted = if is_folder {
+            "drwxr-xr-x"
+        } else if executable {
+            "-rwxr-xr-x"
+        } else {
+            "-rw-r--r--"
+        };
+        assert_eq!(mode, wanted, "{line}");
+    }
+    assert_eq!(links_to_nothing(&unpacked.join("usr/share/doc/kvhoist")), Vec::<String>::new());
+    let named = part(&unit, "Documentation=file:", "\n");
+    assert!(unpacked.join(named.trim_start_matches('/')).exists(), "{named}");
     let conffiles = run(Command::new("dpkg-deb").args(["--info", package, "conffiles"])).stdout;
     assert_eq!(String::from_utf8_lossy(&conffiles).trim(), flags, "what an operator changed outlives an upgrade");
+}
+
+#[test]
+fn the_manifests_and_the_pages_name_one_image() {
+    let version = format!("kvhoist:{}", env!("CARGO_PKG_VERSION"));
+    let (container, pods) = (read("packaging/container/Containerfile"), read("packaging/kubernetes/kvhoist.yaml"));
+    let install = read("docs/install.md");
+    let named = |text: &str, before: &str| -> Vec<String> {
+        let after = text.match_indices(before).map(|(at, _)| text[at + before.len()..].split_whitespace().next());
+        after.flatten().map(str::to_owned).collect()
+    };
+    let images = [named(&container, " -t "), named(&install, " -t "), named(&pods, "image: ")].concat();
+    assert!(images.len() >= 4 && images.iter().all(|image| *image == version), "{version}: {images:?}");
+    // What the line that starts it names.
+    assert!(install.contains(&format!("    {version} serve --socket")), "{install}");
 }

@@ -7,6 +7,8 @@ mod http;
 mod otlp;
 #[path = "serve/page.rs"]
 mod page;
+#[path = "serve/refused.rs"]
+mod refused;
 #[path = "../../tests/common/skip.rs"]
 mod skip;
 

@@ -19,12 +19,18 @@ No call holds the interpreter's lock while it waits.
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
 from . import errors
 from ._native import Held, LayerLoad, Queue, Region, __version__
 from .cache import Cache
 from .client import Client, SharedMemory, connect
 from .config import parse_bytes
 from .errors import *  # noqa: F403  Its `__all__`, which this module's repeats.
+
+if TYPE_CHECKING:
+    from . import metrics
 
 __all__ = [
     "Cache",
@@ -39,3 +45,10 @@ __all__ = [
     "parse_bytes",
     *errors.__all__,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is first used: it takes an HTTP server along.
+    if name == "metrics":
+        return _import_module("kvhoist.metrics")
+    raise AttributeError(f"module 'kvhoist' has no attribute {name!r}")

@@ -21,16 +21,18 @@ __all__ = [
     "LayerLoad",
     "Queue",
     "Region",
-    "Server",
     "__version__",
     "_logs_end",
     "_logs_renew",
     "_logs_take",
     "chunk_keys",
     "default_socket",
-    "examine",
+    "huge_pool_advice",
+    "is_on_root",
+    "machine_sizes",
     "parse_bytes",
     "path_bytes",
+    "run_command",
     "setting_names",
     "slots_on_each",
 ]
@@ -44,9 +46,10 @@ def setting_names() -> list[str]: ...
 def default_socket() -> str: ...
 def path_bytes(slots: int, block_bytes: int) -> int: ...
 def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int: ...
-def examine(
-    paths: list[str], disk_bytes: int, host_bytes: int, ranks: int, write_bytes_a_day: int
-) -> list[tuple[str, str, str | None, bool]]: ...
+def run_command(arguments: Sequence[str], findings: Sequence[tuple[str, str, str | None, bool]]) -> int: ...
+def machine_sizes(paths: Sequence[str]) -> tuple[int | None, int | None]: ...
+def is_on_root(path: str) -> bool: ...
+def huge_pool_advice(engine: str, version: str) -> str | None: ...
 def _logs_take() -> tuple[list[tuple[int, str]], int] | None: ...
 def _logs_end() -> None: ...
 def _logs_renew() -> None: ...
@@ -303,26 +306,3 @@ class Client:
     def queue(self, depth: int) -> Queue: ...
     def close(self) -> None: ...
 
-@final
-class Server:
-    """A node's service in this process, on threads of its own; `python -m kvhoist serve` runs it."""
-
-    def __new__(
-        cls,
-        socket: str | os.PathLike[str],
-        paths: Sequence[str | os.PathLike[str]],
-        settings: dict[str, Any],
-        *,
-        capacity_bytes: int,
-        host_bytes: int,
-        shares: Sequence[str],
-        linger_ms: int | None,
-        pin: bool,
-        move_host: bool,
-        uids: Sequence[int],
-        socket_group: str | None,
-    ) -> Self: ...
-    def drain(self) -> None:
-        """Takes no more work; `wait` returns when all requests are answered."""
-    def wait(self) -> None:
-        """Waits for its end, whatever signals come."""

@@ -14,7 +14,8 @@ from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
 from ._native import chunk_keys
 from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .config import DEFAULT_HOST_BYTES, HiCacheConfig, config_error
-from .hicache import _make_directory, _slug
+from .folders import make_store_folder
+from .hicache import _slug
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,8 @@ def open_store(
     """
     directories, slot = place.directories(config.path), slot_bytes(block_bytes)
     slots = slots_on_each(config.capacity, len(directories), block_bytes)
-    for directory in directories:
-        _make_directory(directory, store_bytes(slots, block_bytes))
+    for path, directory in zip(config.path, directories):
+        make_store_folder(path, directory, store_bytes(slots, block_bytes))
     return Cache(
         directories,
         block_bytes=block_bytes,

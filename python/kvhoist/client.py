@@ -55,7 +55,7 @@ def connect(
     Clients of one user with the same ``space`` and ``block_bytes`` share blocks; with ``shared``, those of all users
     that the service admits. ``capacity`` is the disk of a space
     that is made now, ``host_bytes`` its share of host memory where this is the first client since the service began;
-    ``None`` is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
+    ``None``, or 0, is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
     for the first of them. Calls end after ``deadline_ms``, with a DeadlineError; those that only ask the service's
     index (``match_prefix``, ``contains``, ``touch``, ``release``, ``keep``) after ``ask_ms``, if it is given. Loads and
     stores of memory that the service maps then fail for the blocks that are not begun, and wait for those in flight:
@@ -74,8 +74,7 @@ def connect(
         raise config_error("give_up_ms", give_up_ms, "1 to 86400000, or None")
     if ask_ms is not None and (type(ask_ms) is not int or not 0 < ask_ms <= 86_400_000):
         raise config_error("ask_ms", ask_ms, "1 to 86400000, or None")
-    disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
-    memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
+    disk, memory = _share(capacity, "capacity"), _share(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
     socket = _native.default_socket() if socket is None else socket
     return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), shared)
@@ -136,8 +135,10 @@ class Client(AsyncFace, _native.Client):
         Raises ArgumentError for a range that is empty, registered already, or not mapped from ``fd``;
         UnavailableError where the service is away.
         """
-        if isinstance(memory, SharedMemory):
-            memory, fd = memory.view, memory.fd
+        # Kept to the end of this call: it closes its descriptor when nobody has it any more.
+        shared = memory if isinstance(memory, SharedMemory) else None
+        if shared is not None:
+            memory, fd = shared.view, shared.fd
         if isinstance(memory, int):
             if nbytes is None:
                 raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
@@ -194,6 +195,13 @@ class Client(AsyncFace, _native.Client):
     def close(self) -> None:
         """Hangs up, and returns when the service uses none of this client's memory. Again: does nothing."""
         super().close()
+
+
+def _share(size: int | str | None, name: str) -> int:
+    """Bytes of a space; 0 for all that is left."""
+    if size is None or size == "0" or (type(size) is int and size == 0):
+        return 0
+    return parse_bytes(size, name)
 
 
 def _address(memory: Any) -> tuple[int, int]:

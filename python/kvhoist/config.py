@@ -174,6 +174,9 @@ class HiCacheConfig:
     linger_s: int = 300
     #: Keep pages in kvhoist's host memory too, which is then a tier: `True`, or its bytes instead of `host_bytes`.
     keep_in_host: bool = False
+    #: Where this process serves its figures: the port of rank 0, to which each rank adds its number. A service that is
+    #: started for these settings has the port itself. 0: the system chooses.
+    metrics_port: int | None = None
 
     def for_ranks(self, ranks: int) -> "HiCacheConfig":
         """These settings for one of so many ranks, or of so many groups of ranks that share their pages."""
@@ -196,7 +199,7 @@ class HiCacheConfig:
         if unknown:
             raise config_error(unknown[0], given.get(unknown[0]), nearest(unknown[0], cls.__dataclass_fields__))
         for name in cls.__dataclass_fields__:
-            variable = "KVHOIST_" + name.upper()
+            variable = "KVHOIST_METRICS" if name == "metrics_port" else "KVHOIST_" + name.upper()
             if name not in given and name != "pool_shares" and environ.get(variable):
                 given[name] = environ[variable]
         return cls(**_checked(given))
@@ -234,6 +237,8 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         if checked.get("write_policy") != "by_value":
             raise config_error("write_budget", given["write_budget"], "nothing, or write_policy 'by_value' beside it")
         checked["write_budget"] = parse_bytes(given["write_budget"], "write_budget")
+    if "metrics_port" in given:
+        checked["metrics_port"] = _whole("metrics_port", given["metrics_port"], 0, 65_535)
     for name in ("deadline_ms", "lookup_ms"):
         if name in given:
             checked[name] = _whole(name, given[name], 1, 86_400_000)

@@ -19,6 +19,7 @@ from .cache import Cache, slot_bytes
 from .chunks import Jobs, Place, open_store
 from .device_probe import probe
 from .device_settings import DeviceSettings
+from .folders import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class DeviceChunks(Jobs):
         elif settings.route == "auto" and self.device is not None:
             paths = settings.store.path
             for path in paths:
-                os.makedirs(path, mode=0o700, exist_ok=True)
+                make_folder(path, settings.store.capacity // len(paths))
             direct, self._why_bounce = probe(paths, self.device)
             cufile = "auto" if direct else "off"
         # libcufile moves chunks between the drives and these; without it, the cache keeps nothing in device memory.

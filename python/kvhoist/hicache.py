@@ -7,17 +7,16 @@ import json
 import logging
 import os
 import re
-import stat
 import threading
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Sequence
 
 from ._native import Region
 from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .client import Client
-from .config import HiCacheConfig, config_error, printable
-from .errors import ClosedError, ConfigError, RefusedError, StoreError
+from .config import HiCacheConfig, config_error
+from .errors import ClosedError, ConfigError, RefusedError
+from .folders import make_store_folder
 from .hicache_identity import Identity, holds_draft
 from .hicache_service import connect_pool
 
@@ -28,10 +27,6 @@ FORMAT = "hicache-v1"
 
 #: Pages with several segments that are shorter than this go through the cache's memory, in one operation each.
 STRAIGHT_SEGMENT_BYTES_MIN = 64 << 10
-
-#: The share of a file system that a new store leaves free.
-FREE_SHARE_MIN = 0.01
-
 
 @dataclass(frozen=True)
 class Geometry:
@@ -81,6 +76,10 @@ def pool_memory(pool: Any) -> list[tuple[int, int]]:
     return [(address, nbytes) for address, nbytes in pieces.items() if nbytes > 0]
 
 
+#: Lines of /proc/self/smaps: transparent huge pages of private and of shared memory, and those of hugetlbfs.
+_HUGE = frozenset({"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:"})
+
+
 def huge_page_share(pieces: list[tuple[int, int]]) -> float | None:
     """The share of some memory that lies in huge pages, or `None` if the system does not say.
 
@@ -92,7 +91,7 @@ def huge_page_share(pieces: list[tuple[int, int]]) -> float | None:
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
                 first, _, rest = line.partition(" ")
-                if first == "AnonHugePages:" and inside:
+                if first in _HUGE and inside:
                     huge += int(rest.split()[0]) << 10
                 elif not first.endswith(":"):
                     start, end = (int(number, 16) for number in first.split("-"))
@@ -173,8 +172,8 @@ class PoolStore:
         if self.config.host_bytes < slot:
             expected = f"room for one page of {slot} bytes of pool {self.name!r}"
             raise config_error("host_bytes", self.config.host_bytes, expected)
-        for directory in self.directories:
-            _make_directory(directory, store_bytes(slots, page))
+        for path, directory in zip(self.config.path, self.directories):
+            make_store_folder(path, directory, store_bytes(slots, page))
         cache = Cache(
             self.directories,
             block_bytes=self.geometry.page_bytes,
@@ -217,6 +216,10 @@ class PoolStore:
     def huge_page_share(self) -> float | None:
         """The share of the pool that lies in huge pages."""
         return huge_page_share(pool_memory(self.pool))
+
+    def pool_bytes(self) -> int:
+        """Bytes of the pool's memory."""
+        return sum(nbytes for _, nbytes in pool_memory(self.pool))
 
     def _goes_straight(self, cache: Cache | Client) -> bool:
         if not self.geometry.segments or self.config.keep_in_host:
@@ -321,37 +324,6 @@ def split_capacity(config: HiCacheConfig, page_bytes: dict[str, int]) -> dict[st
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.") or "unnamed"
-
-
-def _make_private_folders(directory: str) -> None:
-    """Creates the folders of a path that are missing, each of mode 0700 whatever the umask."""
-    path = Path(directory)
-    # os.makedirs gives its mode to the last folder only, and the umask takes from it.
-    for folder in [*reversed(path.parents), path]:
-        if folder.is_dir():
-            continue
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            # Another process has made it, or it is no folder; opening it reports that.
-            continue
-        if stat.S_IMODE(folder.lstat().st_mode) != 0o700:
-            folder.chmod(0o700)
-
-
-def _make_directory(directory: str, file_bytes: int) -> None:
-    """Creates the directory. Raises StoreError if the file system has no room for a new store."""
-    _make_private_folders(directory)
-    if os.path.exists(os.path.join(directory, "kvhoist.store")):
-        return
-    system = os.statvfs(directory)
-    free = system.f_bavail * system.f_frsize
-    reserve = int(system.f_blocks * system.f_frsize * FREE_SHARE_MIN)
-    if file_bytes + reserve > free:
-        raise StoreError(
-            f"{printable(directory)}: found {free} bytes free, expected {file_bytes} for the store and {reserve} to be "
-            "left; lower `capacity`, or free space"
-        )
 
 
 def prefix_parent(extra_info: Any) -> str | None:

@@ -70,6 +70,10 @@ class Identity:
         """The number of groups of ranks. Ranks of different groups share no page."""
         return self.tp_size * self.pp_size * self.attn_cp_size
 
+    def number(self) -> int:
+        """The number of this rank among all of the model, from 0."""
+        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+
     def rank_name(self) -> str:
         """A folder's name for this rank."""
         ranks = (

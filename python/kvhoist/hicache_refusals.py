@@ -1,4 +1,4 @@
-"""Setups of SGLang that the backend refuses when it is attached."""
+"""Setups of SGLang that the backend refuses, or warns of, when it is attached."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import logging
 import sys
 from typing import Any
 
+from . import _native
 from .config import config_error
 
 logger = logging.getLogger(__name__)
+
+#: Pools below this are too small for their pages to matter.
+_POOL_BYTES_MIN = 64 << 20
 
 
 def server_args() -> Any:
@@ -47,6 +51,16 @@ def warn_of_salts() -> None:
         )
 
 
+def warn_of_copies(extra_config: Any) -> None:
+    """Warns of settings by which SGLang hands the backend copies of pages, and not their places in its pool."""
+    named = isinstance(extra_config, dict) and "class_name" in extra_config
+    if named and extra_config.get("interface_v1") != 1:
+        logger.warning(
+            "kvhoist: interface_v1: found %r, expected 1: without it SGLang copies each page once more",
+            extra_config.get("interface_v1"),
+        )
+
+
 def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
     """Refuses layouts of ranks whose pages the backend cannot keep."""
     if config.is_mla_model and config.tp_size > 1 and not in_service:
@@ -60,3 +74,15 @@ def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
         raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")
     if getattr(config, "should_split_heads", False):
         raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
+
+
+def warn_of_small_pages(pool: str, pool_bytes: int, share: float | None) -> None:
+    """Warns of a pool that does not lie in huge pages, with what helps for this version of SGLang."""
+    if share is None or share >= 0.5 or pool_bytes < _POOL_BYTES_MIN:
+        return
+    version = str(getattr(sys.modules.get("sglang"), "__version__", ""))
+    logger.warning(
+        "kvhoist: found %.0f%% of pool %s in huge pages, expected nearly all of it: in small ones a drive's requests are split, "
+        "and pages move at about half of the speed; start SGLang %s with %s",
+        100 * share, pool, version, _native.huge_pool_advice("sglang", version),
+    )  # fmt: skip

@@ -9,9 +9,11 @@ import threading
 import time
 from typing import Any
 
+from . import _native
 from .cache import slot_bytes
 from .client import Client, connect, mapped_from
 from .config import SERVICE_WRITE_POLICIES, HiCacheConfig, config_error
+from .folders import make_folder
 from .service import ServiceSettings, find_or_start
 
 logger = logging.getLogger(__name__)
@@ -49,18 +51,17 @@ def is_writer(storage_config: Any) -> bool:
 def service_settings(config: HiCacheConfig) -> ServiceSettings:
     """The settings of the service of these paths, the same for every model: all disk and memory of the machine, of
     which each space takes what it asks for, and no more."""
-    disk = 0
     for path in config.path:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        system = os.statvfs(path)
-        disk += system.f_blocks * system.f_frsize
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        make_folder(path, config.capacity // len(config.path))
+    disk, memory = _native.machine_sizes(config.path)
+    disk = disk or config.capacity
+    memory = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # A space has the share of the service's budget that its disk is of all.
     budget = None if config.write_budget is None else max(1, config.write_budget * disk // config.capacity)
     policy = config.write_policy if config.write_policy in SERVICE_WRITE_POLICIES else "write_through"
     return ServiceSettings(
         tuple(config.path), disk, memory, config.linger_s, config.direct_io, config.storage, config.keep_in_host, policy,
-        budget,
+        budget, config.metrics_port or 0,
     )  # fmt: skip
 
 

@@ -1,12 +1,10 @@
-"""A node's service from Python: `python -m kvhoist serve` runs one, `find_or_start` finds or starts one."""
+"""A node's service from Python: `find_or_start` finds or starts one, by `python -m kvhoist serve`."""
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,17 +13,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import _logs, _native
-from .config import DIRECT_IO, SERVICE_WRITE_POLICIES, STORAGE, config_error, parse_bytes
+from .config import config_error
 from .errors import UnavailableError
+from .folders import make_folder
 
 logger = logging.getLogger(__name__)
 
 #: Seconds until a started service must listen.
 _START_PATIENCE_S = 120
-
-#: Seconds between two looks of a service at the places where it is found.
-_LOOK_EVERY_S = 1.0
 
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
@@ -51,6 +46,12 @@ class ServiceSettings:
     write_policy: str = "write_through"
     #: Bytes a day that by_value may write to disk, of all spaces together.
     write_budget: int | None = None
+    #: Where it serves its figures, on this machine's own address; 0: the system chooses.
+    http_port: int = 0
+
+    def targets(self) -> str:
+        """The file with the address of its figures, as Prometheus reads it (`file_sd_configs`)."""
+        return self.socket() + ".targets.json"
 
     def socket(self) -> str:
         """Where the service of these paths listens: beside the store on the first."""
@@ -68,6 +69,8 @@ class ServiceSettings:
         more += ["--write-policy", self.write_policy]
         more += ["--keep-in-host"] if self.keep_in_host else []
         more += ["--write-budget", str(self.write_budget)] if self.write_budget else []
+        # Where it answers stands in the file that `targets` names.
+        more += ["--http", f"127.0.0.1:{self.http_port}"]
         return [sys.executable, "-m", "kvhoist", "serve", "--socket", self.socket(), *paths, *sizes, *more]
 
 
@@ -92,7 +95,7 @@ def find_or_start(settings: ServiceSettings) -> str:
     if listens(path):
         return path
     for directory in settings.paths:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        make_folder(directory, settings.capacity // len(settings.paths))
     with open(os.path.join(settings.paths[0], "kvhoist-start.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not listens(path):
@@ -127,7 +130,10 @@ def _start(settings: ServiceSettings, path: str) -> None:
             service.wait()
             raise UnavailableError(f"service: it did not listen at {path} for {_START_PATIENCE_S} s; see {log}")
         time.sleep(0.01)
-    logger.info("kvhoist: started a service, process %d, at %s; its log is %s", service.pid, path, log)
+    logger.info(
+        "kvhoist: started a service, process %d, at %s; its log is %s, the address of its figures in %s",
+        service.pid, path, log, settings.targets(),
+    )  # fmt: skip
     # It outlives this process. While this process lives, a thread logs the end of the service.
     try:
         threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
@@ -149,96 +155,3 @@ def _last_line(log: str) -> str:
     except OSError as error:
         return str(error)
     return next((line for line in reversed(lines) if line.strip()), "nothing")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `python -m kvhoist serve`, which are those of the command `kvhoist serve`."""
-    default = _native.default_socket()
-    parser.add_argument("--socket", default=default, help="where clients connect (default: %(default)s)")
-    parser.add_argument("--path", action="append", required=True, help="a folder on a drive; may be given again")
-    parser.add_argument("--capacity", required=True, help="disk for all spaces, such as 2TiB")
-    parser.add_argument("--host-bytes", required=True, help="host memory for the blocks of all spaces")
-    parser.add_argument("--linger", type=int, metavar="SECONDS", help="end after so long without a client")
-    parser.add_argument("--direct-io", choices=DIRECT_IO, default="require")
-    parser.add_argument("--storage", choices=STORAGE, default="auto")
-    parser.add_argument("--keep-in-host", action="store_true", help="move blocks through host memory, and keep them")
-    parser.add_argument(
-        "--share", action="append", default=[], metavar="NAME:disk=MIN..MAX,host=MIN..MAX",
-        help="disk and host memory that a tenant's spaces get at least and at most; may be given again",
-    )  # fmt: skip
-    parser.add_argument("--allow-uid", action="append", type=int, default=[], metavar="UID", help="admit a user too")
-    parser.add_argument("--socket-group", metavar="GROUP", help="admit the members of a group too; it gets the socket")
-    parser.add_argument("--write-policy", choices=SERVICE_WRITE_POLICIES, default="write_through")
-    parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day that by_value may write, of all spaces")
-    parser.add_argument("--no-move-host", action="store_true", help="give a space no more memory than it asks for")
-    parser.add_argument("--no-pin", action="store_true", help="pin no client's memory")
-
-
-class _Places:
-    """Files and folders by which a service is found, as they are now."""
-
-    def __init__(self, paths: list[str]) -> None:
-        self._known = {path: self._identity(path) for path in paths}
-
-    @staticmethod
-    def _identity(path: str) -> tuple[int, int] | None:
-        try:
-            found = os.stat(path)
-        except FileNotFoundError:
-            return None
-        except OSError:  # It cannot be looked at now, which says nothing.
-            return (0, 0)
-        return (found.st_dev, found.st_ino)
-
-    def are_there(self) -> bool:
-        """Whether none was deleted, or replaced by another."""
-        return all(self._identity(path) in (known, (0, 0)) for path, known in self._known.items())
-
-
-def serve(given: argparse.Namespace) -> int:
-    """Serves until a signal: SIGTERM, SIGINT and SIGHUP drain, a second one ends at once."""
-    ends, ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}, signal.SIGUSR1
-    # Blocked in all threads that are started from here; this thread waits for the signals.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, ended})
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    _logs.start()
-    settings = {
-        "direct_io": given.direct_io, "storage": given.storage, "bypass_host": not given.keep_in_host,
-        "write_policy": given.write_policy,
-    }  # fmt: skip
-    if given.write_budget is not None:
-        settings["write_budget"] = parse_bytes(given.write_budget, "--write-budget")
-    if given.linger is not None and not 1 <= given.linger <= 86_400:
-        raise config_error("--linger", given.linger, "1 to 86400 seconds")
-    server = _native.Server(
-        given.socket, given.path, settings,
-        capacity_bytes=parse_bytes(given.capacity, "--capacity"), host_bytes=parse_bytes(given.host_bytes, "--host-bytes"),
-        shares=given.share, linger_ms=None if given.linger is None else given.linger * 1000,
-        pin=not given.no_pin, move_host=not given.no_move_host, uids=given.allow_uid, socket_group=given.socket_group,
-    )  # fmt: skip
-    failure: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            server.wait()
-        except BaseException as error:
-            failure.append(error)
-        os.kill(os.getpid(), ended)
-
-    threading.Thread(target=wait, name="kvhoist-wait", daemon=True).start()
-    print(f"kvhoist: listening at {given.socket}", flush=True)
-    # Of a service that ends by itself: any other may outlive its socket, which a cleaner of old files may delete.
-    places = None if given.linger is None else _Places([given.socket, *given.path])
-    draining = False
-    while (found := signal.sigtimedwait({*ends, ended}, _LOOK_EVERY_S)) is None or found.si_signo != ended:
-        if found is None:
-            if draining or places is None or places.are_there():
-                continue
-            logger.warning("kvhoist: %s or its socket was deleted or replaced: this service ends", given.path)
-        elif draining:
-            os._exit(128 + found.si_signo)
-        draining = True
-        server.drain()
-    if failure:
-        raise failure[0]
-    return 0

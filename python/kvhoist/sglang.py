@@ -13,13 +13,21 @@ from typing import Any, Callable, Optional
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
+from . import figures
 from .config import HiCacheConfig, config_error, warn_of_keywords
 from .errors import ClosedError, DeadlineError, UnavailableError
 from .failures import Failures
 from .hicache import Geometry, PoolStore, percent, prefix_parent, split_capacity
 from .hicache_hits import policy, pool_result, trailing
 from .hicache_identity import Identity
-from .hicache_refusals import refuse_adapters_without_keys, refuse_what_is_not_kept, server_args, warn_of_salts
+from .hicache_refusals import (
+    refuse_adapters_without_keys,
+    refuse_what_is_not_kept,
+    server_args,
+    warn_of_copies,
+    warn_of_salts,
+    warn_of_small_pages,
+)
 from .hicache_service import Keeper, is_writer, wants_service
 from .pause import Pause
 from .sglang_linker_probe import linker_class
@@ -47,6 +55,7 @@ class HiCacheKvhoist(HiCacheStorage):
         self.identity = Identity.of(storage_config, args, self.config.revision)
         refuse_adapters_without_keys(args)
         warn_of_salts()
+        warn_of_copies(storage_config.extra_config)
         in_service = wants_service(self.config, storage_config)
         refuse_what_is_not_kept(storage_config, in_service)
         if in_service:
@@ -56,6 +65,9 @@ class HiCacheKvhoist(HiCacheStorage):
             self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
         #: Finds or starts the node's service, if that has the pages.
         self._keeper = Keeper(self.config) if in_service else None
+        if self._keeper is None:
+            figures.serve(self.config.metrics_port, self.identity.number())
+        self._lines = figures.Lines()
         self._pause = Pause()
         #: One of the ranks with the same pages stores them.
         self._is_writer = not in_service or is_writer(storage_config)
@@ -138,8 +150,9 @@ class HiCacheKvhoist(HiCacheStorage):
                     name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
                     geometry.layout, stats["tiers"]["disk"]["resident"], stats["storage"], stats["direct_io"],
                     "straight to the pool" if store.goes_straight() else "through the cache's memory",
-                    percent(store.huge_page_share()),
+                    percent(share := store.huge_page_share()),
                 )  # fmt: skip
+                warn_of_small_pages(name, store.pool_bytes(), share)
 
     def _say_attached(self, store: PoolStore) -> None:
         stats, geometry = store.cache.stats(), store.geometry
@@ -366,7 +379,11 @@ class HiCacheKvhoist(HiCacheStorage):
         if moved:
             elapsed = max(time.perf_counter() - started, 1e-9)
             batches.append((moved, moved * store.geometry.page_bytes / elapsed / 1e9))
+        self._guarded("stats", None, self._say_figures)
         return [result is True for result in results]
+
+    def _say_figures(self) -> None:
+        self._lines.turn({name: store.cache.stats for name, store in list(self._stores.items())})
 
     def _guarded(self, method: str, otherwise: Any, run: Callable[[], Any], pages: int = 0) -> Any:
         try:

@@ -8,6 +8,13 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+#: What the tests drive of each engine.
+TESTED = {
+    "sglang": "the backend is tested with 0.5.17 and 0.5.23",
+    "vllm": "the tier is tested with 0.28 and 0.33",
+    "lmcache": "the adapter is tested with 0.5.0 and 0.5.6",
+}
+
 #: What a build from source calls itself: a development version, or a commit behind any number.
 _FROM_SOURCE = re.compile(r"dev|\+g[0-9a-f]{6,40}\b")
 

@@ -26,8 +26,16 @@ fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
 }
 
 /// The Python name of a setting.
-const SETTINGS: [(&str, &str); 4] =
-    [("disks.blocks", "capacity"), ("disks.path", "path"), ("disks", "path"), ("host_blocks", "host_bytes")];
+const SETTINGS: [(&str, &str); 7] = [
+    ("disks.blocks", "capacity"),
+    ("disks.bytes", "capacity"),
+    ("disks.path", "path"),
+    ("disks", "path"),
+    ("host_blocks", "host_bytes"),
+    // Of a service, in which a space has the part that its client asks for.
+    ("capacity_bytes", "capacity"),
+    ("paths", "path"),
+];
 
 /// The exception for an engine's error.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {

@@ -9,6 +9,7 @@ mod buffer;
 mod cache;
 mod client;
 mod client_queue;
+mod command;
 mod convert;
 mod errors;
 mod keys;
@@ -20,12 +21,11 @@ mod options;
 mod process;
 mod queue;
 mod region;
-mod server;
 mod wait;
 
 use std::path::PathBuf;
 
-use kvhoist::internals::machine::{self, Plan};
+use kvhoist::internals::machine;
 use pyo3::prelude::*;
 
 /// The native half of the package; use `kvhoist` instead.
@@ -39,10 +39,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(default_socket, module)?)?;
     module.add_function(wrap_pyfunction!(slots_on_each, module)?)?;
     module.add_function(wrap_pyfunction!(options::setting_names, module)?)?;
-    module.add_function(wrap_pyfunction!(examine, module)?)?;
+    module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
+    module.add_function(wrap_pyfunction!(machine_sizes, module)?)?;
+    module.add_function(wrap_pyfunction!(is_on_root, module)?)?;
+    module.add_function(wrap_pyfunction!(huge_pool_advice, module)?)?;
     module.add_class::<cache::PyCache>()?;
     module.add_class::<client::PyClient>()?;
-    module.add_class::<server::PyServer>()?;
     module.add_class::<listing::PyKeys>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
@@ -81,17 +83,21 @@ fn slots_on_each(py: Python<'_>, capacity: u64, paths: usize, block_bytes: u64) 
     kvhoist::DiskPath::blocks_on_each(capacity, paths, block_bytes).map_err(|error| errors::to_python(py, &error))
 }
 
-/// As [`kvhoist::internals::machine::examine`]: the check, its finding, the remedy, and whether it is trouble.
+/// The disk that stores on these paths can have, and the memory that this process can, bytes; `None` where the system
+/// does not tell.
 #[pyfunction]
-fn examine(
-    py: Python<'_>,
-    paths: Vec<PathBuf>,
-    disk_bytes: u64,
-    host_bytes: u64,
-    ranks: u32,
-    write_bytes_a_day: u64,
-) -> Vec<(&'static str, String, Option<String>, bool)> {
-    let plan = Plan { ranks, paths, disk_bytes, host_bytes, write_bytes_a_day };
-    let findings = py.detach(|| machine::examine(&plan));
-    findings.into_iter().map(|it| (it.what, it.found, it.fix, it.is_trouble)).collect()
+fn machine_sizes(paths: Vec<PathBuf>) -> (Option<u64>, Option<u64>) {
+    (machine::disk_bytes(&paths), machine::memory_bytes())
+}
+
+/// Whether a path lies on the root file system.
+#[pyfunction]
+fn is_on_root(path: PathBuf) -> bool {
+    machine::is_on_root(&path)
+}
+
+/// What puts the pool of this version of an engine into huge pages.
+#[pyfunction]
+fn huge_pool_advice(engine: &str, version: &str) -> Option<&'static str> {
+    machine::huge_pool_advice(engine, version)
 }

@@ -11,10 +11,9 @@ import pytest
 
 import kvhoist.metrics
 from kvhoist import ConfigError, parse_bytes
-from kvhoist.__main__ import main
 from kvhoist.cache import slots_on_each, store_bytes
 from kvhoist.config import HiCacheConfig
-from kvhoist.hicache import _make_private_folders
+from kvhoist.folders import make_private_folders
 
 
 @pytest.mark.parametrize(
@@ -342,80 +341,6 @@ def test_tiers_are_sized_in_blocks_too(store_dir):
             kvhoist.Cache(**settings, **sizes)
 
 
-def test_doctor_looks_at_a_drive_and_leaves_nothing(store_dir, capsys):
-    status = main(["doctor", "--path", str(store_dir)])
-    said = capsys.readouterr().out
-    assert "read at" in said and "io_uring" in said
-    (engines,) = [line for line in said.splitlines() if line.startswith("engines ")]
-    assert "built with" in engines and all(name in engines for name in ("cuda", "cufile", "rdma"))
-    assert status == (1 if "NO:" in said else 0)
-    assert list(store_dir.iterdir()) == []
-
-
-def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
-    assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "much"})]) == 2
-    assert "capacity: found 'much'" in capsys.readouterr().err
-    assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "900TiB"})]) == 1
-    said = capsys.readouterr().out
-    assert "NO: " in said and "-> lower capacity to " in said
-    # Each rank takes its own, of one file system and one memory.
-    free = shutil.disk_usage(store_dir).free
-    plenty = {"path": str(store_dir), "capacity": free // 8, "host_bytes": "1MiB"}
-    main(["doctor", "--config", json.dumps(plenty)])
-    assert "space           NO:" not in capsys.readouterr().out
-    assert main(["doctor", "--ranks", "16", "--config", json.dumps(plenty)]) == 1
-    assert "space           NO:" in (said := capsys.readouterr().out) and "16 rank(s)" in said
-    assert main(["doctor", "--ranks", "0", "--path", str(store_dir)]) == 2
-    twice = '{"path": "%s", "capacity": "1GiB", "capacity": "2GiB"}' % store_dir
-    assert main(["doctor", "--config", twice]) == 2
-    assert "capacity: found" in (said := capsys.readouterr().err) and "each name once" in said, said
-    assert main(["doctor", "--config", "@/no/such/file"]) == 2
-    assert main(["doctor", "--config", "/no/such/file"]) == 2
-    file = store_dir / "config.json"
-    file.write_text(json.dumps({"path": str(store_dir), "capacity_total": "900TiB"}))
-    for config in (str(file), f"@{file}"):
-        assert main(["doctor", "--ranks", "2", "--config", config]) == 1
-        assert "capacity 494780232499200" in capsys.readouterr().out
-
-
-def test_doctor_reads_the_configuration_of_sglangs_linker(store_dir, capsys):
-    own = {"path": str(store_dir), "capacity": "900TiB", "host_bytes": "1MiB", "offer": "host"}
-    linker = {"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": own}
-    assert main(["doctor", "--config", json.dumps(linker)]) == 1
-    assert "-> lower capacity to " in capsys.readouterr().out
-    for wrong, name in (({"offer": "all of it"}, "offer"), ({"service": "auto"}, "service")):
-        assert main(["doctor", "--config", json.dumps({**linker, "linker_extra_config": {**own, **wrong}})]) == 2
-        assert f"{name}: found" in capsys.readouterr().err
-    del own["host_bytes"]
-    assert main(["doctor", "--config", json.dumps(linker)]) == 2
-    assert "host_bytes: found None" in capsys.readouterr().err
-
-
-def test_doctor_looks_nowhere_else_where_a_path_is_missing(store_dir, capsys):
-    missing = store_dir / "mnt" / "nvme"
-    assert main(["doctor", "--path", str(missing)]) == 1
-    said = capsys.readouterr().out
-    assert f"{missing}: No such file" in said and f"-> mkdir -p -m 700 '{missing}'" in said
-    assert "MiB/s" not in said and list(store_dir.iterdir()) == []
-
-
-def test_doctor_shows_no_terminal_escapes(store_dir, capsys):
-    import json
-
-    from kvhoist.__main__ import main
-
-    evil = store_dir / "\x1b]0;owned\x07\x1b[2J\udc80"
-    main(["doctor", "--path", str(evil)])
-    evil.mkdir()
-    main(["doctor", "--path", str(evil)])
-    main(["doctor", "--config", json.dumps({"path": str(evil), "capacity": "\x1b[2J"})])
-    main(["doctor", "--config", "@" + str(evil)])
-    main(["doctor", "--config", "[" * 100_000])
-    said = capsys.readouterr()
-    assert "owned" in said.out and "owned" in said.err
-    assert all(line.isprintable() for line in (said.out + said.err).splitlines())
-
-
 def test_the_example_config_is_one(monkeypatch):
     from pathlib import Path
 
@@ -448,75 +373,12 @@ def test_folders_that_are_made_are_private_at_every_level_whatever_the_umask(tmp
     there.chmod(0o755)
     before = os.umask(umask)
     try:
-        _make_private_folders(str(there / "a" / "b" / "c"))
-        _make_private_folders(str(there / "a" / "b" / "c"))
+        make_private_folders(str(there / "a" / "b" / "c"))
+        make_private_folders(str(there / "a" / "b" / "c"))
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(os.stat(there / folder).st_mode) for folder in ["a", "a/b", "a/b/c", "."]]
     assert modes == [0o700, 0o700, 0o700, 0o755]
-
-
-def vllm_config(**tier):
-    """vLLM's kv-transfer-config, as the page has it."""
-    tier = {"type": "KvhoistTier", "module_path": "kvhoist.vllm", **tier}
-    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-def test_doctor_reads_a_configuration_as_vllm_does(store_dir, capsys):
-    config = vllm_config(path=str(store_dir), capacity="1MiB", locality="LOCAL")
-    extra = config["kv_connector_extra_config"]
-    for given in (config, extra, extra["secondary_tiers"][0]):
-        assert main(["doctor", "--engine", "vllm", "--config", json.dumps(given)]) in (0, 1)
-        assert "settings" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "wrong, named",
-    [
-        ({"capacity": "1MiB"}, "path"),
-        ({"path": "/x", "capacity": "1MiB", "threads": 2}, "threads"),
-        ({"path": "/x", "capacity": "1MiB", "pool_shares": {"a": 0.5}}, "pool_shares"),
-        ({"path": "/x", "capacity": "1MiB", "module_path": "kvhoist"}, "module_path"),
-        ({"type": "fs", "root_dir": "/x"}, "secondary_tiers"),
-    ],
-)
-def test_doctor_names_what_vllm_would_refuse(wrong, named, capsys):
-    assert main(["doctor", "--engine", "vllm", "--config", json.dumps(vllm_config(**wrong))]) == 2
-    assert f"doctor: {named}: found" in capsys.readouterr().err
-
-
-def lmcache_config(**params) -> dict:
-    """What an operator gives LMCache."""
-    return {
-        "type": "plugin", "module_path": "kvhoist.lmcache", "class_name": "KvhoistL2", "adapter_params": params
-    }  # fmt: skip
-
-
-def test_doctor_reads_a_configuration_as_lmcache_does(store_dir, capsys):
-    config = lmcache_config(path=str(store_dir), capacity="1MiB", block_bytes="1MiB")
-    for given in (config, config["adapter_params"]):
-        assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(given)]) in (0, 1)
-        said = capsys.readouterr().out
-        assert "settings" in said and "configured: 1 rank(s)" in said
-
-
-@pytest.mark.parametrize(
-    "wrong, named",
-    [
-        (lmcache_config(capacity="1MiB"), "path"),
-        (lmcache_config(path="/x", capacity="1MiB", slot_bytes=2), "slot_bytes"),
-        (lmcache_config(path="/x", capacity="1MiB", block_bytes=5000), "block_bytes"),
-        ({**lmcache_config(path="/x", capacity="1MiB"), "type": "native_plugin"}, "type"),
-        ({**lmcache_config(path="/x", capacity="1MiB"), "module_path": "kvhoist"}, "module_path"),
-        ({**lmcache_config(path="/x", capacity="1MiB"), "class_name": "KvhoistTier"}, "class_name"),
-        ({**lmcache_config(), "adapter_params": None}, "adapter_params"),
-        ([], "adapter_params"),
-    ],
-)
-def test_doctor_names_what_lmcache_would_refuse(wrong, named, capsys):
-    assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(wrong)]) == 2
-    assert f"doctor: {named}: found" in capsys.readouterr().err
 
 
 def test_settings_that_would_do_nothing_for_an_engine_are_refused(monkeypatch):

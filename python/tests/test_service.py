@@ -243,6 +243,33 @@ def test_a_forked_child_cannot_use_its_parents_client(node):
         assert client.get(key(1)) == block(1)
 
 
+def test_shared_memory_is_registered_though_nobody_else_has_it(node):
+    with connected(node) as client:
+        region = client.register_host(kvhoist.SharedMemory(4 * BLOCK))
+        assert not region.copied
+        assert client.store([key(1)], [(region.address, BLOCK)]) == [True]
+        assert client.load([key(1)], [(region.address + BLOCK, BLOCK)]) == [True]
+        region.unregister()
+
+
+def test_nothing_and_0_mean_all_that_is_left(node):
+    with connected(node, capacity=0, host_bytes="0") as client:
+        tiers = client.stats()["tiers"]
+        assert tiers["host"]["slots"] == (8 << 20) // BLOCK and tiers["disk"]["slots"] > 900, "all of the service's"
+    for wrong in (-1, False, "", "none"):
+        with pytest.raises(kvhoist.ConfigError, match="^capacity: found"):
+            connected(node, space="c", capacity=wrong)
+
+
+def test_a_space_without_room_is_refused_in_the_words_of_its_client(node):
+    with pytest.raises(kvhoist.Error) as refused:
+        connected(node, space="small", capacity=4096)
+    assert "capacity: found 4096" in str(refused.value) and "disks" not in str(refused.value)
+    with pytest.raises(kvhoist.Error) as refused:
+        connected(node, space="small", capacity="8MiB", host_bytes=4096)
+    assert "host_bytes: found 4096" in str(refused.value) and "host_blocks" not in str(refused.value)
+
+
 def settings_of(store_dir, **more):
     return service.ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, direct_io="prefer", **more)
 

@@ -32,6 +32,7 @@ impl Cache {
         set("kvhoist_read_only", Some(Tier::Disk), stats.disk_read_only.is_some());
         set("kvhoist_direct_io", None, stats.direct_io);
         set("kvhoist_registered", None, stats.registered);
+        of.info(stats.storage);
         let set = |name: &'static str, value: f64| of.gauge(name, None).set(value);
         set("kvhoist_dirty_blocks", stats.dirty as f64);
         set("kvhoist_gdr_in_use", self.inner.gdr.get().in_use());

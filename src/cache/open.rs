@@ -48,12 +48,14 @@ impl Config {
 
 pub(super) async fn open(config: Config) -> Result<Cache> {
     config.validate()?;
+    let names = config.names_of_sizes();
     let (opened, receiver) = oneshot::channel();
     thread::Builder::new()
         .name("kvhoist-reactor".into())
         .spawn(move || run_reactor(config, opened))
         .map_err(|source| Error::io("start the reactor's thread", "", source))?;
-    shield(receiver).await.unwrap_or(Err(Error::Closed))
+    let opened = shield(receiver).await.unwrap_or(Err(Error::Closed));
+    opened.map_err(|error| error.with_settings_named(&names))
 }
 
 /// The reactor's thread, from the first file opened to the last one closed.
@@ -98,9 +100,30 @@ async fn serve(
         }
     };
     let Started { cache, mover, commands, urgent, end } = started;
+    log_open(&cache);
+    let namespace = cache.config().namespace.clone();
     // A caller that is gone drops the cache, which ends `run`.
     drop(opened.send(Ok(cache)));
-    Some((end, mover.run(commands, urgent).await))
+    let result = mover.run(commands, urgent).await;
+    tracing::info!(namespace, "the cache is closed");
+    Some((end, result))
+}
+
+/// A healthy start, in a line.
+fn log_open(cache: &Cache) {
+    let (config, stats) = (cache.config(), cache.stats());
+    let (host, disk) = (stats.tier(Tier::Host), stats.tier(Tier::Disk));
+    tracing::info!(
+        namespace = config.namespace,
+        block_bytes = config.block_bytes,
+        host_slots = host.slots,
+        disk_slots = disk.slots,
+        resident = disk.resident,
+        storage = stats.storage,
+        direct_io = stats.direct_io,
+        registered = stats.registered,
+        "the cache is open"
+    );
 }
 
 /// Where the end of a cache is told, and what that came to.

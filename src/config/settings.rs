@@ -158,6 +158,18 @@ impl Config {
         self
     }
 
+    /// What errors call the sizes that have a name in slots and one in bytes: the engine counts in slots, and knows
+    /// the first only.
+    pub(crate) fn names_of_sizes(&self) -> Vec<(&'static str, &'static str)> {
+        let in_bytes = |capacity: Capacity| matches!(capacity, Capacity::Bytes(_));
+        let all = [
+            (in_bytes(self.host.capacity), ("host_blocks", "host_bytes")),
+            (in_bytes(self.device.capacity), ("device_blocks", "device_bytes")),
+            (self.disk.paths.iter().all(|path| in_bytes(path.capacity)), ("disks.blocks", "disks.bytes")),
+        ];
+        all.into_iter().filter(|(renamed, _)| *renamed).map(|(_, names)| names).collect()
+    }
+
     /// Adds a path to `disk.paths`, whose file or device has `bytes` at most: blocks and their records.
     #[must_use]
     pub fn disk(mut self, path: impl Into<PathBuf>, bytes: u64) -> Self {

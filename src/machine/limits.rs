@@ -1,6 +1,9 @@
 //! Memory and its limits; the kernel's features and restrictions.
 
-use super::plan::{Finding, Kernel, Plan, shown};
+use super::{
+    huge_pools,
+    plan::{Finding, Kernel, Plan, shown},
+};
 
 /// Processes with CAP_IPC_LOCK may lock any amount of memory.
 const CAP_IPC_LOCK: u32 = 14;
@@ -13,14 +16,22 @@ pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     findings
 }
 
+/// Bytes of a field of /proc/meminfo.
+fn meminfo(kernel: &Kernel<'_>, name: &str) -> Option<u64> {
+    let rest = kernel.field("proc/meminfo", name)?;
+    Some(rest.trim_end_matches("kB").trim().parse::<u64>().ok()? << 10)
+}
+
+/// All memory, or the lower limit of a cgroup.
+pub(super) fn memory_bytes(kernel: &Kernel<'_>) -> Option<u64> {
+    let (total, limit) = (meminfo(kernel, "MemTotal:"), cgroup(kernel).map(|(_, _, limit)| limit));
+    total.into_iter().chain(limit).min()
+}
+
 /// Available memory, and what the process's cgroup may still use.
 fn memory(kernel: &Kernel<'_>, ranks: u32, wanted: u64) -> Vec<Finding> {
-    let meminfo = |name| {
-        let rest = kernel.field("proc/meminfo", name)?;
-        Some(rest.trim_end_matches("kB").trim().parse::<u64>().ok()? << 10)
-    };
     let mut findings = Vec::new();
-    if let (Some(free), Some(total)) = (meminfo("MemAvailable:"), meminfo("MemTotal:")) {
+    if let (Some(free), Some(total)) = (meminfo(kernel, "MemAvailable:"), meminfo(kernel, "MemTotal:")) {
         let found = format!("{} available of {}", shown(free), shown(total));
         let fix = format!("{}, or free memory: ps aux --sort=-rss | head", lower_to(free, ranks));
         findings.push(compared("memory", found, wanted, free, &fix));
@@ -134,11 +145,6 @@ fn ring(kernel: &Kernel<'_>) -> Finding {
     }
 }
 
-/// How an engine's pool comes to lie in huge pages. glibc's tunable does not: no pool is malloc's.
-const HUGE_POOLS: &str = "for an engine's pool to lie in them: SGLang 0.5.23 with \
-     SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8, 0.5.17 with SGLANG_HUGEPAGE_SIZE=2MB and vm.nr_hugepages; vLLM \
-     after mount -o remount,huge=advise /dev/shm";
-
 fn huge_pages(kernel: &Kernel<'_>) -> Finding {
     const WHAT: &str = "huge pages";
     const SWITCH: &str = "sys/kernel/mm/transparent_hugepage/enabled";
@@ -146,9 +152,9 @@ fn huge_pages(kernel: &Kernel<'_>) -> Finding {
         Some(modes) if modes.contains("[never]") => Finding::trouble(
             WHAT,
             format!("transparent: {modes}; an engine's pool in small pages splits a drive's requests"),
-            format!("echo madvise > /{SWITCH}; {HUGE_POOLS}"),
+            format!("echo madvise > /{SWITCH}; {}", huge_pools::all()),
         ),
-        Some(modes) => Finding::note(WHAT, format!("transparent: {modes}")).fix(HUGE_POOLS),
+        Some(modes) => Finding::note(WHAT, format!("transparent: {modes}")).fix(huge_pools::all()),
         None => Finding::note(WHAT, "not known to this kernel"),
     }
 }

@@ -1,18 +1,22 @@
 //! Compares planned caches with the machine before one is opened, for `kvhoist doctor` and `python -m kvhoist doctor`.
 
 mod drives;
+mod huge_pools;
 mod limits;
 mod numa;
 mod places;
 mod plan;
+mod sizes;
 mod wear;
 
 use std::path::Path;
 
 pub(crate) use drives::drives;
+pub use huge_pools::huge_pool_advice;
 pub(crate) use numa::near_node;
 use plan::Kernel;
 pub use plan::{Finding, Plan};
+pub use sizes::{disk_bytes, is_on_root, memory_bytes};
 pub use wear::{DriveWear, drive_wear};
 
 /// Compares a plan with the machine. Reads kernel files only; creates and measures nothing.

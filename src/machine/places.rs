@@ -32,7 +32,12 @@ pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
                 continue;
             }
         };
-        findings.push(lies_on(path, kernel));
+        if !metadata.is_dir() && !plan.takes_files {
+            let fix = "name a directory on a drive: lsblk -o NAME,MOUNTPOINTS,MODEL";
+            findings.push(Finding::trouble("path", format!("{}: no directory", path.display()), fix));
+            continue;
+        }
+        findings.push(lies_on(path, kernel, plan));
         findings.extend(unmounted(path, kernel));
         findings.extend(drive(&metadata, kernel));
         if metadata.file_type().is_block_device() {
@@ -128,7 +133,7 @@ fn mount_of(path: &Path, kernel: &Kernel<'_>) -> Option<Mount> {
 }
 
 /// The file system of a path.
-fn lies_on(path: &Path, kernel: &Kernel<'_>) -> Finding {
+fn lies_on(path: &Path, kernel: &Kernel<'_>, plan: &Plan) -> Finding {
     const WHAT: &str = "path";
     let Some(Mount { point, kind, source, read_only }) = mount_of(path, kernel) else {
         return Finding::note(WHAT, path.display().to_string());
@@ -156,8 +161,12 @@ fn lies_on(path: &Path, kernel: &Kernel<'_>) -> Finding {
             format!("{found}: a store on a network is slower than what it saves, and its locks are not dependable"),
             "name a directory on a local drive: lsblk -o NAME,MOUNTPOINTS,MODEL",
         ),
-        _ if point == Path::new("/") => Finding::note(WHAT, found)
-            .fix("if a drive belongs there it is not mounted: lsblk -o NAME,MOUNTPOINTS,MODEL"),
+        _ if point == Path::new("/") => {
+            let bytes = plan.disk_bytes.saturating_mul(plan.ranks.into()) / plan.paths.len().max(1) as u64;
+            let takes = if bytes > 0 { format!(", and will take {} of it", shown(bytes)) } else { String::new() };
+            Finding::note(WHAT, format!("{found}, the root file system{takes}"))
+                .fix("if a drive belongs there it is not mounted: lsblk -o NAME,MOUNTPOINTS,MODEL")
+        }
         _ => Finding::note(WHAT, found),
     }
 }

@@ -18,6 +18,8 @@ pub struct Plan {
     pub host_bytes: u64,
     /// Bytes that a rank may write to disk a day. 0: unknown, or no limit.
     pub write_bytes_a_day: u64,
+    /// A path may be a file, as the library's may. Otherwise each is a folder.
+    pub takes_files: bool,
 }
 
 /// A finding about the machine.

@@ -24,7 +24,7 @@ fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn plan(ranks: u32, host_bytes: u64) -> Plan {
-    Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes, write_bytes_a_day: 0 }
+    Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes, write_bytes_a_day: 0, takes_files: false }
 }
 
 /// The troubles of a plan on such a machine, with their fixes.

@@ -64,7 +64,7 @@ impl Arena {
                     "{slots} slots of {slot_bytes} bytes = {} bytes ({reason})",
                     u128::from(slots) * slot_bytes as u128
                 ),
-                "1 slot at least, and no more than this machine can map: change host_blocks or block_bytes",
+                "1 slot at least, and no more than this machine can map: change `host_blocks` or `block_bytes`",
             )
         };
         let slots_per_chunk = slots_per_chunk(slot_bytes, chunk_bytes_max);
@@ -98,7 +98,7 @@ impl Arena {
             Error::config(
                 "host_blocks",
                 format!("{} bytes that cannot be committed ({error})", self.bytes()),
-                "no more than this machine has free: lower host_blocks or block_bytes",
+                "no more than this machine has free: lower `host_blocks` or `block_bytes`",
             )
         })
     }

@@ -59,7 +59,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Ok(())
             }
             Err(reason) => {
-                tracing::info!(reason, "blocks go between disk and device through host memory");
+                if self.shared.device.is_some() {
+                    tracing::info!(reason, "blocks go between disk and device through host memory");
+                }
                 self.shared.lock().cufile = Health::Retired(reason.clone());
                 match self.shared.config.device.cufile {
                     EngineMode::On => Err(Error::unavailable("device", format!("cufile = on: {reason}"))),

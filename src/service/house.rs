@@ -32,6 +32,11 @@ pub(super) struct Guest {
 }
 
 impl Guest {
+    /// The service's number for the connection.
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
     fn status(&self) -> ClientStatus {
         let movers = self.movers.borrow();
         let movers = movers.as_deref();

@@ -1,4 +1,4 @@
-//! Log messages that clients cause: at most one of each kind a second.
+//! Log messages that clients cause: at most so many of each kind a second.
 
 use std::{
     sync::Mutex,
@@ -7,12 +7,28 @@ use std::{
 
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// When a message of one kind was last logged, and how many were not since.
-pub(super) struct Seldom(Mutex<(Option<Instant>, u64)>);
+/// How often a message of one kind may be logged in a second.
+pub(super) struct Seldom {
+    most: u32,
+    state: Mutex<Logged>,
+}
+
+/// The second that began with a message: how many were logged in it, and how many were not since.
+struct Logged {
+    since: Option<Instant>,
+    count: u32,
+    others: u64,
+}
 
 impl Seldom {
+    /// Once a second.
     pub(super) const fn new() -> Self {
-        Seldom(Mutex::new((None, 0)))
+        Seldom::at_most(1)
+    }
+
+    /// So many times a second.
+    pub(super) const fn at_most(most: u32) -> Self {
+        Seldom { most, state: Mutex::new(Logged { since: None, count: 0, others: 0 }) }
     }
 
     /// Whether to log a message now, and how many before it were not logged.
@@ -21,13 +37,16 @@ impl Seldom {
     }
 
     fn turn_at(&self, now: Instant) -> Option<u64> {
-        let mut last = self.0.lock().expect("nothing panics under it");
-        if last.0.is_some_and(|logged| now < logged + PAUSE) {
-            last.1 += 1;
+        let mut last = self.state.lock().expect("nothing panics under it");
+        if last.since.is_none_or(|since| now >= since + PAUSE) {
+            (last.since, last.count) = (Some(now), 0);
+        }
+        if last.count == self.most {
+            last.others += 1;
             return None;
         }
-        last.0 = Some(now);
-        Some(std::mem::take(&mut last.1))
+        last.count += 1;
+        Some(std::mem::take(&mut last.others))
     }
 }
 
@@ -43,5 +62,13 @@ mod tests {
         let logged: Vec<(usize, u64)> =
             turns.iter().enumerate().filter_map(|(tenth, turn)| Some((tenth, (*turn)?))).collect();
         assert_eq!(logged, [(0, 0), (10, 9), (20, 9)]);
+    }
+
+    #[test]
+    fn a_few_at_once_are_all_logged() {
+        let (seldom, begin) = (Seldom::at_most(3), Instant::now());
+        let turns: Vec<Option<u64>> = (0..5).map(|_| seldom.turn_at(begin)).collect();
+        assert_eq!(turns, [Some(0), Some(0), Some(0), None, None]);
+        assert_eq!(seldom.turn_at(begin + PAUSE), Some(2));
     }
 }

@@ -1,11 +1,11 @@
 //! The service: a thread that listens and admits clients.
 
 use std::{
-    fs::{self, File, OpenOptions, TryLockError},
+    fs,
     future::pending,
     io,
     os::unix::{
-        fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
+        fs::{FileTypeExt, MetadataExt},
         net::UnixListener as StdListener,
     },
     path::{Path, PathBuf},
@@ -25,8 +25,10 @@ use tokio::{
 use super::{
     accepted::{Accepted, Aside, Listener},
     config::ServerConfig,
+    folders,
     house::House,
     late_close::LateClose,
+    lock::ServiceLock,
     peers::{Peer, admit, group_number},
     protocol::Failure,
     report::{Ask, Asked, ServiceReport},
@@ -59,18 +61,19 @@ impl Server {
     /// a space's file cannot be understood; [`Error::Io`].
     pub fn start(config: ServerConfig) -> Result<Server> {
         config.validate()?;
+        folders::prepare(&config)?;
         // Held for the life of the service, and released by the kernel however it ends.
-        let mut locks = vec![lock(&config.socket.with_added_extension("lock"), &config.socket)?];
+        let mut locks = vec![ServiceLock::take(config.socket.with_added_extension("lock"), &config.socket)?];
         if let Some(path) = config.paths.first() {
-            locks.push(lock(&path.join("kvhoist-service.lock"), path)?);
+            locks.push(ServiceLock::take(path.join("kvhoist-service.lock"), path)?);
         }
         let (draining, drained) = watch::channel(false);
         let (ask, asked) = Ask::channel();
         let (started, starts) = mpsc::channel();
         let socket = config.socket.clone();
         let run = move || {
-            let _locks = locks;
-            run(config, drained, asked, &started)
+            let mut locks = locks;
+            run(config, drained, asked, &started, &mut locks)
         };
         let failed = |error| Error::io("start the thread of", "the service", error);
         let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
@@ -127,25 +130,6 @@ fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
     })
 }
 
-/// Takes the lock of a service.
-fn lock(path: &Path, of: &Path) -> Result<File> {
-    // A link, a pipe or a device that another user has put there is not followed, waited for, or locked.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let opened = OpenOptions::new().create(true).write(true).truncate(false).mode(0o600).custom_flags(flags).open(path);
-    let file = opened.map_err(|error| Error::io("open", path, error))?;
-    let found = file.metadata().map_err(|error| Error::io("stat", path, error))?;
-    if !found.is_file() {
-        return Err(Error::store(path, "a file that is no regular one", "a service's lock", "remove it"));
-    }
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => {
-            Err(Error::store(of, "another service's", "one that no service has", "use that service, or end it"))
-        }
-        Err(TryLockError::Error(error)) => Err(Error::io("lock", path, error)),
-    }
-}
-
 /// Listens, replacing the socket of a service that is gone. The caller holds the lock.
 fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
     let path = &config.socket;
@@ -179,6 +163,7 @@ fn run(
     drained: watch::Receiver<bool>,
     asked: Asked,
     started: &mpsc::Sender<()>,
+    locks: &mut [ServiceLock],
 ) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
@@ -190,11 +175,14 @@ fn run(
     config.cache.disk.rings_hold = Some(late_close.held());
     let spaces = Spaces::load(config.clone(), Rc::new(Machine::start()?))?;
     let listener = listen(&config, group)?;
-    let own = inode_of(&socket);
+    let own = identity_of(&socket);
+    let (spaces_known, disk, host_memory) = (spaces.count(), config.capacity_bytes, config.host_bytes);
+    tracing::info!(socket = %socket.display(), spaces = spaces_known, disk, host_memory, "the service listens");
     let result = LocalSet::new().block_on(&runtime, async move {
         let listener =
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
         let listener = Listener::new(listener, Arc::clone(&aside));
+        locks.iter_mut().for_each(ServiceLock::keep);
         let _nobody_waits = started.send(());
         let uids = config.uids.clone();
         let accept = async move || {
@@ -209,8 +197,9 @@ fn run(
         };
         hold(config, spaces, accept, drained, asked).await
     });
+    tracing::info!(socket = %socket.display(), "the service has ended");
     // Another service may have its socket there, if the folder was deleted.
-    if own.is_some() && inode_of(&socket) == own {
+    if own.is_some() && identity_of(&socket) == own {
         drop(fs::remove_file(socket));
     }
     result
@@ -222,8 +211,10 @@ fn not_kept(error: &io::Error) -> Failure {
     Failure::new(ServiceFault::Busy, text)
 }
 
-fn inode_of(path: &Path) -> Option<(u64, u64)> {
-    fs::symlink_metadata(path).ok().map(|found| (found.dev(), found.ino()))
+/// Tells a socket from its successor, which may have got the same inode.
+fn identity_of(path: &Path) -> Option<(u64, u64, i64, i64)> {
+    let found = fs::symlink_metadata(path).ok()?;
+    Some((found.dev(), found.ino(), found.ctime(), found.ctime_nsec()))
 }
 
 /// A connection, and who is at its other end or why it is refused.
@@ -286,6 +277,7 @@ async fn serve(
         }
     }
     drop(accept);
+    tracing::info!(clients = house.connections(), "the service drains: it takes no more requests");
     house.drain();
     loop {
         tokio::select! { biased;
@@ -315,24 +307,5 @@ fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
             let guest = house.enter(peer.pid, peer.uid);
             sessions.spawn_local(session::serve(Rc::clone(house), guest, wire));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_lock_is_no_link_and_no_pipe() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let path = |name: &str| directory.path().join(name);
-        lock(&path("good"), &path("s")).expect("a new one");
-        std::os::unix::fs::symlink(path("elsewhere"), path("link")).expect("a link");
-        lock(&path("link"), &path("s")).expect_err("a link is not followed");
-        assert!(!path("elsewhere").exists(), "nothing is made where a link points to");
-        let name = std::ffi::CString::new(path("pipe").into_os_string().into_encoded_bytes()).expect("no zero");
-        // SAFETY: plain system call; the name outlives it.
-        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-        lock(&path("pipe"), &path("s")).expect_err("a pipe is not waited for");
     }
 }

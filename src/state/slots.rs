@@ -280,6 +280,8 @@ impl Shared {
             Tier::Host => (self.reservations.load(Ordering::Relaxed), self.host_slots(), "host_blocks"),
             Tier::Disk => return None,
         };
+        let names = self.config.names_of_sizes();
+        let setting = names.iter().find(|(blocks, _)| *blocks == setting).map_or(setting, |(_, bytes)| bytes);
         let leases = self.leases[tier as usize].get();
         (leases + reservations > 0).then_some(HeldSlots { leases, reservations, slots: u64::from(slots), setting })
     }

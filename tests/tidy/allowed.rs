@@ -15,7 +15,7 @@ pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
         ("internals", "cache device error service"),
-        ("service", "cache config memory block error fork shield size"),
+        ("service", "cache config machine memory block error fork shield size"),
         (
             "cache",
             "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \
@@ -136,11 +136,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "benches/kit/src/lib.rs: ring and scratch",
     "benches/peers/src/main.rs: the root and options",
     "cli/src/lib.rs: bench::copy and bench::gdr",
-    "cli/src/lib.rs: doctor and doctor::cufile",
-    "cli/src/lib.rs: doctor and doctor::disk",
-    "cli/src/lib.rs: doctor and doctor::gpu",
-    "cli/src/lib.rs: doctor and doctor::rdma",
-    "cli/src/lib.rs: doctor and doctor::system",
     "cli/src/lib.rs: plot and replay",
     "cli/src/lib.rs: replay and report",
     "python/src/lib.rs: cache and queue",

@@ -83,18 +83,45 @@ async fn ask(source: &Shared) -> Result<Seen, String> {
     }
 }
 
-/// Listens at an address and answers on a thread of its own until the process ends: requests for an IP address, for
-/// localhost, and for these `names`. Gives the address, whose port the system has chosen where 0 was asked for.
+/// Where requests come in: `IP:PORT`, or `localhost:PORT`.
+///
+/// # Errors
+/// What was found and what was expected.
+pub fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    let numbers = text.strip_prefix("localhost:").map(|port| format!("127.0.0.1:{port}"));
+    let parsed = numbers.as_deref().unwrap_or(text).parse();
+    parsed.map_err(|_| "expected IP:PORT, such as 127.0.0.1:9401, or 0.0.0.0:9401 for all addresses".into())
+}
+
+/// An address of which nothing else in the system can be listening.
+pub struct Bound {
+    listener: TcpListener,
+    /// Its port is the system's choice where 0 was asked for.
+    pub address: SocketAddr,
+}
+
+/// Takes an address, before the service starts.
 ///
 /// # Errors
 /// [`Failure::USAGE`] where the address cannot be listened at.
-pub fn start(address: SocketAddr, names: &[String], source: Arc<Source>) -> Result<SocketAddr, Failure> {
+pub fn bind(address: SocketAddr) -> Result<Bound, Failure> {
     let refused = |error: std::io::Error| {
-        Failure::usage(format!("--http {address}: {error}; name an address of this machine and a port that is free"))
+        let why = error.kind();
+        Failure::usage(format!("--http {address}: {why}; name an address of this machine and a port that is free"))
     };
     let listener = TcpListener::bind(address).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
+    Ok(Bound { listener, address })
+}
+
+/// Answers on a thread of its own until the process ends: requests for an IP address, for localhost, and for these
+/// `names`.
+///
+/// # Errors
+/// Where there is no thread.
+pub fn start(bound: Bound, names: &[String], source: Arc<Source>) -> Result<(), Failure> {
+    let listener = bound.listener;
     let source: Shared = Arc::new(Mutex::new(source));
     let routes = Router::new()
         .route("/", get(page))
@@ -115,7 +142,7 @@ pub fn start(address: SocketAddr, names: &[String], source: Arc<Source>) -> Resu
         }
     };
     thread::Builder::new().name("kvhoist-http".into()).spawn(serve).map_err(failed)?;
-    Ok(address)
+    Ok(())
 }
 
 async fn metrics(State(source): State<Shared>) -> Response {

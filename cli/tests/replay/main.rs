@@ -273,7 +273,6 @@ fn paths_with_escapes_drive_no_terminal() {
         &["replay", "--quiet", "--path", &svg],
         &["replay", "--quiet", evil],
         &["replay", "--quiet", "--block-bytes", evil],
-        &["doctor", "--path", evil],
         &["bench", "disk", "--path", evil],
         &["inspect", evil],
         &["verify", evil],
@@ -286,6 +285,8 @@ fn paths_with_escapes_drive_no_terminal() {
         let by_clap = said.contains("try '--help'");
         assert!(said.contains("\\u{1b}]0;title\\u{7}") || by_clap, "{args:?}: {said}");
     }
+    let report = quiet(&replay_to(&["doctor", "--path", evil], Stdio::piped(), Stdio::piped()).stdout);
+    assert!(report.contains("\\u{1b}]0;title\\u{7}"), "{report}");
     let trace = small_trace(dir.path());
     let made = ["replay", "--quiet", "--trace", trace.to_str().expect("UTF-8"), "--block-bytes", "8KiB"];
     let made = [&made[..], &["--disk-blocks", "500", "--path", evil]].concat();

@@ -29,6 +29,8 @@ const FRAME_BYTES_UNATTACHED: usize = 4096;
 /// Frames that are read in one turn, short ones: so many bytes of a frame count as one more.
 const FRAMES_PER_TURN: usize = 32;
 const BYTES_LIKE_A_FRAME: usize = 4096;
+/// Clients whose coming and going is logged in a second: the ranks of an engine come together.
+const LOGGED_A_SECOND: u32 = 32;
 /// How long a client that is cut off has to read the reason.
 const GOODBYE: Duration = Duration::from_millis(100);
 /// How long a client has to read its last replies, all of them, while the service drains.
@@ -299,6 +301,11 @@ impl Session {
         let Space { block_bytes, capacity_bytes, .. } = *space;
         let host_bytes = space.host_bytes();
         self.link.receiver.frame_bytes_max = FRAME_BYTES_MAX;
+        static ATTACHED: Seldom = Seldom::at_most(LOGGED_A_SECOND);
+        if let Some(others) = ATTACHED.turn() {
+            let (id, pid, uid, space) = (self.guest.id(), self.guest.pid, self.guest.uid, &space.namespace);
+            tracing::info!(id, pid, uid, space, block_bytes, others, "a client has attached");
+        }
         self.attached = Some((space, movers));
         Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }
@@ -330,6 +337,12 @@ impl Session {
         if let Some((space, movers)) = self.attached.take() {
             movers.regions.release_all().await;
             space.clients.set(space.clients.get() - 1);
+            static GONE: Seldom = Seldom::at_most(LOGGED_A_SECOND);
+            if let Some(others) = GONE.turn() {
+                let (id, pid, space, clients) =
+                    (self.guest.id(), self.guest.pid, &space.namespace, space.clients.get());
+                tracing::info!(id, pid, space, clients, others, "a client has gone");
+            }
         }
         self.link.hang_up();
     }

@@ -133,6 +133,11 @@ impl Spaces {
         Ok(Spaces { disk, host, tables, entries: RefCell::new(entries), config, system, moving, move_ended })
     }
 
+    /// The number of spaces, closed ones included.
+    pub(super) fn count(&self) -> usize {
+        self.entries.borrow().len()
+    }
+
     /// Finds, opens or makes the space that a client wants.
     ///
     /// # Cancel safety

@@ -17,6 +17,16 @@ use crate::{
 /// Slots in the host memory of one space.
 const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
 
+/// What clients call the settings of a space, in its cache's errors.
+const OF_SPACES: [(&str, &str); 6] = [
+    ("capacity", "capacity_bytes"),
+    ("disks.blocks", "capacity_bytes"),
+    ("disks.bytes", "capacity_bytes"),
+    ("disks.path", "paths"),
+    ("disks", "paths"),
+    ("host_blocks", "host_bytes"),
+];
+
 impl Spaces {
     /// Opens a space and answers its waiters.
     pub(super) async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
@@ -48,7 +58,7 @@ impl Spaces {
             Ok(cache) => cache,
             Err(error) => {
                 self.host.give_back(deed.of(), grant.bytes);
-                return Err(Failure::from(&error));
+                return Err(Failure::from(&error.with_settings_named(&OF_SPACES)));
             }
         };
         let claimed = self.claim_host(deed.of(), &grant).await;
@@ -97,8 +107,7 @@ impl Spaces {
         config.disk.lock_wait = Duration::from_millis(config.limits.deadline_ms / 2);
         config.disk.paths.clear();
         if !self.config.paths.is_empty() {
-            let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)
-                .map_err(|error| error.with_settings_named(&[("capacity", "capacity_bytes")]))?;
+            let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)?;
             let paths = self.config.paths.iter().map(|path| path.join(deed.folder()));
             config.disk.paths.extend(paths.map(|path| DiskPath::with_blocks(path, blocks)));
         }

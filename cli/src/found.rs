@@ -1,0 +1,83 @@
+//! The files by which a service is found: its socket, its folders, and where its figures are.
+
+use std::{
+    fs, io,
+    net::SocketAddr,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::{Duration, SystemTime},
+};
+
+use kvhoist::service::Server;
+use serde_json::json;
+
+use crate::{failure::Failure, output::OutputFile, shown::shown};
+
+/// How often a service looks whether its files are still there.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// The file beside a socket that says where the figures of its service are, as Prometheus reads it (`file_sd_configs`).
+/// Removed when it is dropped.
+pub struct Targets(PathBuf);
+
+impl Targets {
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// [`Failure::USAGE`] where it cannot be written.
+    pub fn write(socket: &Path, address: SocketAddr) -> Result<Self, Failure> {
+        let path = socket.with_added_extension("targets.json");
+        let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
+        OutputFile::create("--http", &path)?.write(format!("{targets}\n").as_bytes())?;
+        Ok(Targets(path))
+    }
+}
+
+impl Drop for Targets {
+    fn drop(&mut self) {
+        drop(fs::remove_file(&self.0));
+    }
+}
+
+/// Drains a service that ends by itself when its socket or a folder of it was deleted or replaced: nobody will find it.
+/// Any other may outlive its socket, which a cleaner of old files may delete.
+///
+/// # Errors
+/// Where there is no thread.
+pub fn end_when_lost(server: Arc<Server>, socket: &Path, paths: &[PathBuf]) -> Result<(), Failure> {
+    let known: Vec<_> = paths.iter().cloned().chain([socket.to_owned()]).map(|path| (identity(&path), path)).collect();
+    let watch = move || {
+        loop {
+            thread::sleep(LOOK_EVERY);
+            let is_lost = |(before, path): &&(Place, PathBuf)| {
+                let now = identity(path);
+                now != *before && now != Place::Unknown
+            };
+            if let Some((_, path)) = known.iter().find(is_lost) {
+                tracing::warn!(path = %shown(path), "it was deleted or replaced: this service ends");
+                return server.drain();
+            }
+        }
+    };
+    let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
+    thread::Builder::new().name("kvhoist-found".into()).spawn(watch).map(drop).map_err(failed)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Gone,
+    /// It cannot be looked at now, which says nothing.
+    Unknown,
+    /// When it was made, too: a file system gives the number of a deleted file to the next one.
+    There(u64, u64, Option<SystemTime>),
+}
+
+fn identity(path: &Path) -> Place {
+    match fs::metadata(path) {
+        Ok(found) => Place::There(found.dev(), found.ino(), found.created().ok()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Place::Gone,
+        Err(_) => Place::Unknown,
+    }
+}

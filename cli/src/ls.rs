@@ -1,0 +1,163 @@
+//! `kvhoist ls`: the stores below some paths.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use kvhoist::{
+    DirectIo,
+    store::{Inspection, Store},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    failure::Failure,
+    output::emit,
+    shown::{plain, shown},
+    size::show_bytes,
+};
+
+/// The name of a store's file in its folder, and of the file that describes a service's space beside it.
+const STORE: &str = "kvhoist.store";
+pub const SPACE: &str = "space";
+
+/// How deep below a path stores are looked for, and in how many folders.
+const DEPTH: usize = 4;
+const FOLDERS_MAX: usize = 65_536;
+
+/// Flags of `kvhoist ls`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folders of engines and services, as in their settings: all paths of a store, in any order.
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<PathBuf>,
+    /// Print one JSON list instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A store: its folders, and what is in it or why that cannot be told.
+struct Listed {
+    folders: Vec<PathBuf>,
+    found: Result<Inspection, kvhoist::Error>,
+    written: Option<SystemTime>,
+}
+
+/// Prints the stores, with what an operator chooses by. Changes nothing.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    if let Some(path) = args.paths.iter().find(|path| !path.is_dir()) {
+        return Err(Failure::usage(format!("{}: found no folder, expected one with stores below it", shown(path))));
+    }
+    let stores: Vec<Listed> = below(&args.paths).into_values().map(look).collect();
+    if args.json {
+        return emit(&format!("{:#}\n", Value::Array(stores.iter().map(object).collect())));
+    }
+    if stores.is_empty() {
+        return emit("no stores\n");
+    }
+    let mut text =
+        format!("{:>11}{:>8}  {:16}{:8}namespace (model, rank, pool)\n", "size", "full", "last written", "in use");
+    stores.iter().for_each(|store| text.push_str(&lines(store)));
+    emit(&text)
+}
+
+/// The folders with a store below some paths, by where they lie below: a store has the same place below each.
+pub fn below(paths: &[PathBuf]) -> BTreeMap<PathBuf, Vec<PathBuf>> {
+    let mut found: BTreeMap<PathBuf, Vec<PathBuf>> = BTreeMap::new();
+    let mut looked_at = 0;
+    for root in paths {
+        let mut folders = vec![(root.clone(), 0)];
+        while let Some((folder, depth)) = folders.pop() {
+            looked_at += 1;
+            if folder.join(STORE).is_file() {
+                let place = folder.strip_prefix(root).unwrap_or(Path::new("")).to_owned();
+                found.entry(place).or_default().push(folder.clone());
+            }
+            let entries = if depth < DEPTH { fs::read_dir(&folder).ok() } else { None };
+            for entry in entries.into_iter().flatten().flatten() {
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) && looked_at + folders.len() < FOLDERS_MAX {
+                    folders.push((entry.path(), depth + 1));
+                }
+            }
+        }
+    }
+    found
+}
+
+/// What to do about a folder that is no store's, but has stores of engines or of a service below it.
+///
+/// # Errors
+/// [`Failure::USAGE`] with the first of them.
+pub fn refuse_what_is_above(paths: &[PathBuf]) -> Result<(), Failure> {
+    for path in paths.iter().filter(|path| path.is_dir() && !path.join(STORE).exists()) {
+        let stores = below(std::slice::from_ref(path));
+        if let Some(first) = stores.values().flatten().next() {
+            let (path, count, first) = (shown(path), stores.len(), shown(first));
+            let counted = if count == 1 { "1 store below it".into() } else { format!("{count} stores below it") };
+            return Err(Failure::usage(format!(
+                "{path}: found no store, and {counted}, expected the folder of a store, such as {first}; `kvhoist ls` \
+                 lists them"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn look(folders: Vec<PathBuf>) -> Listed {
+    let written = |folder: &PathBuf| fs::metadata(folder.join(STORE)).and_then(|found| found.modified()).ok();
+    let store = Store::at(&folders).direct_io(DirectIo::Prefer).allow_in_use(true);
+    Listed { written: folders.iter().filter_map(written).max(), found: store.inspect(), folders }
+}
+
+fn lines(store: &Listed) -> String {
+    let mut text = match &store.found {
+        Ok(found) => {
+            let size = found.members.iter().map(|member| member.bytes).sum();
+            let full = 100.0 * found.full as f64 / f64::from(found.shape.slots);
+            let written = store.written.map_or_else(|| "unknown".into(), ago);
+            let in_use = if found.in_use { "yes" } else { "no" };
+            let name = plain(&found.shape.namespace);
+            format!("{:>11}{:>7.1}%  {written:16}{in_use:8}{name}\n", show_bytes(size), full)
+        }
+        Err(error) => format!("{:>11}{:>8}  {}\n", "damaged", "", plain(&error.to_string())),
+    };
+    for folder in &store.folders {
+        let of = if folder.join(SPACE).is_file() { " (a service's space)" } else { "" };
+        text.push_str(&format!("{:21}{}{of}\n", "", shown(folder)));
+    }
+    text
+}
+
+fn object(store: &Listed) -> Value {
+    let since_epoch = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let mut object = json!({
+        "paths": store.folders.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
+        "last_written": store.written.map(since_epoch),
+        "is_space": store.folders.iter().any(|folder| folder.join(SPACE).is_file()),
+    });
+    match &store.found {
+        Ok(found) => {
+            object["namespace"] = found.shape.namespace.as_str().into();
+            object["bytes"] = found.members.iter().map(|member| member.bytes).sum::<u64>().into();
+            object["slots"] = found.shape.slots.into();
+            object["full"] = found.full.into();
+            object["in_use"] = found.in_use.into();
+        }
+        Err(error) => object["error"] = error.to_string().into(),
+    }
+    object
+}
+
+/// How long ago something was, in the largest unit.
+fn ago(time: SystemTime) -> String {
+    let past = SystemTime::now().duration_since(time).unwrap_or(Duration::ZERO).as_secs();
+    match past {
+        0..60 => format!("{past} s ago"),
+        60..3600 => format!("{} min ago", past / 60),
+        3600..86_400 => format!("{} h ago", past / 3600),
+        _ => format!("{} days ago", past / 86_400),
+    }
+}

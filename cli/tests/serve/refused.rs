@@ -1,0 +1,114 @@
+//! What a service refuses before it has made anything, in an operator's words; and what a healthy one says.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    net::TcpListener,
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use kvhoist::{
+    block_on,
+    service::{Client, ClientOptions},
+};
+
+use super::{BLOCK_BYTES, kvhoist, stores, text};
+
+/// Starts a service that must be refused, and returns its one line. Nothing may be left at the socket, and in `path`.
+fn refused(path: &Path, sizes: [&str; 2], more: &[&str]) -> String {
+    let place = tempfile::tempdir().expect("a directory");
+    let (socket, path) = (place.path().join("s").display().to_string(), path.display().to_string());
+    let flags = ["serve", "--socket", &socket, "--path", &path, "--capacity", sizes[0], "--host-bytes", sizes[1]];
+    let output = kvhoist(&[&flags[..], more].concat());
+    let said = text(&output.stderr).to_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert_eq!(said.lines().filter(|line| line.starts_with("kvhoist: ")).count(), 1, "{said}");
+    let left: Vec<_> = fs::read_dir(place.path()).expect("there").map(|entry| entry.expect("one").path()).collect();
+    assert!(left.is_empty(), "a refused service leaves {left:?}");
+    assert!(!said.contains("os error"), "a number of the system is no message: {said}");
+    said
+}
+
+#[test]
+fn a_drive_that_is_not_mounted_is_no_reason_to_fill_the_root() {
+    let said = refused(Path::new("/nonexistent/kv"), ["1GiB", "1MiB"], &[]);
+    assert!(said.contains("/nonexistent/kv: found no folder /nonexistent") && said.contains("mount"), "{said}");
+    assert!(!Path::new("/nonexistent").exists());
+    let store = stores();
+    let file = store.path().join("file");
+    fs::write(&file, "mine").expect("written");
+    assert!(refused(&file, ["1GiB", "1MiB"], &[]).contains("expected a folder"));
+}
+
+#[test]
+fn more_than_the_machine_has_is_refused_at_the_start() {
+    let store = stores();
+    let disk = refused(store.path(), ["900TiB", "1MiB"], &[]);
+    assert!(disk.contains("--capacity: found 989560464998400 bytes, expected "), "{disk}");
+    let memory = refused(store.path(), ["1GiB", "900TiB"], &[]);
+    assert!(memory.contains("--host-bytes: found 989560464998400 bytes, expected "), "{memory}");
+    assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
+}
+
+#[test]
+fn a_place_for_figures_that_cannot_be_had_is_said_before_the_service_starts() {
+    let (store, taken) = (stores(), TcpListener::bind("127.0.0.1:0").expect("bound"));
+    let sizes = ["64MiB", "1MiB"];
+    for wrong in ["text", "9401", "localhost", "example.com:9401"] {
+        let said = refused(store.path(), sizes, &["--http", wrong]);
+        assert!(
+            said.contains("--http") && said.contains("expected IP:PORT, such as 127.0.0.1:9401"),
+            "{wrong}: {said}"
+        );
+    }
+    let address = taken.local_addr().expect("an address").to_string();
+    let said = refused(store.path(), sizes, &["--http", &address]);
+    assert!(said.contains("name an address of this machine and a port that is free"), "{said}");
+    assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
+}
+
+#[test]
+fn a_refusal_after_the_locks_were_taken_leaves_none() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    fs::write(place.path().join("s"), "mine").expect("written");
+    let (socket, path) = (place.path().join("s").display().to_string(), store.path().display().to_string());
+    let output =
+        kvhoist(&["serve", "--socket", &socket, "--path", &path, "--capacity", "1MiB", "--host-bytes", "1MiB"]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    assert!(!place.path().join("s.lock").exists() && !store.path().join("kvhoist-service.lock").exists());
+}
+
+/// The lines of a service's log: a start, a client, an end.
+#[test]
+fn a_healthy_service_has_a_line_for_its_start_for_each_client_and_for_its_end() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let socket = place.path().join("s").display().to_string();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer", "--socket", &socket])
+        .arg("--path")
+        .arg(store.path())
+        .env_remove("KVHOIST_LOG")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    let client = block_on(Client::connect(&socket, ClientOptions::new("model", BLOCK_BYTES))).expect("connected");
+    block_on(client.close()).expect("closed");
+    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    let output = child.wait_with_output().expect("an end");
+    let log = text(&output.stderr);
+    let lines = |what: &str| log.lines().filter(|line| line.contains(what)).count();
+    for what in ["the service listens", "a client has attached", "a client has gone", "the service drains"] {
+        assert_eq!(lines(what), 1, "{what} in {log}");
+    }
+    assert_eq!((lines("the service has ended"), lines("the cache is open")), (1, 1), "{log}");
+    let open = log.lines().find(|line| line.contains("the cache is open")).expect("a line");
+    for figure in ["disk_slots=", "host_slots=", "resident=0", "storage=", "registered=", "namespace=\"model\""] {
+        assert!(open.contains(figure), "{figure} in {open}");
+    }
+    assert!(!log.to_lowercase().contains("cufile") && !log.contains("device"), "there is no device tier: {log}");
+}

@@ -1,0 +1,231 @@
+"""The doctor, as operators of engines run it: what it says, its verdict, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvhoist import doctor
+from kvhoist.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch):
+    """Every engine is installed, in the version that a test says."""
+    versions = {"sglang": "0.5.23", "vllm": "0.33.0", "lmcache": "0.5.6"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    return versions
+
+
+def verdict(said: str) -> str:
+    """The last line of a report, which has at most a screen."""
+    lines = said.splitlines()
+    assert len(lines) <= 30 and lines[-1].startswith("verdict: "), said
+    return lines[-1].removeprefix("verdict: ")
+
+
+def sound(store_dir, **more) -> dict:
+    return {"path": str(store_dir), "capacity": "64MiB", "host_bytes": "1MiB", "direct_io": "prefer", **more}
+
+
+def test_a_good_configuration_is_well_on_one_screen(store_dir, capfd):
+    status = main(["doctor", "--want", "direct-io", "--config", json.dumps(sound(store_dir))])
+    said = capfd.readouterr().out
+    assert "MiB/s written" in said and "io_uring" in said and "sglang         0.5.23" in said, said
+    assert "THREADS=8" in said, "the advice for this version"
+    if status == 0:
+        assert verdict(said) == "no problems found"
+    assert status == (0 if verdict(said) == "no problems found" else 1) and "cuFile" not in said, said
+    assert list(store_dir.iterdir()) == []
+
+
+def test_an_engine_that_is_not_there_is_a_problem(store_dir, engines, capfd):
+    del engines["sglang"]
+    assert main(["doctor", "--config", json.dumps(sound(store_dir))]) == 1
+    said = capfd.readouterr().out
+    assert "! sglang         not installed in" in said and "sglang" in verdict(said)
+    # Without a configuration nobody has said that there is an engine.
+    main(["doctor", "--path", str(store_dir)])
+    assert "sglang" not in capfd.readouterr().out
+    assert main(["doctor", "--engine", "sglang", "--path", str(store_dir)]) == 1
+
+
+def test_a_file_is_no_path(store_dir, capfd):
+    file = store_dir / "file"
+    file.write_text("mine")
+    for arguments in (["--path", str(file)], ["--config", json.dumps(sound(file))]):
+        assert main(["doctor", *arguments]) == 1
+        said = capfd.readouterr().out
+        assert f"! path           {file}: no directory" in said and "MiB/s" not in said, said
+        # The feature that failed, and not those that nobody has looked at.
+        assert verdict(said) == "found 1 problem (path)"
+
+
+WHOLE = {"backend_name": "kvhoist", "module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist", "interface_v1": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"capacity": "4096"}, "capacity"),
+        ({"path": "relative/kv"}, "path"),
+        ({"path": ["/tmp", "/tmp/"]}, "path"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"write_budget": "1TiB"}, "write_budget"),
+        ({**WHOLE, "module_path": "kvhoist"}, "module_path"),
+        ({**WHOLE, "class_name": "Kvhoist"}, "class_name"),
+        ({**WHOLE, "interface_v1": 0}, "interface_v1"),
+        ({name: value for name, value in WHOLE.items() if name != "interface_v1"}, "interface_v1"),
+        ({"metrics_port": 70_000}, "metrics_port"),
+        ({"capasity": 1}, "capasity"),
+    ],
+)
+def test_what_sglang_or_the_store_would_refuse_is_named(store_dir, wrong, named, capfd):
+    assert main(["doctor", "--config", json.dumps(sound(store_dir, **wrong))]) == 2
+    assert f": {named}: found" in capfd.readouterr().err
+    main(["doctor", "--config", json.dumps(sound(store_dir, **WHOLE))])
+    assert "found" not in capfd.readouterr().err
+
+
+def test_a_service_is_looked_for_where_the_settings_say(capfd):
+    place = Path(tempfile.mkdtemp(prefix="kvhoist-"))
+    config = json.dumps({"service": str(place / "s"), "capacity": "1GiB"})
+    assert main(["doctor", "--config", config]) == 1
+    assert verdict(capfd.readouterr().out) == "found 1 problem (service)"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "s"))
+        listener.listen()
+        main(["doctor", "--config", config])
+    said = capfd.readouterr().out
+    assert "a service listens at" in said and "MiB/s" not in said, "the drives are the service's"
+    shutil.rmtree(place)
+
+
+def test_doctor_names_what_is_wrong_with_a_config(store_dir, capfd):
+    assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "much"})]) == 2
+    assert "capacity: found 'much'" in capfd.readouterr().err
+    assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "900TiB"})]) == 1
+    said = capfd.readouterr().out
+    assert "! space" in said and "-> lower capacity to " in said and "space" in verdict(said)
+    # Each rank takes its own, of one file system and one memory.
+    free = shutil.disk_usage(store_dir).free
+    plenty = {"path": str(store_dir), "capacity": free // 8, "host_bytes": "1MiB"}
+    main(["doctor", "--config", json.dumps(plenty)])
+    assert "! space" not in capfd.readouterr().out
+    assert main(["doctor", "--ranks", "16", "--config", json.dumps(plenty)]) == 1
+    assert "! space" in (said := capfd.readouterr().out) and "16 rank(s)" in said
+    assert main(["doctor", "--ranks", "0", "--path", str(store_dir)]) == 2
+    twice = '{"path": "%s", "capacity": "1GiB", "capacity": "2GiB"}' % store_dir
+    assert main(["doctor", "--config", twice]) == 2
+    assert "capacity: found" in (said := capfd.readouterr().err) and "each name once" in said, said
+    assert main(["doctor", "--config", "@/no/such/file"]) == 2
+    assert main(["doctor", "--config", "/no/such/file"]) == 2
+    file = store_dir / "config.json"
+    file.write_text(json.dumps({"path": str(store_dir), "capacity_total": "900TiB"}))
+    for config in (str(file), f"@{file}"):
+        assert main(["doctor", "--ranks", "2", "--config", config]) == 1
+        assert "capacity 494780232499200" in capfd.readouterr().out
+
+
+def test_doctor_reads_the_configuration_of_sglangs_linker(store_dir, capfd):
+    own = {"path": str(store_dir), "capacity": "900TiB", "host_bytes": "1MiB", "offer": "host"}
+    linker = {"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": own}
+    assert main(["doctor", "--config", json.dumps(linker)]) == 1
+    assert "-> lower capacity to " in capfd.readouterr().out
+    for wrong, name in (({"offer": "all of it"}, "offer"), ({"service": "auto"}, "service")):
+        assert main(["doctor", "--config", json.dumps({**linker, "linker_extra_config": {**own, **wrong}})]) == 2
+        assert f"{name}: found" in capfd.readouterr().err
+    assert main(["doctor", "--config", json.dumps({**linker, "linker_module_path": "kvhoist"})]) == 2
+    assert "linker_module_path: found 'kvhoist'" in capfd.readouterr().err
+    del own["host_bytes"]
+    assert main(["doctor", "--config", json.dumps(linker)]) == 2
+    assert "host_bytes: found None" in capfd.readouterr().err
+
+
+def test_doctor_looks_nowhere_else_where_a_path_is_missing(store_dir, capfd):
+    missing = store_dir / "mnt" / "nvme"
+    assert main(["doctor", "--path", str(missing)]) == 1
+    said = capfd.readouterr().out
+    assert f"{missing}: No such file" in said and f"-> mkdir -p -m 700 '{missing}'" in said
+    assert "MiB/s" not in said and list(store_dir.iterdir()) == []
+
+
+def test_doctor_shows_no_terminal_escapes(store_dir, capfd):
+    evil = store_dir / "\x1b]0;owned\x07\x1b[2J\udc80"
+    main(["doctor", "--path", str(evil)])
+    evil.mkdir()
+    main(["doctor", "--path", str(evil)])
+    main(["doctor", "--config", json.dumps({"path": str(evil), "capacity": "\x1b[2J"})])
+    main(["doctor", "--config", "@" + str(evil)])
+    main(["doctor", "--config", "[" * 100_000])
+    said = capfd.readouterr()
+    assert "owned" in said.out and "owned" in said.err
+    assert all(line.isprintable() or "\ufffd" in line for line in (said.out + said.err).splitlines())
+
+
+def vllm_config(**tier):
+    """vLLM's kv-transfer-config, as the page has it."""
+    tier = {"type": "KvhoistTier", "module_path": "kvhoist.vllm", **tier}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_doctor_reads_a_configuration_as_vllm_does(store_dir, capfd):
+    config = vllm_config(path=str(store_dir), capacity="64MiB", locality="LOCAL")
+    extra = config["kv_connector_extra_config"]
+    for given in (config, extra, extra["secondary_tiers"][0]):
+        assert main(["doctor", "--engine", "vllm", "--config", json.dumps(given)]) in (0, 1)
+        assert "settings" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"capacity": "1MiB"}, "path"),
+        ({"path": "/x", "capacity": "1MiB", "threads": 2}, "threads"),
+        ({"path": "/x", "capacity": "1MiB", "pool_shares": {"a": 0.5}}, "pool_shares"),
+        ({"path": "/x", "capacity": "1MiB", "module_path": "kvhoist"}, "module_path"),
+        ({"type": "fs", "root_dir": "/x"}, "secondary_tiers"),
+    ],
+)
+def test_doctor_names_what_vllm_would_refuse(wrong, named, capfd):
+    assert main(["doctor", "--engine", "vllm", "--config", json.dumps(vllm_config(**wrong))]) == 2
+    assert f"doctor: {named}: found" in capfd.readouterr().err
+
+
+def lmcache_config(**params) -> dict:
+    """What an operator gives LMCache."""
+    return {
+        "type": "plugin", "module_path": "kvhoist.lmcache", "class_name": "KvhoistL2", "adapter_params": params
+    }  # fmt: skip
+
+
+def test_doctor_reads_a_configuration_as_lmcache_does(store_dir, capfd):
+    config = lmcache_config(path=str(store_dir), capacity="64MiB", block_bytes="1MiB")
+    for given in (config, config["adapter_params"]):
+        assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(given)]) in (0, 1)
+        said = capfd.readouterr().out
+        assert "settings" in said and "configured: 1 rank(s)" in said
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        (lmcache_config(capacity="1MiB"), "path"),
+        (lmcache_config(path="/x", capacity="1MiB", slot_bytes=2), "slot_bytes"),
+        (lmcache_config(path="/x", capacity="1MiB", block_bytes=5000), "block_bytes"),
+        ({**lmcache_config(path="/x", capacity="1MiB"), "type": "native_plugin"}, "type"),
+        ({**lmcache_config(path="/x", capacity="1MiB"), "module_path": "kvhoist"}, "module_path"),
+        ({**lmcache_config(path="/x", capacity="1MiB"), "class_name": "KvhoistTier"}, "class_name"),
+        ({**lmcache_config(), "adapter_params": None}, "adapter_params"),
+        ([], "adapter_params"),
+    ],
+)
+def test_doctor_names_what_lmcache_would_refuse(wrong, named, capfd):
+    assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(wrong)]) == 2
+    assert f"doctor: {named}: found" in capfd.readouterr().err

@@ -1,0 +1,134 @@
+"""What an operator sees of an engine's caches without writing Python: lines in the log, an address, and its file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import kvhoist
+from kvhoist import figures, service
+from kvhoist.config import HiCacheConfig
+from kvhoist.service import ServiceSettings
+from nodes import await_
+
+ROOT = Path(__file__).parents[2]
+BLOCK = 4096
+
+
+def python(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_figures_are_there_after_import_kvhoist():
+    assert "kvhoist_hits_total" in python("import kvhoist; print(kvhoist.metrics.text())")
+    python("import kvhoist\ntry: kvhoist.metrix\nexcept AttributeError as error: assert 'metrix' in str(error)\nelse: raise 1")
+
+
+def stats(host=0, disk=0, misses=0, read=0, written=0, evictions=0) -> dict:
+    tiers = {
+        "host": {"hits": host},
+        "disk": {"hits": disk, "bytes_out": read, "bytes_in": written, "evictions": evictions},
+    }
+    return {"tiers": tiers, "misses": misses, "checksum_failures": 0, "read_errors": 0, "write_errors": 0}
+
+
+def test_a_line_now_and_then_says_what_happened_since_the_one_before(caplog):
+    caplog.set_level(logging.INFO)
+    now, found = [1000.0], {}
+    lines = figures.Lines(lambda: now[0])
+
+    def said(later: float, **figures_now) -> list[str]:
+        now[0] += later
+        found["stats"] = stats(**figures_now)
+        lines.turn({"kv": lambda: found["stats"]})
+        texts = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return texts
+
+    gib = 1 << 30
+    assert said(1, host=5) == [], "it is not due"
+    assert said(60, host=5, disk=7, misses=2, read=gib, written=3 * gib, evictions=4) == [
+        "kvhoist: pool kv in the last 60 s: 5 hits in host memory, 7 on disk, 2 misses; 1.00 GiB read, 3.00 GiB written; "
+        "4 evictions"
+    ]
+    assert said(60, host=5, disk=7, misses=2, read=gib, written=3 * gib, evictions=4) == [], "nothing happened"
+    assert "1 hits in host memory, 0 on disk, 0 misses; 1.00 GiB read" in said(
+        60, host=6, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4
+    )[0]
+    assert "2 hits in host memory" in said(60, host=2, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4)[0]
+
+
+def test_a_cache_and_a_space_have_what_the_lines_are_made_of(store_dir):
+    with kvhoist.Cache(store_dir, block_bytes=BLOCK, capacity="4MiB", direct_io="prefer", host_blocks=1) as cache:
+        cache.store(["a", "b", "c"], [bytes(BLOCK)] * 3)
+        counts = figures._counts(cache.stats())
+        assert counts["written"] == 3 * BLOCK and counts["misses"] == 0
+        cache.load(["a", "x"], [bytearray(BLOCK)] * 2)
+        counts = figures._counts(cache.stats())
+        assert (counts["disk"], counts["misses"], counts["read"]) == (1, 1, BLOCK)
+
+
+def test_the_port_is_a_setting_and_a_variable():
+    given = {"path": "/a", "capacity": "1GiB"}
+    assert HiCacheConfig.load(given, {}).metrics_port is None
+    assert HiCacheConfig.load(given, {"KVHOIST_METRICS": "9400"}).metrics_port == 9400
+    assert HiCacheConfig.load({**given, "metrics_port": 9500}, {"KVHOIST_METRICS": "9400"}).metrics_port == 9500
+
+
+def test_a_process_of_an_engine_serves_its_figures_at_the_port_of_its_rank(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(figures, "_servers", {})
+    with kvhoist.metrics.serve(0) as other:
+        figures.serve(other.port - 3, rank=3)
+        assert "choose another metrics_port" in caplog.text and not figures._servers, "the engine starts all the same"
+    figures.serve(None)
+    assert not figures._servers
+    figures.serve(0, rank=1)
+    figures.serve(0, rank=1)
+    (server,) = figures._servers.values()
+    with server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+        assert b"kvhoist_hits_total" in answer.read()
+    assert f"http://127.0.0.1:{server.port}/metrics" in caplog.text
+
+
+def test_a_service_that_was_started_has_its_address_in_a_known_file(store_dir):
+    settings = ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, linger_s=1, direct_io="prefer")
+    path = service.find_or_start(settings)
+    with kvhoist.connect(path, space="a", block_bytes=BLOCK):
+        (entry,) = json.loads((store_dir / "kvhoist.sock.targets.json").read_text())
+        assert entry["labels"] == {"socket": path}
+        with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=60) as answer:
+            assert b'kvhoist_slots{cache="a"' in answer.read()
+    await_(lambda: not os.path.exists(settings.targets()), "the end of the service")
+
+
+def test_the_wheel_has_the_command(store_dir):
+    """What its operator would have to build otherwise: one line for each is enough to see that it is that command."""
+    with kvhoist.Cache(store_dir, block_bytes=BLOCK, capacity="4MiB", direct_io="prefer", namespace="model") as cache:
+        cache.store(["a"], [bytes(BLOCK)])
+    command = [sys.executable, "-m", "kvhoist"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
+
+    def run(*arguments: str) -> str:
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert "model" in run("inspect", str(store_dir))
+    assert "model" in run("ls", str(store_dir))
+    assert "payloads good                     1" in run("verify", str(store_dir))
+    settings = ServiceSettings((str(store_dir / "service"),), 64 << 20, 8 << 20, linger_s=1, direct_io="prefer")
+    path = service.find_or_start(settings)
+    with kvhoist.connect(path, space="a", block_bytes=BLOCK):
+        assert "space" in run("status", "--socket", path)
+        assert "hits/s" in run("top", "--socket", path, "--count", "1")
+    assert "removed" in run("wipe", "--yes", str(store_dir))
+    assert not (store_dir / "kvhoist.store").exists()
