@@ -4,10 +4,11 @@
     python bench/linker.py --path /mnt/nvme0/kv [--sizes 64,1024] [--repeats 7]
     python bench/linker.py --path /tmp/kv --device simulated --sizes 2      # without a GPU: that it works
 
-For each geometry of a model, pages of 64 tokens are stored from the layers' buffers, then loaded into other places of them: out of
-host memory, and out of the drive after a restart. In the first load of each kind, kernels that wait for their layer only compare
-every byte; it is not timed. A row has the medians of the others: the whole load over one copy from pinned memory, the first layer's
-share of the load, the time of the calling thread to begin and in all waits, and from a drive the load over 16 threads of `pread`.
+For each geometry of a model, pages of 64 tokens are stored from the layers' buffers, then loaded into other places of
+them: out of host memory, and out of the drive after a restart. In the first load of each kind, kernels that wait for
+their layer only compare every byte; it is not timed. A row has the medians of the others: the whole load over one copy
+from pinned memory, the first layer's share of the load, the time of the calling thread to begin and in all waits, and
+from a drive the load over 16 threads of `pread`.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Model:
             assert all(one is True for one in stored), stored
             for size in sizes:
                 self.measure("host memory", pages, size, repeats)
-        # The tier of host memory is empty after a restart, and holds few pages; the largest size is read whole each time.
+        # Host memory is empty after a restart, and holds few pages: the largest size is read whole each time.
         with self.opened(path, 16) as pages:
             self.measure("drive", pages, max(sizes), 2, os.path.join(path, "kvhoist.store"))
 

@@ -43,8 +43,8 @@ __all__ = [
     "__version__",
     "connect",
     "parse_bytes",
-    *errors.__all__,
 ]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
 
+from . import figures
 from ._native import chunk_keys
 from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .config import DEFAULT_HOST_BYTES, HiCacheConfig, config_error
@@ -80,6 +81,8 @@ class Place:
     replica: str
     #: Digested as JSON.
     identity: Mapping[str, Any]
+    #: The number of this process among those of the model: which port of `metrics_port` is its own.
+    rank: int = 0
 
     def digest(self) -> str:
         """64 hex characters."""
@@ -98,7 +101,8 @@ class Place:
 def open_store(
     config: HiCacheConfig, place: Place, block_bytes: int, *, bypass_host: bool = True, **more: Any
 ) -> Cache:
-    """Opens the cache of an engine with memory of its own. `more` are further settings of the cache.
+    """Opens the cache of an engine with memory of its own, and serves its figures. `more` are further settings of the
+    cache.
 
     `bypass_host`: the engine's memory is the host tier, and blocks that direct I/O can reach need no copy here.
     """
@@ -106,6 +110,7 @@ def open_store(
     slots = slots_on_each(config.capacity, len(directories), block_bytes)
     for path, directory in zip(config.path, directories):
         make_store_folder(path, directory, store_bytes(slots, block_bytes))
+    figures.serve(config.metrics_port, place.rank)
     return Cache(
         directories,
         block_bytes=block_bytes,

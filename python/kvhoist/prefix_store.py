@@ -157,7 +157,8 @@ class PrefixStore:
         first. False where a block was not there; what was put then is of no use."""
         end = -(-tokens // self.block_tokens)
         for n, group in enumerate(self.groups):
-            with contextlib.closing(self._loaded(n, keys, group.first_token(tokens) // self.block_tokens, end)) as loaded:
+            first_block = group.first_token(tokens) // self.block_tokens
+            with contextlib.closing(self._loaded(n, keys, first_block, end)) as loaded:
                 for first, piece, failed in loaded:
                     if failed:
                         self._bad[n] |= failed.keys()
@@ -213,7 +214,7 @@ class PrefixStore:
                     self._bad[n].difference_update(keys[at:until])
 
     def _pieces(self, n: int, first: int, last: int, parts: int) -> Iterable[tuple[int, int, torch.Tensor]]:
-        """Ranges of blocks that fit into one of so many parts of the staging memory, and that part as blocks, in turns."""
+        """Ranges of blocks that fit into one of so many parts of the staging memory, each with the next part as blocks."""
         nbytes = self.block_bytes[n]
         most = max(1, self.staging.numel() // parts // nbytes)
         turns = itertools.cycle(range(0, self.staging.numel() // nbytes // most * most * nbytes, most * nbytes))

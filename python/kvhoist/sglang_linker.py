@@ -125,8 +125,9 @@ class KvhoistLinker(UnifiedCacheLinker):
                 what = {"format": FORMAT, "pool": name, "page": group.page_size, "cut": cut, **identity.digested(True)}
                 part = replace(config, capacity=int(config.capacity * share), host_bytes=int(config.host_bytes * share))
                 nbytes = sum(piece.nbytes for piece in pieces)
+                place = Place(identity.model_name, f"{identity.rank_name()}-{name}", what, identity.number())
                 cache = open_store(
-                    part, Place(identity.model_name, f"{identity.rank_name()}-{name}", what), nbytes, bypass_host=False,
+                    part, place, nbytes, bypass_host=False,
                     device="simulated" if self._device is None else "cuda", device_ordinal=self._device or 0,
                     device_blocks=1, copy_blocks_max=self.settings.copy_blocks_max,
                 )  # fmt: skip

@@ -294,7 +294,8 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
         **mapper.fields,
     }
     # Replicas share keys and bytes, but a store of its own belongs to one process.
-    return Place(config.model.name, f"dp{getattr(config.parallel, 'data_parallel_index', 0)}", identity)
+    replica = getattr(config.parallel, "data_parallel_index", 0)
+    return Place(config.model.name, f"dp{replica}", identity, replica)
 
 
 def _events_wanted(spec: Any) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kvhoist
 from kvhoist import figures, service
+from kvhoist.chunks import Place, open_store, tier_settings
 from kvhoist.config import HiCacheConfig
 from kvhoist.service import ServiceSettings
 from nodes import await_
@@ -97,6 +98,15 @@ def test_a_process_of_an_engine_serves_its_figures_at_the_port_of_its_rank(caplo
     with server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
         assert b"kvhoist_hits_total" in answer.read()
     assert f"http://127.0.0.1:{server.port}/metrics" in caplog.text
+
+
+def test_a_store_of_vllm_or_lmcache_serves_the_figures_of_its_process(store_dir, monkeypatch):
+    monkeypatch.setattr(figures, "_servers", {})
+    config = tier_settings({"path": str(store_dir), "capacity": "16MiB", "direct_io": "prefer", "metrics_port": 0})
+    with open_store(config, Place("model", "dp1", {}, rank=1), BLOCK):
+        (server,) = figures._servers.values()
+        with server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+            assert b"kvhoist_slots" in answer.read()
 
 
 def test_a_service_that_was_started_has_its_address_in_a_known_file(store_dir):
