@@ -109,7 +109,7 @@ def test_all_of_the_tiers_settings_are_settings_of_the_spec():
     assert not own & device_settings.VLLM_KEYS
 
 
-def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capsys):
+def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capfd):
     def doctor(given) -> int:
         return main(["doctor", "--engine", "vllm", "--config", json.dumps(given)])
 
@@ -119,11 +119,11 @@ def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capsys):
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
     }  # fmt: skip
     doctor(whole)
-    assert "capacity 67108864" in capsys.readouterr().out
+    assert "capacity 67108864" in capfd.readouterr().out
     doctor({**extra, "spec_name": "KvhoistOffloadingSpec"})
-    assert "capacity 67108864" in capsys.readouterr().out
+    assert "capacity 67108864" in capfd.readouterr().out
     for name, value in [("kv_load_failure_policy", "fail"), ("kv_connector_module_path", "kvhoist")]:
         assert doctor({**whole, name: value}) == 2
-        assert name in capsys.readouterr().err
+        assert name in capfd.readouterr().err
     assert doctor({**whole, "kv_connector_extra_config": {**extra, "route": "direct"}}) == 2
-    assert "route" in capsys.readouterr().err
+    assert "route" in capfd.readouterr().err
