@@ -151,8 +151,17 @@ impl fmt::Display for Report {
         writeln!(f)?;
         writeln!(
             f,
-            "answers: {} hits ({} of them promised), {} misses ({} promised), {} busy, {} timeouts, {} other errors",
-            self.hits, self.hits_promised, self.misses, self.misses_promised, self.busy, self.timeouts, self.failed
+            "answers: {} hits ({} of them promised), {} misses ({} promised), {} busy, {} timeouts, {} other errors \
+             ({} with memory given up, {} mappings refused)",
+            self.hits,
+            self.hits_promised,
+            self.misses,
+            self.misses_promised,
+            self.busy,
+            self.timeouts,
+            self.failed,
+            self.abandoned,
+            self.maps_refused
         )?;
         writeln!(
             f,

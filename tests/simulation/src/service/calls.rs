@@ -266,11 +266,16 @@ impl Caller {
             self.renew_memory().await;
         };
         let (loaded, ()) = tokio::join!(load, take_back);
-        for (at, result) in loaded?.into_iter().enumerate() {
+        // The region had left before the places were checked, or before the block began.
+        let has_left = |error: &Error| matches!(error, Error::Service { fault: ServiceFault::Argument, .. });
+        let results = match loaded {
+            Err(error) if has_left(&error) => return Ok(()),
+            loaded => loaded?,
+        };
+        for (at, result) in results.into_iter().enumerate() {
             match result {
                 Ok(found) => asked.found(at, found, false),
-                // The region had left before the block began.
-                Err(Error::Service { fault: ServiceFault::Argument, .. }) => {}
+                Err(error) if has_left(&error) => {}
                 Err(error) => self.refused("a load of one block", &error),
             }
         }

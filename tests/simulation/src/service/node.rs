@@ -74,6 +74,10 @@ impl Process {
                 }
             }
             Ok(Ok(Err(error))) if run.plan.has_faults() => run.say(|| format!("the drain failed: {error}")),
+            // Stored by value, and not written: one report of each.
+            Ok(Ok(Err(error @ Error::Refused { .. }))) if run.plan.by_value() => {
+                run.say(|| format!("the drain failed: {error}"));
+            }
             Ok(Ok(Err(error))) => run.fail(format!("the drain failed: {error}")),
         }
         run.check(run.machine.settle().await.map_err(|what| format!("after the drain: {what}")));
