@@ -76,7 +76,7 @@ impl Regions {
     }
 
     pub(super) fn add(&self, memory: Memory, whose: MemoryOwner) -> Result<Region> {
-        let Memory { range, kind, .. } = memory;
+        let Memory { range, kind, guard, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
             MemoryKind::Shared(owner) => (RegionMemory::Host, Some(owner)),
@@ -95,7 +95,7 @@ impl Regions {
                 "each range registered once",
             ));
         }
-        let inner = RegionInner::new(range.ptr, range.len, memory, owner, whose.0);
+        let inner = RegionInner::new(range.ptr, range.len, memory, owner, whose.0, guard);
         regions.insert(start, Arc::clone(&inner));
         Ok(Region { inner, registry: self.number, registered: Arc::clone(&self.registered) })
     }

@@ -2,7 +2,7 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use super::SharedMemory;
+use super::{Guard, SharedMemory};
 use crate::block::Segment;
 
 /// A caller's memory, to be registered with [`Cache::register`](crate::Cache::register) or
@@ -20,6 +20,7 @@ pub struct Memory {
     pub(crate) range: Segment,
     pub(crate) kind: MemoryKind,
     pub(crate) pinned: bool,
+    pub(crate) guard: Option<Guard>,
 }
 
 /// What the memory is, and how another process gets it.
@@ -88,7 +89,12 @@ impl Memory {
         self
     }
 
+    /// Memory that may be taken away, as its guard knows: nothing is stored from it any more then.
+    pub(crate) fn guarded(self, guard: Option<Guard>) -> Self {
+        Memory { guard, ..self }
+    }
+
     fn of(ptr: *mut u8, len: usize, kind: MemoryKind) -> Self {
-        Memory { range: Segment { ptr, len }, kind, pinned: false }
+        Memory { range: Segment { ptr, len }, kind, pinned: false, guard: None }
     }
 }

@@ -8,6 +8,7 @@ use std::{
     sync::Arc,
 };
 
+use super::Guard;
 use crate::block::IO_ALIGN;
 
 /// A range of memory owned by an operation.
@@ -22,6 +23,7 @@ pub struct Lent {
     skipped: usize,
     /// Index of the registered buffer that contains the range, if there is one.
     fixed: Option<u16>,
+    guard: Option<Guard>,
     owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -36,7 +38,7 @@ impl Lent {
     /// While `owner` lives the range must stay mapped. Until the `Lent` is dropped nothing else may write to it, and
     /// during a read from storage nothing else may read it either.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Lent { ptr, len, skipped: 0, fixed, owner }
+        Lent { ptr, len, skipped: 0, fixed, guard: None, owner }
     }
 
     /// Start of the range.
@@ -57,6 +59,11 @@ impl Lent {
     /// Index of the registered buffer around the range.
     pub fn fixed(&self) -> Option<u16> {
         self.fixed
+    }
+
+    /// Whether the memory was taken away, and zeros are in its place.
+    pub(crate) fn is_spoiled(&self) -> bool {
+        self.guard.as_ref().is_some_and(Guard::is_spoiled)
     }
 
     /// Skips the first `start` bytes: the rest of a short operation.
@@ -97,6 +104,7 @@ pub struct IoBuf<O> {
     ptr: NonNull<u8>,
     len: usize,
     fixed: Option<u16>,
+    guard: Option<Guard>,
     owner: Arc<O>,
 }
 
@@ -112,7 +120,12 @@ impl<O: Send + Sync + 'static> IoBuf<O> {
     /// While `owner` lives the range must stay mapped. Until the buffer and every [`Lent`] of it are dropped, nothing
     /// else may write to the range, and during a read from storage nothing else may read it either.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: O) -> Self {
-        IoBuf { ptr, len, fixed, owner: Arc::new(owner) }
+        IoBuf { ptr, len, fixed, guard: None, owner: Arc::new(owner) }
+    }
+
+    /// With the guard of memory that may be taken away.
+    pub(crate) fn guarded(self, guard: Option<Guard>) -> Self {
+        IoBuf { guard, ..self }
     }
 
     /// Length in bytes.
@@ -126,7 +139,8 @@ impl<O: Send + Sync + 'static> IoBuf<O> {
     /// Every earlier [`Lent`] of this buffer must have been dropped.
     pub(crate) unsafe fn lend(&self) -> Lent {
         // SAFETY: the contract of `new`; the caller has no other `Lent` of the range.
-        unsafe { Lent::new(self.ptr, self.len, self.fixed, Arc::clone(&self.owner) as _) }
+        let lent = unsafe { Lent::new(self.ptr, self.len, self.fixed, Arc::clone(&self.owner) as _) };
+        Lent { guard: self.guard.clone(), ..lent }
     }
 
     /// Returns the owner.

@@ -1,8 +1,10 @@
-//! Memory for I/O and copies: aligned and lent buffers, the host arena, callers' memory, huge pages, device memory.
+//! Memory for I/O and copies: aligned and lent buffers, the host arena, callers' memory and its guard, huge pages,
+//! device memory.
 
 mod arena;
 mod caller;
 mod device;
+mod guard;
 pub(crate) mod huge;
 mod lent;
 mod mapping;
@@ -13,6 +15,9 @@ pub use arena::Arena;
 pub use caller::Memory;
 pub(crate) use caller::MemoryKind;
 pub use device::{BUFFER_ALIGN, DeviceMemory};
+pub(crate) use guard::Guard;
+#[cfg(test)]
+pub(crate) use guard::tests::Memory as GuardedMemory;
 pub use lent::{AlignedBuf, IoBuf, Lent};
 pub(crate) use mapping::Mapping;
 pub(crate) use readable::Readable;

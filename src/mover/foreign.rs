@@ -265,6 +265,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn gather(&self, job: Job) -> Result<Committed> {
         let (key, parent, memory) = (job.key, job.parent, job.memory());
         let filling = self.shared.acquire(Tier::Host, Purpose::Call).await?;
+        job.check_is_there()?;
         let direction = match memory {
             RegionMemory::Host => Direction::HostToHost,
             RegionMemory::Device => self.demote_direction(),
@@ -288,6 +289,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let ((result, (_, filling)), sum) = tokio::join!(self.copied(batch.prompt()), sum);
         result?;
+        // What the copy found may be zeros.
+        job.check_is_there()?;
         let (checksum, filling) = match sum {
             Some(Ok(sum)) => (sum, filling),
             _ => self.checksum_of(filling).await,

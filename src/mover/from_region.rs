@@ -207,7 +207,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (share, filling): (Share, Filling),
         checksum: Option<u64>,
     ) -> Result<Option<BegunRegionWrite>> {
-        if let Err(error) = state.check_open() {
+        if let Err(error) = state.check_open().and_then(|()| job.check_is_there()) {
             filling.release(state);
             return Err(error);
         }

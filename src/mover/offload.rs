@@ -11,7 +11,7 @@ use crate::{
     checksum::Digest,
     device::CopyEngine,
     io::{Storage, read_into, uring::Transfer, write_from},
-    memory::{IoBuf, Readable},
+    memory::{Guard, IoBuf, Readable},
     urgency::Urgency,
     workers::Transferred,
 };
@@ -32,8 +32,9 @@ const PLAIN_WRITE_BYTES_MIN: u64 = 256 << 10;
 /// too.
 const SMALL_PART: u64 = 4;
 
-/// A range of host memory, and the number of the registered buffer around it.
-pub(super) type Place = (Segment, Option<u16>);
+/// A range of host memory, the number of the registered buffer around it, and the guard of memory that may be taken
+/// away.
+pub(super) type Place = (Segment, Option<u16>, Option<Guard>);
 
 fn start_of(segment: &Segment) -> NonNull<u8> {
     NonNull::new(segment.ptr).expect("no memory begins at 0")
@@ -50,7 +51,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// A host slot, which has the length of a disk slot.
     pub(super) fn place_of(&self, slot: u32) -> Place {
         let segment = Segment { ptr: self.shared.host_ptr(slot).as_ptr(), len: self.shared.config.slot_bytes() };
-        (segment, self.shared.fixed_buffer(slot))
+        (segment, self.shared.fixed_buffer(slot), None)
     }
 
     /// Reads a disk slot into host memory, or writes it from there, all places at once; the `guard` that keeps them
@@ -74,9 +75,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Kind::Write => OpKind::Write,
         };
         // Most blocks are one segment, which needs no task of its own.
-        if let [(segment, fixed)] = places {
+        if let [(segment, fixed, source)] = places {
             // SAFETY: the caller's promise.
-            let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) };
+            let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) }.guarded(source.clone());
             return match self.transfer_on_worker((kind, share.urgency()), file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
                 // Boxed: every movement would have room for it.
@@ -101,7 +102,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> (io::Result<Option<u64>>, G) {
         let guard = Arc::new(guard);
         let mut at = offset;
-        let operation = |(segment, fixed): &Place| {
+        let operation = |(segment, fixed, _): &Place| {
             // SAFETY: the caller's promise.
             let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, Arc::clone(&guard)) };
             let (this, from) = (Rc::clone(self), at);

@@ -11,7 +11,8 @@ use crate::{
     block::{BlockKey, FIXED_BYTES_MAX, IO_ALIGN, Segment},
     device::CopyRegion,
     disk::Origin,
-    memory::{Readable, SharedMemory},
+    error::{Error, Result},
+    memory::{Guard, Readable, SharedMemory},
     state::Lender,
 };
 
@@ -35,6 +36,8 @@ pub(crate) struct RegionInner {
     pub(crate) lasting: Option<CopyRegion>,
     /// Who keeps its bytes unchanged while they are stored.
     lender: Arc<Lender>,
+    /// Tells whether the memory was taken away, where that can happen.
+    guard: Option<Guard>,
     /// Keeps the memory mapped, if the caller has shared it.
     _owner: Option<Arc<SharedMemory>>,
     /// Holds, and [`ENDED`].
@@ -61,22 +64,23 @@ impl RegionInner {
         memory: RegionMemory,
         owner: Option<Arc<SharedMemory>>,
         lender: Arc<Lender>,
+        guard: Option<Guard>,
     ) -> Arc<Self> {
         let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
-        RegionInner::with((start as usize, len), memory, Some(lasting), owner, lender)
+        RegionInner::with((start as usize, len), memory, Some(lasting), (owner, guard), lender)
     }
 
     /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
     /// so neither storage nor copy engines take it for memory that they have registered.
     pub(crate) fn lent(lender: Arc<Lender>) -> Arc<Self> {
-        RegionInner::with((0, 0), RegionMemory::Host, None, None, lender)
+        RegionInner::with((0, 0), RegionMemory::Host, None, (None, None), lender)
     }
 
     fn with(
         (start, len): (usize, usize),
         memory: RegionMemory,
         lasting: Option<CopyRegion>,
-        owner: Option<Arc<SharedMemory>>,
+        (owner, guard): (Option<Arc<SharedMemory>>, Option<Guard>),
         lender: Arc<Lender>,
     ) -> Arc<Self> {
         Arc::new(RegionInner {
@@ -85,6 +89,7 @@ impl RegionInner {
             memory,
             lasting,
             lender,
+            guard,
             _owner: owner,
             users: AtomicUsize::new(0),
             unused: Notify::new(),
@@ -203,6 +208,15 @@ impl Job {
         self.regions.iter().all(|region| region.0.lender.is_trusted())
     }
 
+    /// Refuses memory that was taken away: there are zeros in its place, which nobody wants stored.
+    pub(super) fn check_is_there(&self) -> Result<()> {
+        let is_spoiled = |region: &RegionUse| region.0.guard.as_ref().is_some_and(Guard::is_spoiled);
+        match self.regions.iter().any(is_spoiled) {
+            true => Err(Error::argument("region", "memory that was taken away", "memory that stays there")),
+            false => Ok(()),
+        }
+    }
+
     /// Its regions, as copy engines know them.
     pub(crate) fn copy_regions(&self) -> Vec<CopyRegion> {
         self.regions.iter().filter_map(RegionUse::lasting).collect()
@@ -220,16 +234,20 @@ impl Job {
         self.memory() == RegionMemory::Host && self.segments.iter().all(|segment| aligned(segment) && long(segment))
     }
 
-    /// Its segments, and the storage's numbers for their memory.
-    pub(super) fn places(&self) -> Vec<(Segment, Option<u16>)> {
-        self.segments.iter().map(|segment| (*segment, self.fixed(segment))).collect()
+    /// Its segments, with the storage's numbers for their memory and the guards of it.
+    pub(super) fn places(&self) -> Vec<(Segment, Option<u16>, Option<Guard>)> {
+        let place = |segment: &Segment| {
+            let region = self.region_of(segment);
+            (*segment, region.and_then(|region| region.fixed(segment)), region.and_then(|region| region.guard.clone()))
+        };
+        self.segments.iter().map(place).collect()
     }
 
-    /// The storage's number for the memory of one of its segments.
-    fn fixed(&self, segment: &Segment) -> Option<u16> {
+    /// The region that one of its segments lies in; `None` for memory that is lent for the call.
+    fn region_of(&self, segment: &Segment) -> Option<&RegionInner> {
         let after = self.regions.partition_point(|region| region.0.start <= segment.ptr as usize);
-        let region = &self.regions[after.checked_sub(1)?].0;
-        region.contains(segment).then(|| region.fixed(segment)).flatten()
+        let region = &*self.regions[after.checked_sub(1)?].0;
+        region.contains(segment).then_some(region)
     }
 }
 

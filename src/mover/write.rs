@@ -66,9 +66,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(None) => Ok(()),
             Err(error) => Err(error),
         };
-        if let Err(error) = &result {
-            self.shared.metrics.writes_refused.add(1);
-            tracing::warn!(%error, "the disk tier did not take a block");
+        match &result {
+            // A client may take its memory away as often as it likes.
+            Err(error) if is_of_memory(error) => tracing::debug!(%error, "a block's memory could not be read"),
+            Err(error) => {
+                self.shared.metrics.writes_refused.add(1);
+                tracing::warn!(%error, "the disk tier did not take a block");
+            }
+            Ok(()) => {}
         }
         let outcome = result.clone().map(|()| None);
         self.answer_all(self.shared.end_write(self.lock(), key, id, source, &outcome));
@@ -79,7 +84,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn written(&self, write: DiskWrite, result: Result<()>) -> Result<Option<DiskWrite>> {
         let Err(error) = result else { return Ok(Some(write)) };
         self.lock().end_disk_write(write, Some(&error));
-        if let Error::Io { op: "write", .. } = &error {
+        if matches!(&error, Error::Io { op: "write", .. }) && !is_of_memory(&error) {
             self.shared.metrics.write_errors.add(1);
         }
         Err(error)
@@ -207,6 +212,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // A removed block of this key is still being written: the end of that write frees a slot.
         (!state.flights.contains(&key, Tier::Disk)).then_some((id, key))
     }
+}
+
+/// Whether a write failed because its memory is not there, which says nothing about the disk.
+fn is_of_memory(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.raw_os_error() == Some(libc::EFAULT))
 }
 
 /// Counts a write-back while it is in flight.

@@ -1,14 +1,10 @@
 //! Clients' memory: memfds, mapped by the service.
 //!
 //! An access to a mapping whose file has shrunk raises SIGBUS, which ends the process. So the service seals the files
-//! that it maps, and [guards](super::guard) files that take no seal. It maps plain memory only: in a file system of
+//! that it maps, and [guards](Guard) files that take no seal. It maps plain memory only: in a file system of
 //! huge pages a hole may be punched, and touched again when no huge page is left.
 
-use std::{
-    cell::{Cell, RefCell},
-    io,
-    os::fd::OwnedFd,
-};
+use std::{io, os::fd::OwnedFd};
 
 use rustix::{
     fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs},
@@ -16,8 +12,8 @@ use rustix::{
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
 
-use super::{guard::Guard, protocol::Failure};
-use crate::error::ServiceFault;
+use super::protocol::Failure;
+use crate::{error::ServiceFault, memory::Guard};
 
 /// Memory of another process, which may write to it at any time. Its content is not trusted.
 ///
@@ -26,9 +22,7 @@ pub struct Mapped {
     start: *mut u8,
     len: usize,
     /// The guard of a file that can shrink.
-    guard: RefCell<Option<Guard>>,
-    /// What the guard had seen when it ended.
-    spoiled: Cell<bool>,
+    guard: Option<Guard>,
 }
 
 impl Mapped {
@@ -43,20 +37,19 @@ impl Mapped {
         self.len
     }
 
-    /// Whether its file can shrink.
-    pub(super) fn is_guarded(&self) -> bool {
-        self.guard.borrow().is_some()
+    /// The guard of a file that can shrink.
+    pub(super) fn guard(&self) -> Option<&Guard> {
+        self.guard.as_ref()
     }
 
     /// Whether its file has shrunk while it was used. Still known when it is unmapped.
     pub(super) fn is_spoiled(&self) -> bool {
-        self.spoiled.get() || self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
+        self.guard().is_some_and(Guard::is_spoiled)
     }
 
     /// Ends the guard. Before the memory is unmapped: the addresses may soon be another's.
     pub(super) fn end_guard(&self) {
-        self.spoiled.set(self.is_spoiled());
-        drop(self.guard.borrow_mut().take());
+        self.guard().iter().for_each(|guard| guard.end());
     }
 }
 
@@ -94,7 +87,7 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let start = start.cast();
     let guard = if sealed { None } else { Some(Guard::new(start, bytes)) };
     match guard.transpose() {
-        Ok(guard) => Ok(Mapped { start, len: bytes, guard: RefCell::new(guard), spoiled: Cell::new(false) }),
+        Ok(guard) => Ok(Mapped { start, len: bytes, guard }),
         Err(error) => {
             // SAFETY: mapped above, and used nowhere.
             let _gone_with_the_process = unsafe { munmap(start.cast(), bytes) };
@@ -164,7 +157,8 @@ mod tests {
         // SAFETY: mapped, if not by the file any more.
         assert_eq!(unsafe { mapped.start().add(5000).read_volatile() }, 0);
         assert!(mapped.is_spoiled(), "whoever lent it is to be told");
-        drop(mapped.guard.take());
+        mapped.end_guard();
+        assert!(mapped.is_spoiled(), "also afterwards");
         // SAFETY: mapped above, and used nowhere.
         unsafe { libc::munmap(mapped.start().cast(), mapped.len()) };
     }

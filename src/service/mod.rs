@@ -11,7 +11,6 @@ mod budget;
 mod client;
 mod config;
 mod folders;
-mod guard;
 mod helpers;
 mod house;
 mod inbox;

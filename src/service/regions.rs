@@ -97,7 +97,7 @@ impl Regions {
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
-        let memory = unsafe { Memory::host(mapped.start(), mapped.len()) };
+        let memory = unsafe { Memory::host(mapped.start(), mapped.len()) }.guarded(mapped.guard().cloned());
         let lent = Rc::new(Lent { mapped, _charge: charge });
         match self.cache.add_region_of(memory, self.owner.clone()) {
             Ok(region) => {
@@ -131,9 +131,9 @@ impl Regions {
     /// [whether they did](Lent::is_spoiled), also of one that was released in between.
     pub(super) fn guarded(&self, places: impl Iterator<Item = Place>) -> BTreeMap<u32, Rc<Lent>> {
         let (held, mut guarded) = (self.held.borrow(), BTreeMap::new());
-        if held.values().any(|held| held.lent.mapped.is_guarded()) {
+        if held.values().any(|held| held.lent.mapped.guard().is_some()) {
             for place in places {
-                if let Some(held) = held.get(&place.region).filter(|held| held.lent.mapped.is_guarded()) {
+                if let Some(held) = held.get(&place.region).filter(|held| held.lent.mapped.guard().is_some()) {
                     guarded.entry(place.region).or_insert_with(|| Rc::clone(&held.lent));
                 }
             }

@@ -257,9 +257,13 @@ impl Pool {
         if let Some(work) = work {
             self.answer(work());
         } else if let Some((transfer, waiter)) = unsummed {
-            let sum = waiter::checksum_of(&transfer.buf, waiter.sum_bytes);
-            seat.start(transfer, waiter.with_sum(sum));
-            *unsubmitted = true;
+            match waiter::sum(transfer, waiter) {
+                Ok((transfer, waiter)) => {
+                    seat.start(transfer, waiter);
+                    *unsubmitted = true;
+                }
+                Err(refused) => self.answer(waiter::answer(refused)),
+            }
         } else if let Some(ended) = seat.take_completed() {
             self.answer(waiter::answer(ended));
         } else {

@@ -4,6 +4,7 @@ use std::{
         fd::{AsRawFd, OwnedFd},
         unix::fs::FileExt,
     },
+    ptr::NonNull,
     sync::{
         atomic::{AtomicBool, Ordering},
         mpsc,
@@ -18,7 +19,7 @@ use super::*;
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    memory::AlignedBuf,
+    memory::{AlignedBuf, GuardedMemory, IoBuf},
 };
 
 /// Runs a test inside a reactor.
@@ -321,5 +322,31 @@ fn workers_run_on_the_processors_near_the_drives_and_anywhere_if_none_of_them_is
         let nowhere = (0..libc::CPU_SETSIZE as usize).find(|processor| !all.contains(processor));
         assert_eq!(there(&[1 << 20, nowhere.expect("no machine has as many")]).await, all);
         assert_eq!(there(&[all[0], 1 << 20]).await, all[..1]);
+    });
+}
+
+#[test]
+fn a_block_of_memory_that_was_taken_away_is_not_written() {
+    on_reactor(async {
+        let workers = Workers::start(1, 1, &[], None, Arc::new(Count::unexported())).expect("threads");
+        for is_taken in [false, true] {
+            let (file, memory) = (Arc::new(tempfile::tempfile().expect("a file")), GuardedMemory::new());
+            // SAFETY: the memory stays mapped, and nobody writes to it.
+            let buf = unsafe { IoBuf::new(NonNull::new(memory.page(0)).expect("mapped"), 4096, None, ()) };
+            let buf = buf.guarded(Some(memory.guard.clone()));
+            // SAFETY: the only one.
+            let lent = unsafe { buf.lend() };
+            if is_taken {
+                // Seen by the checksum, not before.
+                memory.file.set_len(0).expect("it takes no seal");
+            }
+            let (kind, is_in_memory) = (OpKind::Write, false);
+            let transfer =
+                Transfer { kind, file: Arc::clone(&file), id: FileId(0), is_in_memory, offset: 0, buf: lent };
+            let ended = workers.transfer(Urgency::Awaited, transfer, 4096).await.expect("a worker");
+            let fault = ended.result.err().and_then(|error| error.raw_os_error());
+            assert_eq!(fault, is_taken.then_some(libc::EFAULT), "no fault of the disk");
+            assert_eq!(file.metadata().expect("open").len(), if is_taken { 0 } else { 4096 });
+        }
     });
 }

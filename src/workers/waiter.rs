@@ -4,7 +4,11 @@ use std::io;
 
 use tokio::sync::oneshot;
 
-use crate::{checksum::checksum, io::uring::Completed, memory::Lent};
+use crate::{
+    checksum::checksum,
+    io::uring::{Completed, Transfer},
+    memory::Lent,
+};
 
 /// Sends a result, on the reactor.
 pub(super) type Answer = Box<dyn FnOnce() + Send>;
@@ -38,8 +42,22 @@ impl Waiter {
     }
 
     /// Notes the checksum of a block that is about to be written.
-    pub(super) fn with_sum(self, sum: u64) -> Waiter {
+    fn with_sum(self, sum: u64) -> Waiter {
         Waiter { sum: Some(sum), ..self }
+    }
+}
+
+/// Checksums a block before its write. Memory that was taken away is not written: its write is refused, as the kernel
+/// refuses that of memory which is not mapped.
+pub(super) fn sum(transfer: Transfer, waiter: Waiter) -> Result<(Transfer, Waiter), Completed<Waiter>> {
+    let buf = &transfer.buf;
+    let sum = (!buf.is_spoiled()).then(|| checksum_of(buf, waiter.sum_bytes));
+    match sum.filter(|_| !buf.is_spoiled()) {
+        Some(sum) => Ok((transfer, waiter.with_sum(sum))),
+        None => {
+            let refused = Err(io::Error::from_raw_os_error(libc::EFAULT));
+            Err(Completed { buf: transfer.buf, result: refused, tag: waiter })
+        }
     }
 }
 

@@ -46,7 +46,7 @@ impl Street {
     }
 }
 
-fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
+pub fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
     // SAFETY: a name that ends with 0; the result is checked before it is used.
     let fd = unsafe { libc::memfd_create(c"hostile".as_ptr(), flags | libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "{}", io::Error::last_os_error());
@@ -56,7 +56,7 @@ fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
     file.into()
 }
 
-fn register(region: u32, offset: u64, len: u64) -> Request {
+pub fn register(region: u32, offset: u64, len: u64) -> Request {
     Request::Register { region, kind: RegionKind::Host, pin: true, offset, len }
 }
 

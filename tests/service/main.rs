@@ -25,5 +25,6 @@ mod node;
 mod pool;
 mod raw;
 mod shares;
+mod taken_away;
 mod twins;
 mod users;

@@ -75,7 +75,7 @@ impl Client {
     /// # Ok(()) });
     /// ```
     pub async fn register(&self, memory: impl Into<Memory>) -> Result<ClientRegion> {
-        let Memory { range, kind, pinned } = memory.into();
+        let Memory { range, kind, pinned, .. } = memory.into();
         let at = range.addresses("region")?;
         match kind {
             MemoryKind::Shared(memory) => {

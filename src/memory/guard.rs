@@ -1,4 +1,4 @@
-//! Clients' memory that cannot be sealed: a file that shrinks under its mapping hurts its client alone.
+//! Memory of another process that cannot be sealed: a file that shrinks under its mapping hurts its owner alone.
 //!
 //! An access to a mapping whose file has shrunk raises SIGBUS. The handler maps zeros in the place of the whole range
 //! and marks it as spoiled; the thread goes on. libwayland guards compositors against their clients' pools in the same
@@ -11,7 +11,7 @@ use std::{
     mem::zeroed,
     ptr,
     sync::{
-        Mutex, OnceLock,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering, fence},
     },
 };
@@ -77,30 +77,41 @@ impl Node {
     }
 }
 
-/// Guards a range of memory for as long as it lives.
-pub(super) struct Guard(&'static Node);
+/// Guards a range of memory until it [ends](Self::end), and knows what became of it for as long as anybody has it.
+#[derive(Clone)]
+pub(crate) struct Guard(Arc<Guarded>);
+
+/// A node that is in use.
+struct Guarded(&'static Node);
+
+debug_fields!(Guard, guard => is_spoiled: guard.is_spoiled());
 
 impl Guard {
     /// Guards `len` bytes at `start`: a whole mapping.
     ///
     /// # Errors
     /// Where the system takes no handler.
-    pub(super) fn new(start: *mut u8, len: usize) -> io::Result<Self> {
+    pub(crate) fn new(start: *mut u8, len: usize) -> io::Result<Self> {
         install()?;
         let free = FREE.lock().expect("nothing panics under it").pop();
         let node = free.unwrap_or_else(add_node);
         node.state.store(SOUND, Ordering::Relaxed);
         node.set(start.expose_provenance(), len);
-        Ok(Guard(node))
+        Ok(Guard(Arc::new(Guarded(node))))
     }
 
     /// Whether a page of the range was taken away while it was touched here. Before anybody reads a zero in its place.
-    pub(super) fn is_spoiled(&self) -> bool {
-        self.0.state.load(Ordering::Acquire) != SOUND
+    pub(crate) fn is_spoiled(&self) -> bool {
+        self.0.0.state.load(Ordering::Acquire) != SOUND
+    }
+
+    /// Guards nothing from now on. Before the memory is unmapped: the addresses may soon be another's.
+    pub(crate) fn end(&self) {
+        self.0.0.set(0, 0);
     }
 }
 
-impl Drop for Guard {
+impl Drop for Guarded {
     fn drop(&mut self) {
         self.0.set(0, 0);
         FREE.lock().expect("nothing panics under it").push(self.0);
@@ -216,7 +227,7 @@ unsafe fn as_before(signal: libc::c_int, info: *mut libc::siginfo_t, context: *m
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::{fs::File, os::fd::OwnedFd, sync::Barrier, thread};
 
     use rustix::{
@@ -229,15 +240,15 @@ mod tests {
     const PAGES: usize = 64;
 
     /// Guarded memory of a file that takes no seal.
-    struct Memory {
-        file: File,
+    pub(crate) struct Memory {
+        pub(crate) file: File,
         start: *mut u8,
-        guard: Guard,
+        pub(crate) guard: Guard,
         len: usize,
     }
 
     impl Memory {
-        fn new() -> Self {
+        pub(crate) fn new() -> Self {
             let fd: OwnedFd = memfd_create(c"test", MemfdFlags::CLOEXEC).expect("a memfd");
             let (file, len) = (File::from(fd), PAGES * rustix::param::page_size());
             file.set_len(len as u64).expect("a size");
@@ -248,14 +259,14 @@ mod tests {
             Memory { file, start: start.cast(), guard, len }
         }
 
-        fn page(&self, page: usize) -> *mut u8 {
+        pub(crate) fn page(&self, page: usize) -> *mut u8 {
             self.start.wrapping_add(page * rustix::param::page_size())
         }
     }
 
     impl Drop for Memory {
         fn drop(&mut self) {
-            self.guard.0.set(0, 0);
+            self.guard.end();
             // SAFETY: mapped by `new`, and used nowhere.
             unsafe { munmap(self.start.cast(), self.len) }.expect("unmapped");
         }
