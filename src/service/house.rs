@@ -6,7 +6,10 @@ use std::{
     rc::Rc,
 };
 
-use tokio::sync::Notify;
+use tokio::{
+    sync::{Notify, Semaphore},
+    task::yield_now,
+};
 
 use super::{
     blocks::Movers,
@@ -55,7 +58,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        self.house.connections.set(self.house.connections.get() - 1);
+        self.house.guests.borrow_mut().remove(&self.id);
     }
 }
 
@@ -70,10 +73,11 @@ pub(super) struct House {
     draining: Cell<bool>,
     /// Wakes the sessions when that begins.
     drain_began: Notify,
+    /// Those that are alive.
     guests: RefCell<BTreeMap<u64, std::rc::Weak<Guest>>>,
-    /// Guests that are alive.
-    connections: Cell<u32>,
     next_id: Cell<u64>,
+    /// Lets one connection come or go at a time.
+    turns: Semaphore,
 }
 
 impl House {
@@ -87,8 +91,8 @@ impl House {
             draining: Cell::new(false),
             drain_began: Notify::new(),
             guests: RefCell::default(),
-            connections: Cell::new(0),
             next_id: Cell::new(1),
+            turns: Semaphore::new(1),
         }
     }
 
@@ -122,16 +126,20 @@ impl House {
             account: self.budget.account(uid),
             house: Rc::clone(self),
         });
-        self.connections.set(self.connections.get() + 1);
-        let mut guests = self.guests.borrow_mut();
-        guests.retain(|_, guest| guest.strong_count() > 0);
-        guests.insert(id, Rc::downgrade(&guest));
+        self.guests.borrow_mut().insert(id, Rc::downgrade(&guest));
         guest
+    }
+
+    /// Waits for the turn of a connection that comes or goes. However many there are, the service's thread looks at its
+    /// other sockets in between: requests do not wait for a crowd.
+    pub(super) async fn turn(&self) {
+        let _others_wait = self.turns.acquire().await.expect("nobody closes it");
+        yield_now().await;
     }
 
     /// The number of connections.
     pub(super) fn connections(&self) -> u32 {
-        self.connections.get()
+        self.guests.borrow().len() as u32
     }
 
     /// The limits of one connection.

@@ -111,13 +111,19 @@ impl Inbox {
         &self.bytes[self.read..self.filled]
     }
 
-    /// Room after the bytes that have come: for the rest of the frame that they begin, but for no more than has come.
+    /// Room after the bytes that have come: for the rest of the frame that they begin, but for no more than has come,
+    /// nor for more than takes some microseconds to receive.
     pub(super) fn room(&mut self) -> &mut [u8] {
         let come = self.filled - self.read;
         let header = self.unread().first_chunk().and_then(|header| Header::decode(header).ok());
         let rest = header.map_or(0, |header| (HEADER_BYTES + header.body_bytes as usize).saturating_sub(come));
-        self.make_room(rest.min(come).max(RECEIVE_BYTES));
+        self.make_room(rest.min(come).clamp(RECEIVE_BYTES, OWN_BYTES_MAX));
         &mut self.bytes[self.filled..]
+    }
+
+    /// Whether there is no room after the bytes that have come.
+    pub(super) fn is_full(&self) -> bool {
+        self.filled == self.bytes.len() && self.filled > 0
     }
 
     /// Makes more room than [`room`](Self::room), for a frame that begins at its end.
@@ -127,8 +133,10 @@ impl Inbox {
 
     fn make_room(&mut self, room: usize) {
         if self.bytes.len() - self.filled < room {
-            self.bytes.copy_within(self.read..self.filled, 0);
-            (self.filled, self.read) = (self.filled - self.read, 0);
+            if self.read > 0 {
+                self.bytes.copy_within(self.read..self.filled, 0);
+                (self.filled, self.read) = (self.filled - self.read, 0);
+            }
             if self.bytes.len() - self.filled < room {
                 self.bytes.resize(self.filled + room, 0);
                 self.count(false);
@@ -201,7 +209,7 @@ mod tests {
         let mut left = 2 << 20;
         while left > 0 {
             let came = inbox.unread().len();
-            assert!(inbox.room().len() <= came.max(2 * RECEIVE_BYTES), "{came} bytes have come");
+            assert!(inbox.room().len() <= came.clamp(2 * RECEIVE_BYTES, OWN_BYTES_MAX), "{came} bytes have come");
             left -= come(&mut inbox, left);
             assert!(inbox.bytes.len() <= 2 * inbox.unread().len().max(2 * RECEIVE_BYTES));
         }

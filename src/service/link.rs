@@ -164,6 +164,11 @@ impl Receiver {
         Ok(Received::Bytes)
     }
 
+    /// Whether what was received left no room for more.
+    pub(super) fn is_full(&self) -> bool {
+        self.inbox.is_full()
+    }
+
     /// What came with the frame that was read.
     pub(super) fn take_lent(&mut self) -> Lent {
         self.lent.take().unwrap_or(Lent::Nothing)

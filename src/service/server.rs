@@ -18,7 +18,7 @@ use std::{
 use tokio::{
     net::UnixListener,
     sync::watch,
-    task::{JoinSet, LocalSet, yield_now},
+    task::{JoinSet, LocalSet},
     time::{Instant, sleep_until},
 };
 
@@ -258,9 +258,7 @@ async fn serve(
             accepted = accept() => match accepted {
                 Ok(caller) => {
                     let_in(house, caller, &mut sessions);
-                    // The thread looks at its other sockets before the next connection: a flood of connections must not
-                    // keep requests waiting.
-                    yield_now().await;
+                    house.turn().await;
                 }
                 Err(error) => {
                     static NOT_ACCEPTED: Seldom = Seldom::new();

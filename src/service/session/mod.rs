@@ -157,6 +157,7 @@ impl Session {
                     return Err(End::Cut(Failure::new(ServiceFault::Timeout, "no hello came in time")));
                 }
             }
+            self.house.turn().await;
             self.receive().await?;
         };
         let hello = Hello::decode(&hello).map_err(LinkError::from)?;
@@ -241,6 +242,10 @@ impl Session {
         let receiver = &mut self.link.receiver;
         if let Received::Lent(len) = receiver.receive()? {
             receiver.receive_lent(len).await?;
+        }
+        if receiver.is_full() {
+            // There may be more of a long frame; other sessions have their turn first.
+            tokio::task::yield_now().await;
         }
         Ok(())
     }
@@ -332,6 +337,7 @@ impl Session {
             self.link.sender.push(bytes, None);
             tell(&mut self.link).await;
         }
+        self.house.turn().await;
         // Blocks that were not begun are dropped here. Movements in flight hold their regions.
         self.tasks.shutdown().await;
         if let Some((space, movers)) = self.attached.take() {

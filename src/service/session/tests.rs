@@ -17,12 +17,15 @@ use tokio::{
 };
 
 use super::{House, serve};
-use crate::service::{
-    config::ServerConfig,
-    protocol::{HEADER_BYTES, Header, Hello, Request, Welcome},
-    spaces::Spaces,
-    system::Machine,
-    wire::{Came, Wire},
+use crate::{
+    block::BlockKey,
+    service::{
+        config::ServerConfig,
+        protocol::{HEADER_BYTES, Header, Hello, Request, Welcome},
+        spaces::Spaces,
+        system::Machine,
+        wire::{Came, Wire},
+    },
 };
 
 /// Virtual time: the clock moves when every task waits.
@@ -115,12 +118,28 @@ fn replies(bytes: &[u8]) -> usize {
     count
 }
 
+fn house() -> Rc<House> {
+    let mut config = ServerConfig::new("unused");
+    config.host_bytes = 16 << 20;
+    let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
+    Rc::new(House::new(config, spaces))
+}
+
+/// A client that says hello, and takes its replies.
+fn come(house: &Rc<House>) -> Arc<Ends> {
+    let ends = Arc::new(Ends::default());
+    ends.change(|stream| {
+        stream.takes = true;
+        stream.to_service.extend(Hello::ours().encode());
+    });
+    spawn_local(serve(Rc::clone(house), house.enter(1, 1), Arc::<Ends>::clone(&ends)));
+    ends
+}
+
 /// A client does not read until the service stops to listen, then reads all replies at once. `more`: requests that the
 /// service has received, and not answered, at that time.
 async fn read_all_at_once(more: usize) {
-    let config = ServerConfig::new("unused");
-    let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
-    let house = Rc::new(House::new(config, spaces));
+    let house = house();
     let guest = house.enter(1, 1);
     let ends = Arc::new(Ends::default());
     let session = spawn_local(serve(house, guest, Arc::<Ends>::clone(&ends)));
@@ -156,4 +175,55 @@ async fn a_client_that_reads_all_its_replies_at_once_is_served_on() {
     for more in [0, 100] {
         LocalSet::new().run_until(read_all_at_once(more)).await;
     }
+}
+
+/// A client asks after another has begun to send a long frame.
+async fn asks_behind_a_long_frame() {
+    const KEYS: usize = 32_768;
+    let house = house();
+    let [long, client] = [come(&house), come(&house)];
+    let (namespace, host_bytes) = ("tests".to_owned(), 1 << 20);
+    let attach = Request::Attach { namespace, block_bytes: 4096, capacity_bytes: 0, host_bytes, shared: false };
+    long.change(|stream| stream.to_service.extend(attach.encode(1)));
+    long.replies(1).await;
+    let keys = vec![BlockKey::new([1; 32]); KEYS];
+    long.change(|stream| stream.to_service.extend(Request::Touch { keys }.encode(2)));
+    client.change(|stream| stream.to_service.extend(Request::Sync.encode(1)));
+    client.replies(1).await;
+    let left = long.lock().to_service.len();
+    assert!(left > KEYS * 16, "{left} bytes of a long frame had not come when another request was answered");
+    long.replies(2).await;
+    assert_eq!(long.lock().to_service.len(), 0);
+    house.spaces.close().await.expect("in memory only");
+}
+
+#[tokio::test]
+async fn a_request_does_not_wait_for_a_long_frame() {
+    LocalSet::new().run_until(asks_behind_a_long_frame()).await;
+}
+
+/// A client asks after many others have hung up, all before the service's thread has its turn.
+async fn asks_behind_a_crowd() {
+    const CROWD: usize = 100;
+    let house = house();
+    let (crowd, client): (Vec<_>, _) = ((0..CROWD).map(|_| come(&house)).collect(), come(&house));
+    while client.lock().waker.is_none() {
+        yield_now().await;
+    }
+    assert_eq!(house.connections() as usize, CROWD + 1);
+    crowd.iter().for_each(|ends| ends.change(|stream| stream.hung_up = true));
+    client.change(|stream| stream.to_service.extend(Request::Sync.encode(1)));
+    timeout(HANG, client.replies(1)).await.expect("a reply");
+    let over = crowd.iter().filter(|ends| ends.lock().over).count();
+    assert!(over <= 5, "{over} of {CROWD} connections ended before the request was answered");
+    for _ in 0..2 * CROWD {
+        yield_now().await;
+    }
+    assert_eq!(house.connections(), 1, "one ends in each turn");
+    assert!(crowd.iter().all(|ends| ends.lock().over) && !client.lock().over);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_does_not_wait_for_a_crowd_that_hangs_up() {
+    LocalSet::new().run_until(asks_behind_a_crowd()).await;
 }
