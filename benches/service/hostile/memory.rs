@@ -17,9 +17,10 @@ use crate::{options::Outcome, pool::key};
 
 const TIB: u64 = 1 << 40;
 const PAGE: u64 = 4096;
-const PAGES_OF_A_BLOCK: u64 = BLOCK_BYTES as u64 / PAGE;
+/// Parts of a block, one for each page.
+pub const PARTS: u64 = BLOCK_BYTES as u64 / PAGE;
 /// Blocks of a request with as many places as it may have, one for each page.
-const BLOCKS_OF_PAGES: u64 = PLACES_MAX as u64 / PAGES_OF_A_BLOCK;
+const BLOCKS_OF_PAGES: u64 = PLACES_MAX as u64 / PARTS;
 /// Keys of blocks that no other client has.
 const FOREIGN: u64 = 1 << 40;
 
@@ -72,21 +73,26 @@ pub fn huge(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
     Ok(())
 }
 
-/// Memory that takes no seal and is cut off, and stores of every second page of it.
-pub fn taken_away(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
+/// Stores of every second part of memory that takes no seal, in a space of other clients, as many blocks as a request
+/// may name in such parts. `taken_away`: the memory is cut off before each of them.
+pub fn stores(socket: &Path, stop: &AtomicBool, parts: u64, taken_away: bool) -> Outcome<()> {
     let mut raw = Raw::attached(socket)?;
-    let page = |at: u64| Place { region: 1, len: PAGE as u32, offset: 2 * at * PAGE };
-    let block = |at: u64| (0..PAGES_OF_A_BLOCK).map(move |of| page(at * PAGES_OF_A_BLOCK + of));
-    let keys = (FOREIGN..FOREIGN + BLOCKS_OF_PAGES).map(key).collect();
-    let blocks = Blocks { keys, places: (0..BLOCKS_OF_PAGES).map(block).collect() };
-    let (store, len) = (Request::Store { parent: None, blocks }, 2 * PLACES_MAX as u64 * PAGE);
-    while !stop.load(Relaxed) {
-        let memory = memfd(false, len)?;
+    let (part_bytes, len) = (BLOCK_BYTES as u64 / parts, 2 * BLOCKS_OF_PAGES * BLOCK_BYTES as u64);
+    let place = |at: u64| Place { region: 1, len: part_bytes as u32, offset: 2 * at * part_bytes };
+    let block = |at: u64| (0..parts).map(move |of| place(at * parts + of));
+    let lasting = memfd(false, len)?;
+    for round in (0..).take_while(|_| !stop.load(Relaxed)) {
+        let memory = if taken_away { memfd(false, len)? } else { lasting.try_clone()? };
         registered(&raw.ask_with(&register(1, 0, len), memory.as_fd())?)?;
-        memory.set_len(0)?;
-        match raw.ask(&store)? {
-            Reply::Results(results) if results.iter().all(Result::is_err) => {}
-            other => return Err(format!("a store of no memory: {other:?}").into()),
+        if taken_away {
+            memory.set_len(0)?;
+        }
+        let first = FOREIGN + round * BLOCKS_OF_PAGES;
+        let keys = (first..first + BLOCKS_OF_PAGES).map(key).collect();
+        let blocks = Blocks { keys, places: (0..BLOCKS_OF_PAGES).map(block).collect() };
+        match raw.ask(&Request::Store { parent: None, blocks })? {
+            Reply::Results(results) if results.iter().all(|result| result.is_err() == taken_away) => {}
+            other => return Err(format!("a store, of memory that is gone: {taken_away}: {other:?}").into()),
         }
         // A region that is known as taken away has left its number.
         drop(raw.ask(&Request::Unregister { region: 1 })?);
@@ -108,7 +114,7 @@ pub fn many_places(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
         }
     }
     let place = |at: u64| Place { region: (at % REGIONS) as u32, len: PAGE as u32, offset: at / REGIONS * PAGE };
-    let block = |at: u64| (0..PAGES_OF_A_BLOCK).map(move |of| place(at * PAGES_OF_A_BLOCK + of));
+    let block = |at: u64| (0..PARTS).map(move |of| place(at * PARTS + of));
     let keys = (FOREIGN..FOREIGN + BLOCKS_OF_PAGES).map(key).collect();
     let load = Request::Load(Blocks { keys, places: (0..BLOCKS_OF_PAGES).map(block).collect() });
     while !stop.load(Relaxed) {
@@ -120,8 +126,8 @@ pub fn many_places(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
     Ok(())
 }
 
-/// Stores and loads in the measured client's space, while the client writes to the memory that it stores.
-pub fn changing(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
+/// Stores and loads in the measured client's space; where the memory `changes`, it is written to while it is stored.
+pub fn stores_and_loads(socket: &Path, stop: &AtomicBool, changes: bool) -> Outcome<()> {
     const BLOCKS: u64 = 8;
     /// Stores of a connection: past the first ones the service copies what it stores.
     const STORES: usize = 32;
@@ -141,7 +147,9 @@ pub fn changing(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
             raw.ask(&remove)?;
             let ended = AtomicBool::new(false);
             let stored = thread::scope(|scope| {
-                scope.spawn(|| change(&memory, &ended));
+                if changes {
+                    scope.spawn(|| change(&memory, &ended));
+                }
                 let stored = raw.ask(&store);
                 ended.store(true, Relaxed);
                 stored

@@ -1,5 +1,8 @@
 //! What a client feels of hostile ones beside it.
 //!
+//! Honest clients that do the work of hostile ones stand before these: a client that stores as much as it likes costs
+//! its neighbors as much.
+//!
 //! Two kinds are no client of a service in good health, and are measured by tests: kills of the service amid loads
 //! (`tests/service/killed.rs`), and HTTP connections that never read (`cli/tests/serve`).
 
@@ -37,9 +40,11 @@ const ROUNDS: usize = 3;
 /// One kind of hostility, until it is told to stop.
 type Hostility = fn(&Path, &AtomicBool) -> Outcome<()>;
 
-const KINDS: [(&str, Hostility); 19] = [
+const KINDS: [(&str, Hostility); 22] = [
     ("no client: a busy thread", |_, stop| busy(1, stop)),
     ("no client: two busy threads", |_, stop| busy(2, stop)),
+    ("honest: stores in a space of its own", |socket, stop| memory::stores(socket, stop, memory::PARTS, false)),
+    ("honest: stores and loads in one space", |socket, stop| memory::stores_and_loads(socket, stop, false)),
     ("truncated memory", memory::truncated),
     ("places outside of its memory", memory::wrong_offsets),
     ("ids in flight sent again", connections::replayed_ids),
@@ -49,13 +54,14 @@ const KINDS: [(&str, Hostility); 19] = [
     ("random bytes", connections::random_bytes),
     ("a version from the future", connections::future_version),
     ("tebibytes lent until it is refused", memory::huge),
-    ("memory taken away amid stores", memory::taken_away),
+    ("memory taken away amid stores", |socket, stop| memory::stores(socket, stop, memory::PARTS, true)),
+    ("the same, of blocks in one part", |socket, stop| memory::stores(socket, stop, 1, true)),
     ("sockets whose close lingers", connections::lingering),
     ("its own end of the connection", connections::own_end),
     ("attaches that are refused", memory::refused_attaches),
     ("65,536 places in 256 regions", memory::many_places),
     ("frames announced that never come", connections::announced),
-    ("memory that changes amid stores", memory::changing),
+    ("memory that changes amid stores", |socket, stop| memory::stores_and_loads(socket, stop, true)),
     ("descriptors that nobody wants", connections::unasked),
 ];
 
@@ -107,7 +113,7 @@ pub fn hostile(socket: &Path, share: u64, wanted_kind: &str) -> Outcome<()> {
         ratios.sort_by(f64::total_cmp);
         let [[beside, quiet], [worst, worst_quiet]] = [p99, worst].map(|times| times.map(|s| s * 1e3));
         let median = ratios[ROUNDS / 2];
-        println!("  {name:<36} {median:.2}   {ratios:.2?}   {beside:.2} {quiet:.2}   {worst:.1} {worst_quiet:.1}");
+        println!("  {name:<37} {median:.2}   {ratios:.2?}   {beside:.2} {quiet:.2}   {worst:.1} {worst_quiet:.1}");
     }
     Ok(())
 }
