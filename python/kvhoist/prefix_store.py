@@ -28,9 +28,10 @@ from .errors import Error, UnavailableError
 logger = logging.getLogger(__name__)
 
 #: Memory that blocks pass through between the store and the layers.
-STAGING_BYTES = 256 << 20
-#: Loads that are under way at once, each into its part of that memory: while one ends, drives work for the others.
-PARTS = 4
+STAGING_BYTES = 512 << 20
+#: Loads that are under way at once, each into its part of that memory: while one ends, drives work for the other. Each
+#: part costs launches of every layer's copies: many small ones cost more than they gain.
+PARTS = 2
 
 
 @dataclass(frozen=True)
