@@ -9,7 +9,8 @@ Needs a CUDA device, SGLang (0.5.17 where torch 2.11 is installed; newer ones wi
 
 For each back end an engine computes all prompts, answers them from HBM, flushes HBM and its host memory, and answers
 them from the third tier; a second engine, a new process over the same store, does the same. Pages are 64 tokens,
-prefetches are waited for (`wait_complete`), and generation is greedy: every row says whether its tokens are the recomputed ones.
+prefetches are waited for (`wait_complete`), and generation is greedy: every row says whether its tokens are the
+recomputed ones.
 """
 
 from __future__ import annotations
@@ -79,18 +80,15 @@ class Engine:
     def __init__(self, given: argparse.Namespace) -> None:
         import sglang
 
-        with tempfile.TemporaryDirectory() as folder:
-            config = {**MODEL, "num_hidden_layers": given.layers}
-            Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-            self.engine = sglang.Engine(
-                model_path=folder, load_format="dummy", skip_tokenizer_init=True, attention_backend=given.attention,
-                sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True, page_size=64,
-                mem_fraction_static=0.5, chunked_prefill_size=16_384, max_total_tokens=given.pool_tokens,
-                enable_hierarchical_cache=True, hicache_size=given.hicache_gb, hicache_mem_layout="page_first_direct",
-                hicache_io_backend="direct", hicache_write_policy="write_through", log_level="warning", random_seed=7,
-                hicache_storage_prefetch_policy="wait_complete",
-                **third_tier(given.backends, given.path, given.capacity),
-            )  # fmt: skip
+        self.engine = sglang.Engine(
+            model_path=given.model, load_format="dummy", skip_tokenizer_init=True, attention_backend=given.attention,
+            sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True, page_size=64,
+            mem_fraction_static=0.5, chunked_prefill_size=16_384, max_total_tokens=given.pool_tokens,
+            enable_hierarchical_cache=True, hicache_size=given.hicache_gb, hicache_mem_layout="page_first_direct",
+            hicache_io_backend="direct", hicache_write_policy="write_through", log_level="warning", random_seed=7,
+            hicache_storage_prefetch_policy="wait_complete",
+            **third_tier(given.backends, given.path, given.capacity),
+        )  # fmt: skip
         self.version = sglang.__version__
         # Kernels are compiled at their first call.
         warm = [5 + i % 1000 for i in range(2048)]
@@ -134,7 +132,7 @@ def phase(given: argparse.Namespace) -> None:
 def answers_of(given: argparse.Namespace, backend: str, which: str) -> list[dict[str, Any]]:
     """Runs a phase in a process of its own."""
     # The last one of an argument counts.
-    command = [sys.executable, __file__, *sys.argv[1:], "--backends", backend, "--phase", which]
+    command = [sys.executable, __file__, *sys.argv[1:], "--backends", backend, "--phase", which, "--model", given.model]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=given.timeout, check=False)
     found = [json.loads(line[7:]) for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
     if ended.returncode or not found:
@@ -160,9 +158,20 @@ def main() -> None:
     parser.add_argument("--label", default="", help="for the rows: the command, if its paths say nothing")
     parser.add_argument("--csv", help="a file for the rows")
     parser.add_argument("--phase", choices=["first", "second"], help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.phase:
         return phase(given)
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**MODEL, "num_hidden_layers": given.layers}
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        # One folder for all engines: a model's path is part of what its pages are known by.
+        given.model = folder
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
+    """All back ends."""
     command = given.label or " ".join(["python/bench/engine_ttft.py", *sys.argv[1:]])
     always = {"date": datetime.date.today().isoformat(), "commit": given.commit, "machine": given.machine}
     files = [sys.stdout] + ([open(given.csv, "w", encoding="utf-8")] if given.csv else [])
