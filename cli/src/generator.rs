@@ -1,8 +1,8 @@
 //! The built-in workload: chat, agents and scans together. The same seed gives the same trace.
 
 use crate::{
-    trace::Request,
-    workload::{AGENTS, CHAT, SCANS, mix},
+    trace::{Chain, Request},
+    workload::{AGENTS, Asked, CHAT, SCANS, mix},
 };
 
 const REQUESTS: usize = 1_000;
@@ -10,7 +10,8 @@ const REQUESTS: usize = 1_000;
 /// A trace of a quarter of an hour, about 50,000 block references: a third of the chat, and all of the agents.
 pub fn generate(seed: u64) -> Vec<Request> {
     let asked = mix(seed, &[(&CHAT, 0.3), (&AGENTS, 1.0), (&SCANS, 0.2)], REQUESTS);
-    asked.into_iter().map(|asked| Request { timestamp: asked.at_ms, hash_ids: asked.blocks }).collect()
+    let request = |asked: Asked| Request { timestamp: asked.at_ms, chain: Chain::Listed(asked.blocks) };
+    asked.into_iter().map(request).collect()
 }
 
 #[cfg(test)]
@@ -18,7 +19,7 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
-    use crate::workload::{Asked, Kind};
+    use crate::workload::Kind;
 
     #[test]
     fn the_seed_decides_and_ids_name_prefixes() {
@@ -29,12 +30,13 @@ mod tests {
         assert!(requests.is_sorted_by(|a, b| a.timestamp <= b.timestamp), "in the order of time");
         let mut parents = BTreeMap::new();
         for request in &requests {
-            for (i, id) in request.hash_ids.iter().enumerate() {
-                let parent = i.checked_sub(1).map(|i| request.hash_ids[i]);
-                assert_eq!(*parents.entry(*id).or_insert(parent), parent, "an id has one prefix");
+            let mut parent = None;
+            for id in request.chain.ids() {
+                assert_eq!(*parents.entry(id).or_insert(parent), parent, "an id has one prefix");
+                parent = Some(id);
             }
         }
-        let references: usize = requests.iter().map(|request| request.hash_ids.len()).sum();
+        let references: usize = requests.iter().map(|request| request.chain.ids().count()).sum();
         assert!((30_000..80_000).contains(&references), "{references} references");
     }
 

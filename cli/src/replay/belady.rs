@@ -7,7 +7,7 @@ use crate::trace::Request;
 /// Hits of a cache of `slots` blocks that gives up what is asked for again last, or does not take it in at all
 /// (Belady's MIN with bypass). It knows nothing of prefixes, and so is a bound for caches that do.
 pub fn hits(requests: &[Request], slots: usize) -> u64 {
-    let references: Vec<u64> = requests.iter().flat_map(|request| request.hash_ids.iter().copied()).collect();
+    let references: Vec<u64> = requests.iter().flat_map(|request| request.chain.ids()).collect();
     let next = next_uses(&references);
     // What is held, by the next use, and where that is.
     let mut by_next = BTreeSet::new();
@@ -40,9 +40,10 @@ fn next_uses(references: &[u64]) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::Chain;
 
     fn trace(ids: &[u64]) -> Vec<Request> {
-        ids.iter().map(|&id| Request { timestamp: 0.0, hash_ids: vec![id] }).collect()
+        ids.iter().map(|&id| Request { timestamp: 0.0, chain: Chain::Listed(vec![id]) }).collect()
     }
 
     #[test]

@@ -68,7 +68,7 @@ pub fn run(args: &Args, policies: &[Eviction]) -> Result<(), Failure> {
     policies.retain(|policy| *policy != Eviction::Lru);
     policies.insert(0, Eviction::Lru);
     let shares = if args.shares.is_empty() { SHARES.to_vec() } else { args.shares.clone() };
-    let traces = traces(args)?;
+    let traces = traces(args, args.block_bytes.unwrap_or(BLOCK_BYTES))?;
     let interrupted = interrupt::catch()?;
     let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
@@ -96,14 +96,14 @@ pub fn run(args: &Args, policies: &[Eviction]) -> Result<(), Failure> {
     if interrupted.load(Ordering::Relaxed) { Err(Failure::interrupted()) } else { Ok(()) }
 }
 
-/// What is to be replayed, by name.
-pub fn traces(args: &Args) -> Result<Vec<(String, Vec<Request>)>, Failure> {
+/// What is to be replayed, by name; objects of a trace are cut into blocks of `block_bytes`.
+pub fn traces(args: &Args, block_bytes: usize) -> Result<Vec<(String, Vec<Request>)>, Failure> {
     if args.trace.is_empty() {
         return Ok(vec![("built-in workload".into(), generator::generate(args.seed))]);
     }
     let named = |path: &std::path::PathBuf| {
         let name = Path::new(path).file_name().map_or_else(|| shown(path), |name| shown(Path::new(name)));
-        trace::read(path).map(|requests| (name, requests))
+        trace::read(path, block_bytes).map(|requests| (name, requests))
     };
     args.trace.iter().map(named).collect()
 }
@@ -116,8 +116,8 @@ async fn compare(
     requests: &[Request],
     interrupted: &Arc<AtomicBool>,
 ) -> Result<Compared, Failure> {
-    let references: u64 = requests.iter().map(|request| request.hash_ids.len() as u64).sum();
-    let distinct = requests.iter().flat_map(|request| &request.hash_ids).collect::<HashSet<_>>().len();
+    let references: u64 = requests.iter().map(|request| request.chain.ids().count() as u64).sum();
+    let distinct = requests.iter().flat_map(|request| request.chain.ids()).collect::<HashSet<_>>().len();
     let mut compared = Compared { name, references, distinct, rows: Vec::new(), failures: 0 };
     let of = shares.len() * policies.len();
     for (row, &share) in shares.iter().enumerate() {

@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     policies.retain(|policy| !matches!(policy, Policy::WriteThrough));
     policies.insert(0, Policy::WriteThrough);
     let shares = if args.shares.is_empty() { SHARES.to_vec() } else { args.shares.clone() };
-    let traces = compare::traces(args)?;
+    let traces = compare::traces(args, args.block_bytes.unwrap_or(compare::BLOCK_BYTES))?;
     let interrupted = interrupt::catch()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
     let runtime = runtime.map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))?;
@@ -87,7 +87,7 @@ async fn compare_one(
     requests: &[Request],
     interrupted: &Arc<AtomicBool>,
 ) -> Result<Compared, Failure> {
-    let distinct = requests.iter().flat_map(|request| &request.hash_ids).collect::<HashSet<_>>().len();
+    let distinct = requests.iter().flat_map(|request| request.chain.ids()).collect::<HashSet<_>>().len();
     let mut compared = Compared { name, distinct, rows: Vec::new(), failures: 0 };
     let slots = |share: f64| ((distinct as f64 * share / 100.0) as u32).max(1);
     let of = shares.len() * policies.len();

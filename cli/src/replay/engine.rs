@@ -1,6 +1,7 @@
 //! Drives the cache with the requests of a trace.
 
 use std::{
+    collections::HashMap,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -9,7 +10,10 @@ use std::{
 };
 
 use kvhoist::{BlockKey, Cache, Route};
-use tokio::{sync::Semaphore, task::JoinSet};
+use tokio::{
+    sync::{Mutex as AsyncMutex, OwnedMutexGuard, Semaphore},
+    task::JoinSet,
+};
 
 use super::{
     Args,
@@ -20,7 +24,7 @@ use crate::{
     payload::{fill, is_payload, key_of},
     progress::Progress,
     size::show_bytes,
-    trace::Request,
+    trace::{Chain, Request},
 };
 
 /// How often a request that waits for its time checks for an interrupt.
@@ -45,8 +49,10 @@ pub async fn replay(
     let mut running = JoinSet::new();
     let mut done = 0;
     let clock = Clock::new(args.speed, &requests);
+    let mut turns = Turns::default();
     for (number, request) in requests.into_iter().enumerate() {
         clock.wait_for(&request, interrupted).await;
+        let turn = turns.of(&request).await;
         let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
         while let Some(ended) = running.try_join_next() {
             done += 1;
@@ -59,7 +65,7 @@ pub async fn replay(
         let worker = Worker { cache: cache.clone(), tally: Arc::clone(&tally), number };
         running.spawn(async move {
             let result = worker.serve(request).await;
-            drop(place);
+            drop((place, turn));
             result
         });
     }
@@ -71,6 +77,18 @@ pub async fn replay(
     progress.finish();
     let tally = std::mem::take(&mut *tally.lock().expect("nothing panics under it"));
     Ok((done, tally))
+}
+
+/// Lets the requests for one object run one after another: its reads find what its write has stored.
+#[derive(Default)]
+struct Turns(HashMap<u64, Arc<AsyncMutex<()>>>);
+
+impl Turns {
+    /// Waits for the request before this one that is for the same object.
+    async fn of(&mut self, request: &Request) -> Option<OwnedMutexGuard<()>> {
+        let Chain::Object(blocks) = &request.chain else { return None };
+        Some(Arc::clone(self.0.entry(blocks.start).or_default()).lock_owned().await)
+    }
 }
 
 /// When the requests of a trace start.
@@ -121,7 +139,7 @@ struct Worker {
 impl Worker {
     /// Matches the prefix, fetches and verifies the hits, stores the misses.
     async fn serve(self, request: Request) -> Result<(), Failure> {
-        let keys: Arc<[BlockKey]> = request.hash_ids.iter().copied().map(key_of).collect();
+        let keys: Arc<[BlockKey]> = request.chain.ids().map(key_of).collect();
         let found = self.cache.match_len(&keys);
         let mut missing = Vec::new();
         for start in (0..found).step_by(WINDOW) {

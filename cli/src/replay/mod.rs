@@ -58,7 +58,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if !args.compare_writes.is_empty() {
         return compare_writes::run(args);
     }
-    let traces = compare::traces(args)?;
+    let traces = compare::traces(args, place::block_bytes(args)?)?;
     let interrupted = interrupt::catch()?;
     let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();

@@ -101,6 +101,11 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     Ok((config, place))
 }
 
+/// Bytes of a block, which nothing has checked yet.
+pub fn block_bytes(args: &Args) -> Result<usize, Failure> {
+    base(args).map(|(config, _)| config.block_bytes)
+}
+
 /// What the file of settings says, or the settings of a replay without one.
 fn base(args: &Args) -> Result<(Config, Vec<PathBuf>), Failure> {
     let Some(file) = &args.config else {

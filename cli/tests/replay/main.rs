@@ -3,6 +3,7 @@
 mod policies;
 #[path = "../../../tests/common/skip.rs"]
 mod skip;
+mod traces;
 
 use std::{
     collections::BTreeMap,

@@ -1,48 +1,78 @@
-//! Traces in the format of the Mooncake project: one JSON object a line, with the prefix chain of a
-//! request as `hash_ids`. Equal ids stand for equal prefixes up to there.
+//! Traces: what was asked of a cache, recorded by others. The first line of a file says in which of three forms it is.
+
+mod lines;
+mod mlperf;
+mod mooncake;
+mod weka;
 
 use std::{
     fs::File,
     io::{self, BufRead, BufReader, Read},
+    ops::Range,
     path::Path,
 };
 
-use serde::Deserialize;
+use lines::Lines;
 
 use crate::{failure::Failure, shown::shown};
 
-/// A longer line is refused.
-const LINE_BYTES_MAX: u64 = 16 << 20;
 /// A request of more blocks is refused.
 const BLOCKS_MAX: usize = 1 << 20;
 
 /// One request.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Request {
     /// When it came, milliseconds.
-    #[serde(default)]
     pub timestamp: f64,
-    /// The prefix chain, first block first.
-    pub hash_ids: Vec<u64>,
+    /// What it asks for.
+    pub chain: Chain,
+}
+
+/// A prefix chain, by numbers: equal ones stand for equal prefixes up to there.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Chain {
+    /// First block first.
+    Listed(Vec<u64>),
+    /// The blocks of an object.
+    Object(Range<u64>),
+}
+
+impl Chain {
+    /// A chain of blocks that a line of a trace lists.
+    fn listed(ids: Vec<u64>, lines: &Lines<impl BufRead>) -> Result<Self, String> {
+        if ids.len() > BLOCKS_MAX {
+            return Err(lines.wrong(&format!("found {} hash_ids, expected at most {BLOCKS_MAX}", ids.len())));
+        }
+        Ok(Chain::Listed(ids))
+    }
+
+    /// The numbers, first block first.
+    pub fn ids(&self) -> impl Iterator<Item = u64> + '_ {
+        let (listed, object) = match self {
+            Chain::Listed(ids) => (&ids[..], 0..0),
+            Chain::Object(ids) => (&[][..], ids.clone()),
+        };
+        listed.iter().copied().chain(object)
+    }
 }
 
 /// Reads a whole trace, from standard input where the path is `-`; errors name the line. What was compressed by gzip
-/// or zstd is known by its first bytes.
+/// or zstd is known by its first bytes. Objects are cut into blocks of `block_bytes`.
 ///
 /// # Errors
 /// [`Failure::USAGE`] for what is no trace file.
-pub fn read(path: &Path) -> Result<Vec<Request>, Failure> {
+pub fn read(path: &Path, block_bytes: usize) -> Result<Vec<Request>, Failure> {
     let shown = if path == Path::new("-") { "standard input".to_owned() } else { shown(path) };
     let wrong = |what: String| Failure::usage(format!("--trace {shown}: {what}"));
     let failed = |error: io::Error| wrong(format!("{error}; expected a trace file"));
     if path == Path::new("-") {
-        return parse(decompressed(io::stdin().lock()).map_err(failed)?).map_err(wrong);
+        return parse(decompressed(io::stdin().lock()).map_err(failed)?, block_bytes).map_err(wrong);
     }
     let file = File::open(path).map_err(failed)?;
     if file.metadata().map_err(failed)?.is_dir() {
         return Err(wrong("found a directory, expected a trace file".into()));
     }
-    parse(decompressed(BufReader::new(file)).map_err(failed)?).map_err(wrong)
+    parse(decompressed(BufReader::new(file)).map_err(failed)?, block_bytes).map_err(wrong)
 }
 
 /// The text, whether or not it was compressed.
@@ -62,42 +92,18 @@ fn decompressed<'a>(mut reader: impl BufRead + 'a) -> io::Result<Box<dyn BufRead
 ///
 /// # Errors
 /// What was found in which line, and what was expected.
-pub fn parse(mut reader: impl BufRead) -> Result<Vec<Request>, String> {
+pub fn parse(reader: impl BufRead, block_bytes: usize) -> Result<Vec<Request>, String> {
+    let mut lines = Lines::new(reader);
     let mut requests = Vec::new();
-    let mut line = Vec::new();
-    for number in 1.. {
-        line.clear();
-        let read = reader.by_ref().take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
-        match read {
-            Ok(0) => break,
-            Ok(_) if line.len() as u64 > LINE_BYTES_MAX => {
-                return Err(format!("line {number}: found more than {LINE_BYTES_MAX} bytes, expected a shorter line"));
-            }
-            Ok(_) => {}
-            Err(error) => return Err(format!("line {number}: {error}")),
-        }
-        if line.iter().all(u8::is_ascii_whitespace) {
-            continue;
-        }
-        let request: Request = serde_json::from_slice(&line).map_err(|error| {
-            let text = error.to_string();
-            // Its lines are those of this line alone.
-            let what = text.strip_suffix(&format!(" at line {} column {}", error.line(), error.column()));
-            // A line that ends too early has its error in column 0 of the next one.
-            let column = if error.is_eof() { line.trim_ascii_end().len() } else { error.column() };
-            format!(
-                "line {number}, column {column}: {}; a request is an object with `hash_ids`, a list of numbers",
-                what.unwrap_or(&text)
-            )
-        })?;
-        if request.hash_ids.len() > BLOCKS_MAX {
-            let blocks = request.hash_ids.len();
-            return Err(format!("line {number}: found {blocks} hash_ids, expected at most {BLOCKS_MAX}"));
-        }
-        requests.push(request);
+    if lines.advance()? {
+        requests = match lines.line.trim_ascii() {
+            mlperf::HEADER => mlperf::parse(&mut lines, block_bytes as u64),
+            first if first.windows(weka::FIELD.len()).any(|part| part == weka::FIELD) => weka::parse(&mut lines),
+            _ => mooncake::parse(&mut lines),
+        }?;
     }
     if requests.is_empty() {
-        return Err("found no request, expected one JSON object a line".into());
+        return Err("found no request, expected requests or sessions in JSON, or the CSV of kv-cache.py".into());
     }
     Ok(requests)
 }
@@ -114,13 +120,14 @@ mod tests {
         let cases =
             ["{", r#"{"hash_ids": [0, 1"#, r#"{"hash_ids": [-1]}"#, r#"{"hash_ids": 3}"#, "[]", r#"{"x": 1}"#, "\u{1}"];
         for bad in cases {
-            let error = parse(format!("{good}\n\n{bad}").as_bytes()).expect_err(bad);
+            let error = parse(format!("{good}\n\n{bad}").as_bytes(), 1).expect_err(bad);
             assert!(error.starts_with("line 3, column "), "{bad}: {error}");
             assert_eq!(error.matches("line").count(), 1, "one number of a line: {error}");
             assert!(!error.contains("column 0"), "columns begin at 1: {error}");
         }
-        assert_eq!(parse(good.as_bytes()).map(|requests| requests[0].hash_ids.clone()), Ok(vec![0, 1]));
-        assert!(parse("".as_bytes()).is_err());
+        let chain = Chain::Listed(vec![0, 1]);
+        assert_eq!(parse(good.as_bytes(), 1), Ok(vec![Request { timestamp: 0.0, chain }]));
+        assert!(parse("".as_bytes(), 1).is_err());
     }
 
     #[test]
@@ -135,11 +142,12 @@ mod tests {
             let dir = tempfile::tempdir().expect("a directory");
             let path = dir.path().join("trace");
             std::fs::write(&path, &bytes).expect("written");
-            let read = read(&path).expect("a trace");
-            assert_eq!((read.len(), read[0].timestamp, &read[299].hash_ids[..]), (requests, 5.0, &[1, 2][..]));
+            let read = read(&path, 1).expect("a trace");
+            assert_eq!((read.len(), read[0].timestamp), (requests, 5.0));
+            assert_eq!(read[299].chain, Chain::Listed(vec![1, 2]));
             if requests > 300 {
                 std::fs::write(&path, &bytes[..bytes.len() - 9]).expect("cut");
-                let cut = super::read(&path).expect_err("cut off").to_string();
+                let cut = super::read(&path, 1).expect_err("cut off").to_string();
                 assert!(cut.contains("line ") && cut.starts_with("--trace "), "{cut}");
             }
         }
@@ -147,7 +155,7 @@ mod tests {
 
     #[test]
     fn an_endless_line_is_refused() {
-        let error = parse(std::io::repeat(b'x').take(LINE_BYTES_MAX + 2).chain(&b""[..]).buffered()).expect_err("long");
+        let error = parse(std::io::repeat(b'x').take(lines::LINE_BYTES_MAX + 2).buffered(), 1).expect_err("long");
         assert!(error.contains("line 1"), "{error}");
     }
 
