@@ -10,9 +10,10 @@ use crate::{failure::Failure, size::parse_bytes};
 /// Flags of `kvhoist replay`.
 #[derive(clap::Args, Clone)]
 pub struct Args {
-    /// Trace: requests in Mooncake's format (JSON lines with hash_ids), sessions of agents (JSON lines with requests) or
-    /// MLPerf Storage's (the CSV of kv-cache.py --io-trace-log), as it is or compressed by gzip or zstd; -: standard
-    /// input. Without it a built-in workload runs. Several are replayed one after the other, each with an empty store.
+    /// Trace: requests in Mooncake's format (JSON lines with hash_ids), sessions of agents (JSON lines with requests)
+    /// or MLPerf Storage's (the CSV of kv-cache.py --io-trace-log), as it is or compressed by gzip or zstd; -:
+    /// standard input. Without it a built-in workload runs. Several are replayed one after the other, each with an
+    /// empty store.
     #[arg(long, value_name = "FILE")]
     pub trace: Vec<PathBuf>,
     /// Compare eviction policies by their hit ratios over the capacity, each in a cache in host memory alone, beside

@@ -11,7 +11,10 @@
 
 use std::{collections::HashMap, io::BufRead};
 
-use super::{BLOCKS_MAX, Chain, Lines, Request};
+use super::{
+    lines::Lines,
+    request::{BLOCKS_MAX, Chain, Request},
+};
 
 /// The first line.
 pub const HEADER: &[u8] = b"Timestamp,Operation,Object_Size_Bytes,Tier,Key,Phase";

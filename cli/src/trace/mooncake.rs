@@ -7,7 +7,10 @@ use std::io::BufRead;
 
 use serde::Deserialize;
 
-use super::{Chain, Lines, Request};
+use super::{
+    lines::Lines,
+    request::{Chain, Request},
+};
 
 #[derive(Deserialize)]
 struct Line {

@@ -13,7 +13,10 @@ use std::{collections::HashMap, io::BufRead};
 
 use serde::Deserialize;
 
-use super::{Chain, Lines, Request};
+use super::{
+    lines::Lines,
+    request::{Chain, Request},
+};
 
 /// What a session has and no other line.
 pub const FIELD: &[u8] = b"\"requests\"";
@@ -95,8 +98,9 @@ mod tests {
     fn times_of_subagents_count_from_their_entry_or_from_the_session() {
         for inner in ["0.5", "10.5"] {
             let text = format!(
-                r#"{{"requests": [{{"t": 2, "hash_ids": [1]}}, {{"t": 10, "type": "subagent", "requests":
-                    [{{"t": {inner}, "hash_ids": [4]}}, {{"t": 11.5, "hash_ids": [1, 5]}}]}}, {{"t": 12, "hash_ids": [1]}}]}}"#
+                r#"{{"requests": [{{"t": 2, "hash_ids": [1]}}, {{"t": 10, "type": "subagent", "requests": [
+                    {{"t": {inner}, "hash_ids": [4]}}, {{"t": 11.5, "hash_ids": [1, 5]}}]}},
+                    {{"t": 12, "hash_ids": [1]}}]}}"#
             );
             let found = read(&text.replace('\n', ""));
             let times: Vec<f64> = found.iter().map(|(at, _)| *at).collect();
