@@ -170,7 +170,8 @@ def test_a_part_of_the_staging_memory_is_used_again_when_it_was_put(store_dir, m
 
         monkeypatch.setattr(store._loads, "submit", submitted)
         assert store.load(keys, 384, put)
-        assert len(wanted) == 24 and all(torch.equal(wanted[n], found[n]) for n in wanted)
+        assert sum(len(piece) for piece in wanted.values()) == 24 and len(wanted) >= 4
+        assert wanted.keys() == found.keys() and all(torch.equal(wanted[n], found[n]) for n in wanted)
 
 
 def test_without_a_path_prompts_live_as_long_as_the_object():
