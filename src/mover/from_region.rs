@@ -1,6 +1,6 @@
 //! Writing a block from its caller's memory to disk, with no copy in the host tier.
 
-use std::rc::Rc;
+use std::{io, rc::Rc};
 
 use tokio::time::Instant;
 
@@ -108,7 +108,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let sum = match result {
             Ok(Some(sum)) => Ok(sum),
             // The reactor wrote it: no other block was in flight any more, or the worker died.
-            Ok(None) => Ok(Box::pin(self.checksum_of(job)).await.0),
+            Ok(None) => {
+                let (sum, job) = Box::pin(self.checksum_of(job)).await;
+                // Zeros may have been written: as a worker would have, it has found no memory.
+                let gone = || Error::io("write", self.path_of(file), io::Error::from_raw_os_error(libc::EFAULT));
+                job.check_is_there().map_err(|_| gone()).map(|()| sum)
+            }
             Err(source) => Err(Error::io("write", self.path_of(file), source)),
         };
         // False: it was removed meanwhile.
