@@ -11,15 +11,18 @@ use axum::{
     http::StatusCode,
     routing::get,
 };
-use kvhoist::{BlockKey, Cache, Error};
-use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use kvhoist::{BlockKey, Cache, Durations, Error};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 const BLOCK_BYTES: usize = 64 << 10;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Before the cache opens: it keeps the handles of its counters.
-    let prometheus = PrometheusBuilder::new().install_recorder()?;
+    // A histogram with the buckets of a service and of Python, for the board; the exporter's own would be quantiles.
+    let durations = Matcher::Full("kvhoist_movement_seconds".to_owned());
+    let prometheus = PrometheusBuilder::new().set_buckets_for_metric(durations, &Durations::BOUNDS_SECONDS)?;
+    let prometheus = prometheus.install_recorder()?;
     let directory = tempfile::tempdir()?;
     let cache =
         Cache::builder().block_bytes(BLOCK_BYTES).host_bytes(64 << 20).disk(directory.path(), 256 << 20).open().await?;

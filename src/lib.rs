@@ -66,6 +66,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use memory::Memory;
+pub use metrics::Durations;
 
 /// The CUDA devices of this machine. Only with the cargo feature `cuda`.
 #[cfg(feature = "cuda")]

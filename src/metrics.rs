@@ -1,20 +1,23 @@
 //! All metrics, with their names and descriptions.
 //!
-//! Each counter is kept twice: in a tally that [`Cache::stats`](crate::Cache::stats) reads, and in a handle of the
-//! `metrics` crate, acquired once at open. Install the recorder before opening a cache.
+//! Each counter and histogram is kept twice: in a tally that [`Cache::stats`](crate::Cache::stats) reads, and in a
+//! handle of the `metrics` crate, acquired once at open. Install the recorder before opening a cache.
 //!
 //! The recorder is the user's code: it is never called under the index lock, so it may call the cache. If it panics,
 //! only that figure is lost.
 
 mod count;
+mod durations;
 mod tally;
 
 pub(crate) use count::{Count, Export, Gauge};
+pub use durations::Durations;
+pub(crate) use durations::Histogram;
 pub(crate) use tally::{Held, Tally};
 
 use std::{path::Path, sync::Arc, time::Duration};
 
-use metrics::{Histogram, Unit};
+use metrics::Unit;
 
 use crate::{
     block::{Route, Tier},
@@ -47,7 +50,7 @@ impl TierMetrics {
 pub(crate) struct RouteMetrics {
     pub(crate) blocks: Count,
     pub(crate) bytes: Count,
-    pub(crate) seconds: Histogram,
+    pub(crate) durations: Histogram,
 }
 
 impl RouteMetrics {
@@ -55,7 +58,7 @@ impl RouteMetrics {
         RouteMetrics {
             blocks: of.labelled("kvhoist_moved_blocks_total", "route", route.name()),
             bytes: of.labelled("kvhoist_moved_bytes_total", "route", route.name()),
-            seconds: of.histogram("kvhoist_movement_seconds", route),
+            durations: of.histogram("kvhoist_movement_seconds", route),
         }
     }
 }
@@ -219,7 +222,7 @@ impl Metrics {
 
     /// Counts a moved block and its duration.
     pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
-        _ = caught(|| self.routes[route as usize].seconds.record(took.as_secs_f64()));
+        self.routes[route as usize].durations.record(took);
         self.moved_untimed(route, bytes);
     }
 
@@ -290,8 +293,7 @@ impl Of<'_> {
     }
 
     fn histogram(&self, name: &'static str, route: Route) -> Histogram {
-        let histogram = caught(|| metrics::histogram!(name, "cache" => self.cache(), "route" => route.name()));
-        histogram.unwrap_or(Histogram::noop())
+        Histogram::new(caught(|| metrics::histogram!(name, "cache" => self.cache(), "route" => route.name())))
     }
 
     /// Sets the gauge that shows the version and the storage engine.

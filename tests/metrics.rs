@@ -1,14 +1,16 @@
 //! What a recorder of the `metrics` crate gets from the caches of a process.
 
-use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, WritePolicy, block_on};
-use metrics_exporter_prometheus::PrometheusBuilder;
+use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Durations, Route, WritePolicy, block_on};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 
 const BLOCK_BYTES: usize = 4096;
 
 #[test]
 fn counters_and_gauges_are_those_of_each_cache() {
     // For the whole process: the counters of a cache are acquired on its own thread.
-    let prometheus = PrometheusBuilder::new().install_recorder().expect("the first of this process");
+    let durations = Matcher::Full("kvhoist_movement_seconds".to_owned());
+    let prometheus = PrometheusBuilder::new().set_buckets_for_metric(durations, &Durations::BOUNDS_SECONDS);
+    let prometheus = prometheus.expect("buckets").install_recorder().expect("the first of this process");
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let config = |name: &str| Config::default().block_bytes(BLOCK_BYTES).host_blocks(8).namespace(name);
     let on_disk = config("disk")
@@ -43,6 +45,19 @@ fn counters_and_gauges_are_those_of_each_cache() {
         assert!(page.lines().any(|found| found == line), "{line} in\n{page}");
     }
     assert!(!page.contains(r#"kvhoist_write_budget_bytes{cache="memory"}"#), "it has no budget");
+    // The recorder and the figures count the same movements in the same buckets.
+    block_on(disk.sync()).expect("written");
+    let (stats, page) = (disk.stats(), prometheus.render());
+    let written = stats.route_durations(Route::HostToDisk);
+    assert_eq!(written.count(), 2);
+    let mut below = 0;
+    for (end, count) in written.buckets() {
+        below += count;
+        let end = end.map_or("+Inf".to_owned(), |end| end.to_string());
+        let line =
+            format!(r#"kvhoist_movement_seconds_bucket{{cache="disk",route="host_to_disk",le="{end}"}} {below}"#);
+        assert!(page.lines().any(|found| found == line), "{line} in\n{page}");
+    }
     block_on(disk.close()).expect("closed");
     block_on(memory.close()).expect("closed");
 }

@@ -3,13 +3,19 @@
 use std::path::PathBuf;
 
 use kvhoist::{
-    Tier,
+    Durations, Route, Tier,
     service::{ClientStatus, ServiceStatus, SpaceStatus},
 };
 use serde_json::{Value, json};
 
 use crate::{
-    columns::columns, failure::Failure, http::Drive, output::emit, shown::plain, size::show_bytes, socket::Socket,
+    columns::columns,
+    failure::Failure,
+    http::Drive,
+    output::emit,
+    shown::plain,
+    size::{show_bytes, show_time},
+    socket::Socket,
     store::Table,
 };
 
@@ -88,6 +94,17 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     table.row("refused by policy", refused);
     table.row("straight", show_bytes(stats.straight_bytes));
     table.row("read", show_bytes(stats.read_bytes));
+    let routes: Vec<Vec<String>> = Route::ALL
+        .into_iter()
+        .filter_map(|route| {
+            let durations = stats.route_durations(route);
+            let count = durations.count();
+            (count > 0).then(|| [vec![route.name().to_owned(), count.to_string()], quantiles(durations)].concat())
+        })
+        .collect();
+    if !routes.is_empty() {
+        table.line(columns(&["route", "movements", "p50", "p99"], &routes));
+    }
     if stats.checksum_failures + stats.read_errors + stats.write_errors > 0 {
         table.row("checksum failures", stats.checksum_failures);
         table.row("read errors", stats.read_errors);
@@ -98,6 +115,11 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     if !stats.disk_trouble.is_empty() {
         table.row("disk trouble", plain(&stats.disk_trouble));
     }
+}
+
+/// The median and the 99th percentile of durations, for people.
+pub fn quantiles(durations: &Durations) -> Vec<String> {
+    [0.5, 0.99].map(|q| durations.quantile(q).map_or("-".into(), show_time)).into()
 }
 
 /// An object for programs.
@@ -129,8 +151,11 @@ fn space_object(space: &SpaceStatus) -> Value {
             });
             (name.to_owned(), figures)
         });
+        let routes = Route::ALL.into_iter().filter(|&route| stats.route_durations(route).count() > 0);
+        let routes = routes.map(|route| (route.name().to_owned(), json!({ "seconds": stats.route_durations(route) })));
         json!({
             "tiers": tiers.collect::<serde_json::Map<_, _>>(),
+            "routes": routes.collect::<serde_json::Map<_, _>>(),
             "misses": stats.misses,
             "stores": stats.stores,
             "stores_known": stats.stores_known,

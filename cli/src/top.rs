@@ -9,10 +9,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist::service::{ServiceStatus, SpaceStats};
+use kvhoist::{
+    Durations, Route,
+    service::{ServiceStatus, SpaceStatus},
+};
 use terminal_size::{Height, Width, terminal_size_of};
 
-use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, socket::Socket, status::table};
+use crate::{
+    columns::columns,
+    failure::Failure,
+    interrupt,
+    output::emit,
+    shown::plain,
+    size::show_bytes,
+    socket::Socket,
+    status::{quantiles, table},
+};
 
 /// Moves to the upper left corner. Lines are cleared one by one, because clearing the screen flickers.
 const HOME: &str = "\x1b[H";
@@ -110,12 +122,14 @@ fn on_screen(text: &str, size: Option<(Width, Height)>) -> String {
     format!("{HOME}{}{CLEAR_TO_END}{CLEAR_BELOW}", lines.join(CLEAR_LINE))
 }
 
-/// The rates of each open space since the refresh before, then the table of `kvhoist status`.
+/// The rates of each open space since the refresh before, and how long its movements took since then by route; then the
+/// table of `kvhoist status`.
 fn frame(before: Option<&(Instant, ServiceStatus)>, now: &(Instant, ServiceStatus)) -> String {
     let mut text = String::from("   hits/s  misses/s  stores/s  evictions/s  straight/s  hit ratio  space\n");
     let (since, old) = before.map_or((Duration::ZERO, BTreeMap::new()), |(then, status)| {
         (now.0.saturating_duration_since(*then), figures(status))
     });
+    let mut routes = Vec::new();
     for (folder, figure) in figures(&now.1) {
         let old = old.get(folder).filter(|_| !since.is_zero());
         let rate = |of: fn(&Figure) -> u64| {
@@ -131,8 +145,23 @@ fn frame(before: Option<&(Instant, ServiceStatus)>, now: &(Instant, ServiceStatu
             rate(|figure| figure.evictions),
             plain(figure.namespace),
         );
+        routes.extend(old.iter().flat_map(|old| moved(&figure, old, since)));
+    }
+    if !routes.is_empty() {
+        text += &("\n".to_owned() + &columns(&["moved/s", "p50", "p99", "route", "space"], &routes));
     }
     text + "\n" + &table(&now.1, &[])
+}
+
+/// A row for each route that moved something between two refreshes.
+fn moved(figure: &Figure<'_>, old: &Figure<'_>, since: Duration) -> Vec<Vec<String>> {
+    let row = |route: Route| {
+        let new = figure.durations[route as usize].since(&old.durations[route as usize]);
+        let rate = format!("{:.0}", new.count() as f64 / since.as_secs_f64());
+        let names = vec![route.name().to_owned(), plain(figure.namespace).into_owned()];
+        (new.count() > 0).then(|| [vec![rate], quantiles(&new), names].concat())
+    };
+    Route::ALL.into_iter().filter_map(row).collect()
 }
 
 /// Sums over the tiers of a space.
@@ -143,25 +172,36 @@ struct Figure<'a> {
     stores: u64,
     evictions: u64,
     straight: u64,
+    durations: &'a [Durations; Route::COUNT],
 }
 
 /// The open spaces by folder: no two have the same.
 fn figures(status: &ServiceStatus) -> BTreeMap<&str, Figure<'_>> {
-    let open = status.spaces.iter().filter_map(|space| Some((space, space.stats.as_ref()?)));
-    let figure = |namespace, stats: &SpaceStats| Figure {
-        namespace,
-        hits: stats.tiers.iter().map(|tier| tier.hits).sum(),
-        misses: stats.misses,
-        stores: stats.stores,
-        evictions: stats.tiers.iter().map(|tier| tier.evictions).sum(),
-        straight: stats.straight_bytes,
-    };
-    open.map(|(space, stats)| (space.folder.as_str(), figure(space.namespace.as_str(), stats))).collect()
+    status.spaces.iter().filter_map(|space| Some((space.folder.as_str(), Figure::of(space)?))).collect()
+}
+
+impl Figure<'_> {
+    /// `None` for a closed space.
+    fn of(space: &SpaceStatus) -> Option<Figure<'_>> {
+        let stats = space.stats.as_ref()?;
+        Some(Figure {
+            namespace: &space.namespace,
+            hits: stats.tiers.iter().map(|tier| tier.hits).sum(),
+            misses: stats.misses,
+            stores: stats.stores,
+            evictions: stats.tiers.iter().map(|tier| tier.evictions).sum(),
+            straight: stats.straight_bytes,
+            durations: &stats.durations,
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::service::{ClientStatus, SpaceStatus};
+    use kvhoist::{
+        BlockKey, Cache, Config, DirectIo, DiskPath, block_on,
+        service::{ClientStatus, SpaceStats},
+    };
 
     use super::*;
 
@@ -192,6 +232,33 @@ mod tests {
         stats.tiers[2].hits = hits;
         let space = SpaceStatus { folder: "space-1".into(), stats: Some(stats), ..SpaceStatus::default() };
         (now, ServiceStatus { spaces: vec![space, SpaceStatus::default()], ..ServiceStatus::default() })
+    }
+
+    #[test]
+    fn durations_are_those_of_the_movements_since_the_refresh_before() {
+        let place = tempfile::tempdir().expect("a directory");
+        let config =
+            Config::default().block_bytes(4096).host_blocks(4).disks(vec![DiskPath::with_blocks(place.path(), 8)]);
+        let cache = block_on(Cache::open(config.direct_io(DirectIo::Prefer))).expect("a cache");
+        let began = Instant::now();
+        let stored = |n: u8| {
+            block_on(cache.store(&BlockKey::new([n; 32]), None, &[n; 4096])).expect("stored");
+            let durations = Route::ALL.map(|route| *cache.stats().route_durations(route));
+            let stats = Some(SpaceStats { durations, ..SpaceStats::default() });
+            let space = SpaceStatus { namespace: "model".into(), stats, ..SpaceStatus::default() };
+            (began + Duration::from_secs(n.into()), ServiceStatus { spaces: vec![space], ..ServiceStatus::default() })
+        };
+        let (first, _, third) = (stored(0), stored(1), stored(2));
+        let rows = |text: String| {
+            let of_route = text.lines().filter(|line| line.contains("host_to_disk")).map(str::to_owned);
+            of_route.collect::<Vec<_>>()
+        };
+        let [rates, all] = rows(frame(Some(&first), &third)).try_into().expect("since then, and in all");
+        assert!(rates.trim_start().starts_with("1 ") && rates.ends_with("host_to_disk  model"), "{rates}");
+        assert!(all.starts_with("host_to_disk          3 "), "{all}");
+        assert_eq!(rows(frame(None, &first)).len(), 1, "nothing before it");
+        assert_eq!(rows(frame(Some(&third), &third)).len(), 1, "nothing new");
+        block_on(cache.close()).expect("closed");
     }
 
     #[test]

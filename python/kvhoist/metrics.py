@@ -43,13 +43,15 @@ class Sample(NamedTuple):
 
     labels: dict[str, str]
     value: float
+    #: What follows the metric's name: ``_bucket``, ``_sum`` and ``_count`` of a histogram.
+    suffix: str = ""
 
 
 class Metric(NamedTuple):
     """What is exported under one name."""
 
     name: str
-    #: ``counter`` or ``gauge``.
+    #: ``counter``, ``gauge`` or ``histogram``.
     kind: str
     help: str
     #: From ``Cache.stats()``.
@@ -62,6 +64,20 @@ def _by(group: str, label: str, field: str) -> Callable[[dict[str, Any]], Iterat
             yield Sample({label: name}, figures[field])
 
     return read
+
+
+def _durations(stats: dict[str, Any]) -> Iterator[Sample]:
+    for name, figures in stats["routes"].items():
+        seconds, below = figures["seconds"], 0
+        if not seconds["count"]:
+            continue
+        for end, count in seconds["buckets"]:
+            below += count
+            # As a service writes it: 0.000004, and not 4e-06.
+            bound = "+Inf" if end == float("inf") else f"{end:.6f}"
+            yield Sample({"route": name, "le": bound}, float(below), "_bucket")
+        yield Sample({"route": name}, seconds["sum"], "_sum")
+        yield Sample({"route": name}, float(below), "_count")
 
 
 def _one(field: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
@@ -114,6 +130,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_bytes_out_total", "counter", "Bytes moved out of a tier", _by("tiers", "tier", "bytes_out")),
     Metric("kvhoist_moved_blocks_total", "counter", "Blocks moved, by route", _by("routes", "route", "blocks")),
     Metric("kvhoist_moved_bytes_total", "counter", "Bytes moved, by route", _by("routes", "route", "bytes")),
+    Metric("kvhoist_movement_seconds", "histogram", "Duration of movements, by route", _durations),
     Metric("kvhoist_stores_total", "counter", "Blocks stored", _one("stores")),
     Metric("kvhoist_stores_known_total", "counter", "Stores of blocks that were resident", _one("stores_known")),
     Metric("kvhoist_writes_refused_total", "counter", "Writes that the disk did not take", _one("writes_refused")),
@@ -164,7 +181,7 @@ def samples(caches: list[Cache] | None = None) -> list[tuple[Metric, list[Sample
             continue
         own = {"cache": cache.namespace, "number": str(number)}
         for metric, all_ in found:
-            all_.extend(Sample({**own, **labels}, value) for labels, value in metric.read(stats))
+            all_.extend(each._replace(labels={**own, **each.labels}) for each in metric.read(stats))
     return found
 
 
@@ -173,9 +190,9 @@ def text(caches: list[Cache] | None = None) -> str:
     lines = []
     for metric, all_ in samples(caches):
         lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-        for labels, value in all_:
+        for labels, value, suffix in all_:
             pairs = ",".join(f'{name}="{_escaped(label)}"' for name, label in labels.items())
-            lines.append(f"{metric.name}{{{pairs}}} {value:.17g}")
+            lines.append(f"{metric.name}{suffix}{{{pairs}}} {value:.17g}")
     return "\n".join(lines) + "\n"
 
 
@@ -188,13 +205,13 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """The families of metrics, as the registry wants them."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+        makers = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
         for metric, all_ in samples():
-            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = make(metric.name, metric.help)
-            for labels, value in all_:
-                family.add_sample(metric.name, labels, value)
+            family = makers[metric.kind](metric.name, metric.help)
+            for labels, value, suffix in all_:
+                family.add_sample(metric.name + suffix, labels, value)
             yield family
 
     def describe(self) -> list[Any]:

@@ -332,6 +332,7 @@ impl PyCache {
     }
 
     /// Figures of the cache since it was opened, and its residency.
+    /// ``routes[route]['seconds']``: how long movements took, with ``p50``, ``p99`` and the counts of their buckets.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let cache = self.use_it(py)?;
         convert::stats(py, &py.detach(|| cache.stats()), cache.config())

@@ -358,6 +358,7 @@ impl PyClient {
     }
 
     /// The space's figures for all clients, since the service opened it.
+    /// ``routes[route]['seconds']``: how long movements took, with ``p50``, ``p99`` and the counts of their buckets.
     #[pyo3(signature = (briefly=false))]
     fn stats<'py>(&self, py: Python<'py>, briefly: bool) -> PyResult<Bound<'py, PyDict>> {
         let client = self.use_it(py)?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvhoist::{
-    Cache, Config, DiskPath, Error, Route, Stats, Tier, internals::machine::drive_wear, service::SpaceStats,
+    Cache, Config, DiskPath, Durations, Error, Route, Stats, Tier, internals::machine::drive_wear, service::SpaceStats,
 };
 use pyo3::{
     prelude::*,
@@ -131,6 +131,13 @@ pub fn client_stats<'py>(py: Python<'py>, stats: &SpaceStats) -> PyResult<Bound<
         tiers.set_item(tier.name(), one)?;
     }
     all.set_item("tiers", tiers)?;
+    let routes = PyDict::new(py);
+    for route in Route::ALL {
+        let one = PyDict::new(py);
+        one.set_item("seconds", seconds(py, stats.route_durations(route))?)?;
+        routes.set_item(route.name(), one)?;
+    }
+    all.set_item("routes", routes)?;
     let counts = [
         ("misses", stats.misses),
         ("stores", stats.stores),
@@ -182,9 +189,23 @@ fn routes<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
         let one = PyDict::new(py);
         one.set_item("blocks", stats.route_blocks(route))?;
         one.set_item("bytes", stats.route_bytes(route))?;
+        one.set_item("seconds", seconds(py, stats.route_durations(route))?)?;
         routes.set_item(route.name(), one)?;
     }
     Ok(routes)
+}
+
+/// How long movements took: numbers of seconds, and the buckets with the counts of those that ended in each.
+fn seconds<'py>(py: Python<'py>, durations: &Durations) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    let quantile = |q| durations.quantile(q).map(|time| time.as_secs_f64());
+    all.set_item("count", durations.count())?;
+    all.set_item("sum", durations.sum().as_secs_f64())?;
+    all.set_item("p50", quantile(0.5))?;
+    all.set_item("p99", quantile(0.99))?;
+    let buckets = durations.buckets().filter(|_| durations.count() > 0);
+    all.set_item("buckets", buckets.map(|(end, count)| (end.unwrap_or(f64::INFINITY), count)).collect::<Vec<_>>())?;
+    Ok(all)
 }
 
 /// A number of bytes, or an address.

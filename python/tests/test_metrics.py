@@ -18,6 +18,13 @@ import kvhoist.metrics
 BLOCK = 4096
 ROOT = Path(__file__).parents[2]
 NAMES = {metric.name for metric in kvhoist.metrics.METRICS}
+KINDS = {metric.name: metric.kind for metric in kvhoist.metrics.METRICS}
+
+
+def metric_of(sample: str) -> str:
+    """The name of a sample's metric: those of a histogram have longer ones."""
+    name = re.sub("_(bucket|sum|count)$", "", sample)
+    return name if KINDS.get(name) == "histogram" else sample
 
 
 @pytest.fixture
@@ -55,6 +62,23 @@ def test_figures_are_those_of_each_cache(caches):
     assert values("kvhoist_slots", second) == {}
 
 
+def test_durations_by_route_are_counted_in_the_buckets_of_a_service(caches):
+    first, second = caches
+    first.store([str(n) for n in range(6)], [bytes(BLOCK)] * 6)
+    seconds = first.stats()["routes"]["host_to_disk"]["seconds"]
+    assert seconds["count"] == 6 == sum(count for _, count in seconds["buckets"])
+    assert 0 < seconds["p50"] <= seconds["p99"] <= 2 * seconds["sum"]
+    ends = [end for end, _ in seconds["buckets"]]
+    assert ends == [4e-6 * 2**n for n in range(23)] + [float("inf")]
+    found = values("kvhoist_movement_seconds", first)
+    assert found["host_to_disk/+Inf"] == 6 and "host_to_disk/0.000004" in found and "host_to_disk/16.777216" in found
+    of_route = [found[f"host_to_disk/{end:.6f}"] for end in ends[:-1]]
+    assert of_route == sorted(of_route), "each bucket counts those before it"
+    assert not any(name.startswith("disk_to_") for name in found), "nothing was read"
+    nothing = {"count": 0, "sum": 0.0, "p50": None, "p99": None, "buckets": []}
+    assert second.stats()["routes"]["host_to_disk"]["seconds"] == nothing
+
+
 def test_the_wear_of_drives_and_the_budget_of_writes(store_dir, monkeypatch):
     sizes = dict(block_bytes=BLOCK, host_blocks=8, disk_blocks=8, direct_io="prefer")
     limit = dict(write_policy="by_value", drive_writes_per_day=0.5, drive_bytes=1 << 40)
@@ -88,7 +112,7 @@ def test_the_text_is_what_prometheus_reads(caches):
             (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)
             for family in families
             for sample in family.samples
-            if sample.name in NAMES and sample.labels["cache"] in ("memory", 'a "b"\\\n')
+            if metric_of(sample.name) in NAMES and sample.labels["cache"] in ("memory", 'a "b"\\\n')
         }
 
     registry = client.CollectorRegistry()
@@ -97,14 +121,15 @@ def test_the_text_is_what_prometheus_reads(caches):
     # On a drive that answers, without a limit.
     drives = {f"kvhoist_drive_{name}" for name in ("used", "years_left", "written_bytes_total")}
     optional = {"kvhoist_write_budget_bytes"} | drives
-    assert ours == theirs and NAMES - optional <= {name for name, _ in ours}
-    assert all(kind == ("counter" if name.endswith("_total") else "gauge") for (name, _), (kind, _) in ours.items())
+    assert ours == theirs and NAMES - optional <= {metric_of(name) for name, _ in ours}
+    assert all(kind == KINDS[metric_of(name)] for (name, _), (kind, _) in ours.items())
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in KINDS.items())
 
 
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
 def test_the_board_and_the_rules_use_names_that_are_exported(file):
     text = (ROOT / "docs" / "monitoring" / file).read_text()
-    used = set(re.findall(r"\bkvhoist_\w+", text))
+    used = {metric_of(name) for name in re.findall(r"\bkvhoist_\w+", text)}
     assert used <= NAMES and len(used) > 5, used - NAMES
 
 

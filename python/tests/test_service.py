@@ -62,6 +62,10 @@ def test_blocks_come_back_as_they_were(node):
         client.sync()
         stats = client.stats()
         assert (stats["stores"], stats["tiers"]["disk"]["resident"], stats["disk_trouble"]) == (20, 19, None)
+        # The blocks came from memory of no region: copied there, and from there straight to the drive.
+        seconds = stats["routes"]["region_to_disk"]["seconds"]
+        assert seconds["count"] == 20 == sum(count for _, count in seconds["buckets"])
+        assert 0 < seconds["p50"] <= seconds["p99"] and stats["routes"]["host_hit"]["seconds"]["p99"] is None
     # Another client of the space, and one of another.
     with connected(node) as client, connected(node, space="other", capacity="8MiB") as other:
         assert client.get(keys[7]) == blocks[7] and other.get(keys[7]) is None

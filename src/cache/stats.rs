@@ -8,7 +8,7 @@ use super::Cache;
 use crate::{
     block::{Route, Tier},
     device::GdrState,
-    metrics::COPY_ENGINES,
+    metrics::{COPY_ENGINES, Durations, RouteMetrics},
 };
 
 /// One tier's figures.
@@ -40,6 +40,14 @@ pub struct TierStats {
 struct RouteFigures {
     blocks: u64,
     bytes: u64,
+    seconds: Durations,
+}
+
+impl RouteFigures {
+    fn of(metrics: &RouteMetrics) -> Self {
+        let RouteMetrics { blocks, bytes, durations } = metrics;
+        RouteFigures { blocks: blocks.get(), bytes: bytes.get(), seconds: durations.get() }
+    }
 }
 
 /// One copy engine's figures.
@@ -154,6 +162,11 @@ impl Stats {
         self.routes[route as usize].bytes
     }
 
+    /// How long the movements of a route took. Hits, and copies by the caller ([`Route::CallerToHost`]), are not timed.
+    pub fn route_durations(&self, route: Route) -> &Durations {
+        &self.routes[route as usize].seconds
+    }
+
     /// Batches of copies between memories, by engine: `memcpy`, `cuda`, `gdr`.
     pub fn copied_batches(&self) -> BTreeMap<&'static str, u64> {
         COPY_ENGINES.into_iter().zip(self.copies.map(|figures| figures.batches)).collect()
@@ -212,10 +225,7 @@ impl Cache {
                 free: state.free_slots(tier) as u64,
                 kept: state.index.kept(tier) as u64,
             }),
-            routes: Route::ALL.map(|route| RouteFigures {
-                blocks: metrics.routes[route as usize].blocks.get(),
-                bytes: metrics.routes[route as usize].bytes.get(),
-            }),
+            routes: Route::ALL.map(|route| RouteFigures::of(&metrics.routes[route as usize])),
             misses: metrics.misses.get(),
             stores: metrics.stores.get(),
             stores_known: metrics.stores_known.get(),

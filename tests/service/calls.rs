@@ -3,11 +3,11 @@
 use std::{
     os::unix::fs::{FileTypeExt, PermissionsExt},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use kvhoist::{
-    BlockKey, Error, Segment, Tier, block_on,
+    BlockKey, Durations, Error, Route, Segment, Tier, block_on,
     service::{Client, ClientOptions, ServiceFault, SharedMemory},
 };
 
@@ -246,6 +246,9 @@ fn the_calls_are_those_of_the_cache() {
     assert_eq!(block_on(client.match_prefix(&keys(0..2))).expect("a service"), [Tier::Host; 2]);
     let stats = block_on(client.stats()).expect("a service");
     assert_eq!((stats.stores, stats.misses, stats.tier(Tier::Disk).resident), (8, 5, 7));
+    let durations = [Route::RegionToDisk, Route::DiskToHost, Route::HostHit].map(|route| stats.route_durations(route));
+    assert_eq!(durations.map(Durations::count), [8, 2, 0]);
+    assert!(durations[0].quantile(0.99) >= durations[0].quantile(0.5) && durations[0].sum() > Duration::ZERO);
     block_on(client.unregister(&guest.region)).expect("unregistered");
     block_on(client.unregister(&guest.region)).expect("once more");
     assert!(matches!(guest.load(0, 1), Err(Error::Argument { what: "segments", .. })), "in no region");

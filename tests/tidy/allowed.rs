@@ -15,7 +15,7 @@ pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
         ("internals", "cache device error service"),
-        ("service", "cache config machine memory block error fork shield size"),
+        ("service", "cache config machine memory metrics block error fork shield size"),
         (
             "cache",
             "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \

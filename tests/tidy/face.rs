@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// At most so many public names in each module; what only tests and tools need belongs to `internals`.
-pub const NAMES_MAX: [(&str, usize); 5] = [("", 36), ("gpu", 1), ("rdma", 1), ("store", 7), ("service", 18)];
+pub const NAMES_MAX: [(&str, usize); 5] = [("", 37), ("gpu", 1), ("rdma", 1), ("store", 7), ("service", 18)];
 
 /// The public names of each module, from the root's code and `read`, which gives the code of a module's file.
 pub fn names(root: &str, read: impl Fn(&str) -> String) -> BTreeMap<String, Vec<String>> {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::figures::Metric;
+use super::figures::{Kind, Metric};
 
 /// The type of what [`text`] returns.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -11,14 +11,19 @@ pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 pub fn text(metrics: &[Metric]) -> String {
     let mut page = String::new();
     for metric in metrics {
-        let (name, kind) = (metric.name, if metric.is_counter() { "counter" } else { "gauge" });
+        let name = metric.name;
+        let kind = match metric.kind() {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+            Kind::Histogram => "histogram",
+        };
         // Writing to a String cannot fail.
         let _ = writeln!(page, "# HELP {name} {}\n# TYPE {name} {kind}", metric.help);
         for sample in &metric.samples {
             let labels: Vec<String> =
                 sample.labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
             let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
-            let _ = writeln!(page, "{name}{labels} {}", sample.value);
+            let _ = writeln!(page, "{name}{}{labels} {}", sample.suffix, sample.value);
         }
     }
     page
@@ -32,7 +37,8 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use kvhoist::{
-        BlockKey, Cache, Config, Stats, WritePolicy, block_on, internals::service::OpenSpace, service::ServiceStatus,
+        BlockKey, Cache, Config, DirectIo, DiskPath, Stats, WritePolicy, block_on, internals::service::OpenSpace,
+        service::ServiceStatus,
     };
 
     use super::*;
@@ -40,7 +46,9 @@ mod tests {
 
     #[test]
     fn every_sample_has_its_labels_and_no_text_of_a_client_ends_them() {
-        let cache = block_on(Cache::open(Config::default().block_bytes(4096).host_blocks(4))).expect("a cache");
+        let place = tempfile::tempdir().expect("a directory");
+        let on_disk = Config::default().disks(vec![DiskPath::with_blocks(place.path(), 8)]).direct_io(DirectIo::Prefer);
+        let cache = block_on(Cache::open(on_disk.block_bytes(4096).host_blocks(4))).expect("a cache");
         block_on(cache.store(&BlockKey::new([1; 32]), None, &[1; 4096])).expect("stored");
         block_on(cache.fetch(&BlockKey::new([1; 32]))).expect("fetched").expect("there");
         let mut stats = cache.stats();
@@ -74,6 +82,9 @@ mod tests {
             format!("kvhoist_io_threads{{{own}}} 4"),
             format!("kvhoist_write_budget_bytes{{{own}}} {}", 1u64 << 39),
             r#"kvhoist_io_threads{cache="b",number="space-2"} 0"#.to_owned(),
+            format!("kvhoist_movement_seconds_bucket{{{own},route=\"host_to_disk\",le=\"+Inf\"}} 1"),
+            format!("kvhoist_movement_seconds_count{{{own},route=\"host_to_disk\"}} 1"),
+            "# TYPE kvhoist_movement_seconds histogram".to_owned(),
             "kvhoist_service_spaces 0".to_owned(),
             r#"kvhoist_drive_used{path="/a",drive="nvme0n1"} 0.25"#.to_owned(),
             r#"kvhoist_drive_years_left{path="/a",drive="nvme0n1"} 4.5"#.to_owned(),
@@ -86,6 +97,7 @@ mod tests {
         assert!(!text.contains("path=\"/b\""), "a drive that does not answer has no figure");
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let name = line.split(['{', ' ']).next().expect("a name");
+            let name = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
             assert!(text.contains(&format!("# TYPE {name} ")), "{name}");
         }
     }

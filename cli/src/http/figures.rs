@@ -17,15 +17,30 @@ pub struct Metric {
 
 /// One figure and its labels.
 pub struct Sample {
+    /// What follows the metric's name: `_bucket`, `_sum` and `_count` of a histogram.
+    pub suffix: &'static str,
     pub labels: Vec<(&'static str, String)>,
     pub value: f64,
 }
 
 impl Metric {
-    /// A counter only grows; everything else is a gauge.
-    pub fn is_counter(&self) -> bool {
-        self.name.ends_with("_total")
+    pub fn kind(&self) -> Kind {
+        match self.name {
+            name if name.ends_with("_total") => Kind::Counter,
+            name if name.ends_with("_seconds") => Kind::Histogram,
+            _ => Kind::Gauge,
+        }
     }
+}
+
+/// How a metric's samples are read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// It only grows.
+    Counter,
+    Gauge,
+    /// Counters of the samples up to each of some bounds, with their sum and their number.
+    Histogram,
 }
 
 /// Name, description, and the figure's place.
@@ -128,15 +143,16 @@ pub fn collect(status: &ServiceStatus, spaces: &[OpenSpace], drives: &[Drive]) -
     metrics.extend(
         OF_SPACES.map(|(name, help, of)| of_spaces(name, help, spaces, |space| vec![(Vec::new(), of(&space.stats))])),
     );
+    metrics.push(of_durations(spaces));
     metrics.extend(of_settings(spaces));
     metrics.extend(of_health(spaces));
     metrics
 }
 
 fn of_service(status: &ServiceStatus) -> Vec<Metric> {
-    let version = Sample { labels: vec![("version", status.version.clone())], value: 1.0 };
+    let version = Sample { suffix: "", labels: vec![("version", status.version.clone())], value: 1.0 };
     let info = Metric { name: "kvhoist_service_info", help: "Always 1: the service's version", samples: vec![version] };
-    let alone = |value: u64| vec![Sample { labels: Vec::new(), value: value as f64 }];
+    let alone = |value: u64| vec![Sample { suffix: "", labels: Vec::new(), value: value as f64 }];
     let figures = OF_SERVICE.map(|(name, help, of)| Metric { name, help, samples: alone(of(status)) });
     std::iter::once(info).chain(figures).collect()
 }
@@ -146,7 +162,7 @@ fn of_drives(drives: &[Drive]) -> [Metric; 3] {
     let samples = |of: fn(&Drive) -> Option<f64>| {
         let sample = |drive: &Drive| {
             let labels = vec![("path", drive.path.clone()), ("drive", drive.name.clone())];
-            Some(Sample { labels, value: of(drive)? })
+            Some(Sample { suffix: "", labels, value: of(drive)? })
         };
         drives.iter().filter_map(sample).collect()
     };
@@ -167,6 +183,31 @@ fn of_drives(drives: &[Drive]) -> [Metric; 3] {
             samples: samples(|drive| Some(drive.written? as f64)),
         },
     ]
+}
+
+/// Durations by route, of the routes that moved something: counts of those that took no longer than each bound.
+fn of_durations(spaces: &[OpenSpace]) -> Metric {
+    let mut samples = Vec::new();
+    for (space, route) in spaces.iter().flat_map(|space| Route::ALL.map(|route| (space, route))) {
+        let durations = space.stats.route_durations(route);
+        let count = durations.count() as f64;
+        if count == 0.0 {
+            continue;
+        }
+        let mut sample = |suffix, bound: Option<String>, value| {
+            let of_route = [("route", route.name().to_owned())].into_iter();
+            let labels = own(space).into_iter().chain(of_route).chain(bound.map(|bound| ("le", bound)));
+            samples.push(Sample { suffix, labels: labels.collect(), value });
+        };
+        let mut below = 0.0;
+        for (end, count) in durations.buckets() {
+            below += count as f64;
+            sample("_bucket", Some(end.map_or("+Inf".into(), |end| end.to_string())), below);
+        }
+        sample("_sum", None, durations.sum().as_secs_f64());
+        sample("_count", None, count);
+    }
+    Metric { name: "kvhoist_movement_seconds", help: "Duration of movements, by route", samples }
 }
 
 /// What the settings of a space's cache are.
@@ -225,7 +266,12 @@ fn of_health(spaces: &[OpenSpace]) -> [Metric; 3] {
 
 type Labelled = (Vec<(&'static str, String)>, u64);
 
-/// A metric of every open space, under the labels of a cache: its namespace, and a folder that no other space has.
+/// The labels of a cache: its namespace, and a folder that no other space has.
+fn own(space: &OpenSpace) -> [(&'static str, String); 2] {
+    [("cache", space.namespace.clone()), ("number", space.folder.clone())]
+}
+
+/// A metric of every open space.
 fn of_spaces(
     name: &'static str,
     help: &'static str,
@@ -233,8 +279,9 @@ fn of_spaces(
     of: impl Fn(&OpenSpace) -> Vec<Labelled>,
 ) -> Metric {
     let of_space = |space: &OpenSpace| {
-        let own = [("cache", space.namespace.clone()), ("number", space.folder.clone())];
+        let own = own(space);
         let sample = move |(labels, value): Labelled| Sample {
+            suffix: "",
             labels: own.iter().cloned().chain(labels).collect(),
             value: value as f64,
         };

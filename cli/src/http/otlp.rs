@@ -14,7 +14,10 @@ use opentelemetry_sdk::{
 };
 use tokio::runtime::Runtime;
 
-use super::{Source, figures::Metric};
+use super::{
+    Source,
+    figures::{Kind, Metric},
+};
 use crate::failure::Failure;
 
 /// All instruments of one export share what the service said within this time.
@@ -66,26 +69,33 @@ impl Drop for Exporter {
     }
 }
 
-/// An observable instrument for every metric, under the names and labels of /metrics.
+/// An observable instrument for every name of /metrics, with its labels. OpenTelemetry has no histogram that is
+/// observed: the counters of one are counters.
 fn instruments(provider: &SdkMeterProvider, source: Arc<Source>) {
     let meter = provider.meter("kvhoist");
     let last = Arc::new(Last { source, seen: Mutex::default() });
     for (at, metric) in last.metrics().iter().enumerate() {
-        let Metric { name, help, .. } = metric;
-        let last = Arc::clone(&last);
-        let observe = move |record: &dyn Fn(f64, &[KeyValue])| {
-            for sample in last.metrics().get(at).map(|metric| &metric.samples[..]).unwrap_or_default() {
-                let labels: Vec<KeyValue> =
-                    sample.labels.iter().map(|(name, value)| KeyValue::new(*name, value.clone())).collect();
-                record(sample.value, &labels);
+        let kind = metric.kind();
+        let suffixes: &[&str] = if kind == Kind::Histogram { &["_bucket", "_sum", "_count"] } else { &[""] };
+        for &suffix in suffixes {
+            let last = Arc::clone(&last);
+            let observe = move |record: &dyn Fn(f64, &[KeyValue])| {
+                let metrics = last.metrics();
+                let samples = metrics.get(at).map(|metric| &metric.samples[..]).unwrap_or_default();
+                for sample in samples.iter().filter(|sample| sample.suffix == suffix) {
+                    let labels: Vec<KeyValue> =
+                        sample.labels.iter().map(|(name, value)| KeyValue::new(*name, value.clone())).collect();
+                    record(sample.value, &labels);
+                }
+            };
+            let (name, help) = (format!("{}{suffix}", metric.name), metric.help);
+            if kind == Kind::Gauge {
+                let gauge = meter.f64_observable_gauge(name).with_description(help);
+                gauge.with_callback(move |to| observe(&|value, labels| to.observe(value, labels))).build();
+            } else {
+                let counter = meter.f64_observable_counter(name).with_description(help);
+                counter.with_callback(move |to| observe(&|value, labels| to.observe(value, labels))).build();
             }
-        };
-        if metric.is_counter() {
-            let counter = meter.f64_observable_counter(*name).with_description(*help);
-            counter.with_callback(move |to| observe(&|value, labels| to.observe(value, labels))).build();
-        } else {
-            let gauge = meter.f64_observable_gauge(*name).with_description(*help);
-            gauge.with_callback(move |to| observe(&|value, labels| to.observe(value, labels))).build();
         }
     }
 }

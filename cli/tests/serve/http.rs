@@ -26,12 +26,22 @@ fn metrics_health_and_a_page_are_served_over_http() {
     assert!(has("kvhoist_service_clients ", "", " 1"), "{metrics}");
     assert!(has("kvhoist_free_slots{", r#"tier="host""#, ""), "{metrics}");
     assert!(has("kvhoist_info{", r#"storage=""#, " 1"), "{metrics}");
+    // One store, in buckets whose counts grow up to the last one.
+    let of_route = r#"route="region_to_disk""#;
+    assert!(has("kvhoist_movement_seconds_count{", of_route, " 1"), "{metrics}");
+    let is_bucket = |line: &&str| line.starts_with("kvhoist_movement_seconds_bucket{") && line.contains(of_route);
+    let buckets: Vec<&str> = metrics.lines().filter(is_bucket).collect();
+    assert!(buckets[0].contains(r#"le="0.000004""#), "{metrics}");
+    assert!(buckets[23].ends_with(r#"le="+Inf"} 1"#), "{metrics}");
+    assert!(buckets.windows(2).all(|two| !(two[0].ends_with(" 1") && two[1].ends_with(" 0"))), "{metrics}");
     names_are_described(&metrics);
     promtool_reads(&metrics);
 
     assert_eq!(get(&address, "/healthz"), ("HTTP/1.0 200 OK".into(), "ok\n".into()));
     let (_, status) = get(&address, "/status.json");
     assert_eq!(serde_json::from_str::<Value>(&status).expect("JSON")["spaces"][0]["stats"]["stores"], 1);
+    let seconds = serde_json::from_str::<Value>(&status).expect("JSON")["spaces"][0]["stats"]["routes"].take();
+    assert_eq!(seconds["region_to_disk"]["seconds"]["count"], 1, "{seconds}");
     let (_, page) = get(&address, "/");
     assert!(page.contains("<title>kvhoist</title>"));
     assert!(!page.contains("src=") && !page.contains("href=") && !page.contains("@import"), "it needs nothing else");

@@ -64,7 +64,8 @@ fn decoded(body: &[u8]) -> Figures {
     let of_metric = |metric: &opentelemetry_proto::tonic::metrics::v1::Metric| {
         let points = match metric.data.as_ref().expect("data") {
             Data::Sum(sum) => {
-                assert!(sum.is_monotonic && metric.name.ends_with("_total"), "{}", metric.name);
+                let counts = ["_total", "_bucket", "_sum", "_count"];
+                assert!(sum.is_monotonic && counts.iter().any(|end| metric.name.ends_with(end)), "{}", metric.name);
                 &sum.data_points
             }
             Data::Gauge(gauge) => &gauge.data_points,

@@ -141,6 +141,12 @@ fn a_browser_shows_what_the_service_does_and_follows_it() {
     );
     assert_eq!(browser.text(&cell("stored by clients", 1)), "64.0 KiB");
     assert_eq!(browser.text(&cell("read from the drives", 1)), "64.0 KiB");
+    // How long its movements took, by route: a number, two times, and a bar for each bucket.
+    let [blocks, p99] = [1, 3].map(|column| browser.text(&cell("region_to_disk", column)));
+    assert!(blocks == "1" && [" us", " ms", " s"].iter().any(|unit| p99.ends_with(unit)), "{blocks} {p99}");
+    let heights = "[...document.querySelector('.bars').children].map((bar) => bar.style.height)";
+    assert_eq!(browser.text(&format!("{heights}.length")), "24");
+    assert_eq!(browser.text(&format!("{heights}.filter((height) => height === '100%').length")), "1");
     let store = serving.store.path().display().to_string();
     assert!(!browser.text(&cell(&store, 2)).is_empty(), "what is known of the wear of the drive");
     let (row, pid) = (cell(name, 1), std::process::id().to_string());

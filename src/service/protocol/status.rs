@@ -2,9 +2,12 @@
 
 use super::{
     table::{fields, get, put},
-    wire::{Item, Malformed, NAMESPACE_BYTES_MAX, Reader, Wire, Writer},
+    wire::{Item, Malformed, NAMESPACE_BYTES_MAX, Reader, Wire, Writer, malformed},
 };
-use crate::block::Tier;
+use crate::{
+    block::{Route, Tier},
+    metrics::Durations,
+};
 
 /// Paths, spaces and clients in one status, each.
 const ROWS_MAX: usize = 4096;
@@ -33,6 +36,8 @@ pub struct TierFigures {
 pub struct SpaceStats {
     /// Per tier, indexed by [`Tier`] as usize.
     pub tiers: [TierFigures; Tier::COUNT],
+    /// How long the movements of each route took, indexed by [`Route`] as usize.
+    pub durations: [Durations; Route::COUNT],
     /// Blocks loaded that no tier had.
     pub misses: u64,
     /// Blocks stored.
@@ -67,6 +72,11 @@ impl SpaceStats {
     /// A tier's figures.
     pub fn tier(&self, tier: Tier) -> &TierFigures {
         &self.tiers[tier as usize]
+    }
+
+    /// How long the movements of a route took.
+    pub fn route_durations(&self, route: Route) -> &Durations {
+        &self.durations[route as usize]
     }
 }
 
@@ -147,6 +157,7 @@ pub struct ServiceStatus {
 fields!(TierFigures { hits, resident, slots, evictions, refused, bytes_in });
 fields!(SpaceStats {
     tiers,
+    durations,
     misses,
     stores,
     stores_known,
@@ -182,6 +193,29 @@ fields!(ServiceStatus {
     spaces,
     clients
 });
+
+/// The sum, the set of buckets that hold something, and their counts: most routes have none.
+impl Wire for Durations {
+    fn put(&self, writer: &mut Writer) {
+        self.sum_ns.put(writer);
+        let filled = self.buckets.iter().enumerate().filter(|&(_, &count)| count > 0);
+        filled.clone().fold(0u32, |set, (at, _)| set | 1 << at).put(writer);
+        filled.for_each(|(_, count)| count.put(writer));
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        let mut durations = Durations { sum_ns: u64::get(reader, what)?, ..Durations::default() };
+        let set = u32::get(reader, what)?;
+        if set >> durations.buckets.len() > 0 {
+            let expected = format!("a set of {} buckets", durations.buckets.len());
+            return Err(malformed(what, format!("{set:#x}"), expected));
+        }
+        for (_, count) in durations.buckets.iter_mut().enumerate().filter(|(at, _)| set >> at & 1 == 1) {
+            *count = u64::get(reader, what)?;
+        }
+        Ok(durations)
+    }
+}
 
 /// Makes rows of a status.
 macro_rules! rows {

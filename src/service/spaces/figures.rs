@@ -23,6 +23,7 @@ pub(in crate::service) fn stats(cache: &Cache) -> SpaceStats {
                 bytes_in: figures.bytes_in,
             }
         }),
+        durations: Route::ALL.map(|route| *stats.route_durations(route)),
         misses: stats.misses,
         stores: stats.stores,
         stores_known: stats.stores_known,
