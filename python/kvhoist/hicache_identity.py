@@ -71,8 +71,9 @@ class Identity:
         return self.tp_size * self.pp_size * self.attn_cp_size
 
     def number(self) -> int:
-        """The number of this rank among all of the model, from 0."""
-        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+        """The number of this rank among all of the model, from 0. No two ranks have the same."""
+        group = (self.dp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
+        return group * self.tp_size + self.tp_rank
 
     def rank_name(self) -> str:
         """A folder's name for this rank."""

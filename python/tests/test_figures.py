@@ -100,6 +100,25 @@ def test_a_process_of_an_engine_serves_its_figures_at_the_port_of_its_rank(caplo
     assert f"http://127.0.0.1:{server.port}/metrics" in caplog.text
 
 
+def test_the_port_of_a_rank_is_the_setting_and_its_number(monkeypatch):
+    with kvhoist.metrics.serve(0) as stand_in:
+        for port, rank, wanted in ((9400, 0, 9400), (9400, 7, 9407), (0, 7, 0)):
+            asked = []
+            monkeypatch.setattr(figures, "_servers", {})
+            monkeypatch.setattr(kvhoist.metrics, "serve", lambda at, asked=asked: asked.append(at) or stand_in)
+            figures.serve(port, rank)
+            assert asked == [wanted], (port, rank)
+
+
+def test_a_store_serves_the_figures_of_its_rank(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    config = tier_settings({"path": str(store_dir), "capacity": "16MiB", "direct_io": "prefer", "metrics_port": 9400})
+    for rank in (0, 3):
+        open_store(config, Place("model", f"dp{rank}", {}, rank=rank), BLOCK).close()
+    assert served == [(9400, 0), (9400, 3)]
+
+
 def test_a_store_of_vllm_or_lmcache_serves_the_figures_of_its_process(store_dir, monkeypatch):
     monkeypatch.setattr(figures, "_servers", {})
     config = tier_settings({"path": str(store_dir), "capacity": "16MiB", "direct_io": "prefer", "metrics_port": 0})

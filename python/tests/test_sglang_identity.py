@@ -13,7 +13,20 @@ torch = pytest.importorskip("torch")
 
 from test_sglang import filled, keys_for  # noqa: E402
 
-from kvhoist import ConfigError, StoreError  # noqa: E402
+from kvhoist import ConfigError, StoreError, figures  # noqa: E402
+
+
+def test_each_rank_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    size, pool = dict(tp_size=2, pp_size=2, attn_cp_size=2), filled(sgl.MHA)
+    ranks = [dict(pp_rank=pp, attn_cp_rank=cp, tp_rank=tp) for pp in (0, 1) for cp in (0, 1) for tp in (0, 1)]
+    if sgl.version() >= (0, 5, 23):
+        ranks += [dict(dp_rank=1, **rank) for rank in ranks]
+    extra = sgl.extra_config(store_dir, metrics_port=9400)
+    for rank in ranks:
+        sgl.backend(sgl.MHA, pool, extra, **size, **rank).close()
+    assert set(served) == {(9400, number) for number in range(len(ranks))}
 
 
 @pytest.mark.parametrize(

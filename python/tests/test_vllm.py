@@ -17,7 +17,7 @@ if why:
 vtier.boot()
 
 import kvhoist.vllm  # noqa: E402
-from kvhoist import ConfigError, StoreError  # noqa: E402
+from kvhoist import ConfigError, StoreError, figures  # noqa: E402
 from vtier import Engine, files, key_of, keys_of, stored, tier_config  # noqa: E402
 
 CELL = 4096
@@ -257,6 +257,13 @@ def test_what_differs_in_anything_never_meets(store_dir, other):
         context = engine.request(keys)
         assert engine.resolve(context, keys) == "HHHH"
         engine.check(context, keys)
+
+
+def test_each_replica_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    with Engine([tier_config(store_dir, metrics_port=9400)]), Engine([tier_config(store_dir, metrics_port=9400)], replica=1):
+        assert served == [(9400, 0), (9400, 1)]
 
 
 def test_weights_of_one_name_are_told_apart_by_their_revision(store_dir):

@@ -13,7 +13,7 @@ if why:
 
 from vgpu import TOKENS, Gate, Gpu, Served, files, names_of, on_gpu, settings  # noqa: E402
 
-from kvhoist import device_chunks, device_settings, vllm_gpu  # noqa: E402
+from kvhoist import device_chunks, device_settings, figures, vllm_gpu  # noqa: E402
 from kvhoist.chunks import Place  # noqa: E402
 
 NEW = vtier.version() >= (0, 33)
@@ -215,6 +215,13 @@ def test_replicas_have_a_folder_each(store_dir):
         names = names_of("a", 4)
         first.serve(names)
         assert (first.serve(names), second.serve(names)) == (4, 0)
+
+
+def test_each_replica_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    with Served(settings(store_dir, metrics_port=9400)), Served(settings(store_dir, metrics_port=9400), replica=1):
+        assert served == [(9400, 0), (9400, 1)]
 
 
 def test_another_cut_of_the_kv_cache_is_another_store(store_dir):
