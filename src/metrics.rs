@@ -142,6 +142,7 @@ macro_rules! metrics {
 
 metrics! {
     misses: "kvhoist_misses_total", "Blocks fetched or loaded that were in no tier";
+    joined: "kvhoist_joined_total", "Misses that another caller's computation answered (get_or_fetch_with)";
     stores: "kvhoist_stores_total", "Blocks stored";
     stores_known: "kvhoist_stores_known_total", "Stores of blocks that were already resident";
     stores_failed: "kvhoist_stores_failed_total", "Stores that failed";

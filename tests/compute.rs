@@ -78,6 +78,28 @@ async fn a_hundred_callers_compute_a_block_once() {
 }
 
 #[test]
+fn callers_that_wait_for_a_computation_count_as_hits_of_the_ratio() {
+    let cache = memory(8);
+    assert_eq!(cache.stats().hit_ratio(), 0.0);
+    let (computed, (end, ended)) = (AtomicU32::new(0), oneshot::channel());
+    let mut first = call(&cache, || async {
+        ended.await.expect("sent");
+        Ok(payload(1, BLOCK_BYTES))
+    });
+    let mut others: Vec<_> = (0..3).map(|_| ready(&cache, &computed)).collect();
+    assert!(poll(&mut first).is_pending());
+    others.iter_mut().for_each(|call| assert!(poll(call).is_pending()));
+    end.send(()).expect("it computes");
+    assert_is_block(Poll::Ready(block_on(first)));
+    others.iter_mut().for_each(|call| assert_is_block(poll(call)));
+    let stats = cache.stats();
+    assert_eq!((computed.load(Ordering::Relaxed), stats.misses, stats.joined), (0, 4, 3));
+    assert_eq!(stats.hit_ratio(), 0.75);
+    block_on(cache.fetch(&key(1))).expect("fetched").expect("there");
+    assert_eq!(cache.stats().hit_ratio(), 0.8);
+}
+
+#[test]
 fn after_a_dropped_computation_the_first_waiter_that_is_polled_computes() {
     let (cache, computed) = (memory(10), AtomicU32::new(0));
     let mut first = call(&cache, pending);

@@ -142,6 +142,22 @@ fn wrong_flags(error: &clap::Error) -> u8 {
     }
 }
 
+/// The words of Rust's parsers of numbers, which clap passes on, as those of all other errors.
+fn in_words(part: &str) -> String {
+    let Some((flag, said)) = part.rsplit_once(": ") else { return part.to_owned() };
+    let range = said.split_once(" is not in ").and_then(|(_, range)| range.split_once("..="));
+    let expected = match (said, range) {
+        (_, Some((least, most))) => format!("expected {least} to {most}"),
+        ("invalid digit found in string" | "cannot parse integer from empty string", _) => {
+            "expected a whole number, 0 or more".into()
+        }
+        (said, _) if said.starts_with("number too large") => "expected a smaller number".into(),
+        (said, _) if said.starts_with("invalid float") => "expected a number".into(),
+        _ => return part.to_owned(),
+    };
+    format!("{flag}: {expected}")
+}
+
 /// An error of clap's as one line: a list on lines of its own follows its colon, a tip its sentence.
 fn one_line(text: &str) -> String {
     let mut line = String::new();
@@ -159,7 +175,7 @@ fn one_line(text: &str) -> String {
         line.push_str(between);
         match values {
             Some(values) => line.extend(["expected one of ", values]),
-            None => line.push_str(part),
+            None => line.push_str(&in_words(part)),
         }
     }
     line + "; for the flags, try '--help'"

@@ -15,7 +15,7 @@ Exit status:
   130  interrupted (Ctrl-C, SIGTERM, SIGHUP), after printing the results so far";
 
 /// What the command's flags are called for settings of the engine.
-const FLAGS: [(&str, &str); 16] = [
+const FLAGS: [(&str, &str); 25] = [
     ("block_bytes", "--block-bytes"),
     ("host_blocks", "--host-blocks"),
     ("device_blocks", "--device-blocks"),
@@ -32,6 +32,15 @@ const FLAGS: [(&str, &str); 16] = [
     ("host_bytes", "--host-bytes"),
     ("device_bytes", "--device-bytes"),
     ("disks.bytes", "--capacity"),
+    ("capacity", "--capacity"),
+    ("paths", "--path"),
+    ("socket", "--socket"),
+    ("socket_group", "--socket-group"),
+    ("region_bytes_max", "--region-bytes"),
+    ("region_bytes_total_max", "--region-bytes-total"),
+    ("regions_total_max", "--regions-total"),
+    ("linger_ms", "--linger"),
+    ("shares", "--share"),
 ];
 
 /// One line of text and an exit status.

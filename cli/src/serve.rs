@@ -96,7 +96,7 @@ pub struct Args {
     /// Minimum and maximum of the disk and host memory of a tenant's spaces, such as
     /// llama-8b:disk=200GiB..1TiB,host=8GiB..16GiB. A tenant's spaces are the one of this name and those whose names
     /// continue with "/", made by the service's user, or by the one that uid=UID names. Repeat it for other tenants.
-    #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX,uid=UID")]
+    #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX,uid=UID", value_parser = share)]
     shares: Vec<Share>,
     /// Give each space the host memory that its clients ask for, and no more: none moves between spaces.
     #[arg(long)]
@@ -120,15 +120,23 @@ pub struct Args {
     direct_io: Option<Direct>,
 }
 
+/// A share, whose refusal follows the name of the flag.
+fn share(text: &str) -> Result<Share, String> {
+    let wrong = |error: kvhoist::Error| error.to_string().replacen("share: ", "", 1);
+    text.parse().map_err(wrong)
+}
+
 impl Args {
     fn config(&self) -> Result<ServerConfig, Failure> {
         let file = self.config.as_deref().map(Settings::read).transpose()?;
-        let said = |flag: Option<usize>, in_file: fn(&Settings) -> Option<u64>| {
-            flag.map(|bytes| bytes as u64).or_else(|| in_file(file.as_ref()?)).unwrap_or(0)
+        let said = |name: &str, flag: Option<usize>, in_file: fn(&Settings) -> Option<u64>| {
+            let bytes = flag.map(|bytes| bytes as u64).or_else(|| in_file(file.as_ref()?));
+            let flag = name.replace('_', "-");
+            bytes.ok_or_else(|| Failure::usage(format!("--config: found no {name}, expected `{name}`, or --{flag}")))
         };
         let mut config = ServerConfig::new(self.socket.clone().unwrap_or_else(default_socket));
-        config.capacity_bytes = said(self.capacity, |file| file.capacity);
-        config.host_bytes = said(self.host_bytes, Settings::host_bytes);
+        config.capacity_bytes = said("capacity", self.capacity, |file| file.capacity)?;
+        config.host_bytes = said("host_bytes", self.host_bytes, Settings::host_bytes)?;
         config.paths = match &file {
             Some(file) if self.paths.is_empty() => file.paths(),
             _ => self.paths.clone(),

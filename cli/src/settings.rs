@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::ErrorKind,
     path::{Path, PathBuf},
 };
 
@@ -64,7 +65,10 @@ impl Settings {
     /// [`Failure::USAGE`], with the setting that is wrong.
     pub fn read(path: &Path) -> Result<Self, Failure> {
         let wrong = |what: String| Failure::usage(format!("--config {}: {what}", shown(path)));
-        let text = fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+        let text = fs::read_to_string(path).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => wrong("found no such file, expected one with settings in JSON".into()),
+            _ => wrong(error.to_string()),
+        })?;
         Self::parse(&text).map_err(wrong)
     }
 
@@ -250,7 +254,7 @@ fn engine(given: Map<String, Value>) -> Result<Config, String> {
         }
         let alone = Map::from_iter([(name.clone(), value.clone())]);
         let read: Result<Config, _> = serde_json::from_value(Value::Object(alone));
-        read.map_err(|error| format!("{name}: found {value}, expected {}", expected_by(&error)))?;
+        read.map_err(|error| format!("{name}: found {value}, expected {}", expected_by(name, &error)))?;
     }
     serde_json::from_value(Value::Object(given)).map_err(|error| error.to_string())
 }

@@ -353,6 +353,8 @@ fn wrong_flags_are_refused_in_one_sentence_that_names_them() {
         (&["serve", "--path", "x"][..], "not provided: --capacity <SIZE>, --host-bytes <SIZE>; for"),
         (&["replay", "--disk-blocks", "-1"], "invalid value '-1' for '--disk-blocks <N>'"),
         (&["replay", "--policy", "best"], "for '--policy <POLICY>'; expected one of lru, rb, rb_refuse; for"),
+        (&["replay", "--disk-blocks", "many"], "for '--disk-blocks <N>': expected a whole number, 0 or more; for"),
+        (&["top", "--count", "99999999999999999999"], "for '--count <N>': expected a smaller number; for"),
         (&["serve", "--capcity", "1G"], "found; a similar argument exists: '--capacity'; for the flags, try '--help'"),
     ] {
         let output = kvhoist(args);
@@ -372,6 +374,6 @@ fn a_log_filter_that_selects_nothing_is_refused() {
         assert!(said.contains("KVHOIST_LOG: found") && said.contains("expected off, error"), "{filter}: {said}");
     }
     for filter in ["off", "info", "warn,kvhoist::service=debug"] {
-        assert!(text(&run(filter).stderr).contains("open /nonexistent"), "{filter}");
+        assert!(text(&run(filter).stderr).contains("/nonexistent: found no store"), "{filter}");
     }
 }

@@ -163,7 +163,7 @@ fn a_killed_service_leaves_a_socket_that_the_next_one_replaces() {
     let mut serving = Serving::start();
     let (socket, store) = (serving.socket(), serving.store.path().display().to_string());
     let second =
-        kvhoist(&["serve", "--socket", &socket, "--path", &store, "--capacity", "1MiB", "--host-bytes", "1MiB"]);
+        kvhoist(&["serve", "--socket", &socket, "--path", &store, "--capacity", "2MiB", "--host-bytes", "1MiB"]);
     assert_eq!(second.status.code(), Some(2));
     assert!(text(&second.stderr).contains("another service's"), "{}", text(&second.stderr));
     serving.child.kill().expect("killed");
@@ -247,9 +247,9 @@ fn a_service_and_its_clients_meet_where_nobody_named_a_socket() {
 fn wrong_flags_are_said() {
     let place = tempfile::tempdir().expect("a directory");
     let path = place.path().display().to_string();
-    let none = kvhoist(&["serve", "--socket", &format!("{path}/s"), "--capacity", "1MiB", "--host-bytes", "1MiB"]);
+    let none = kvhoist(&["serve", "--socket", &format!("{path}/s"), "--capacity", "2MiB", "--host-bytes", "1MiB"]);
     assert_eq!(none.status.code(), Some(2), "no path");
-    let sizes = ["--path", &path, "--capacity", "1MiB", "--host-bytes", "1MiB"];
+    let sizes = ["--path", &path, "--capacity", "2MiB", "--host-bytes", "1MiB"];
     let slash =
         kvhoist(&[&["serve", "--socket", &format!("{path}/s"), "--share", "a/:disk=1MiB.."][..], &sizes].concat());
     assert_eq!(slash.status.code(), Some(2));
@@ -262,7 +262,7 @@ fn wrong_flags_are_said() {
         "--path",
         &path,
         "--capacity",
-        "1MiB",
+        "2MiB",
         "--host-bytes",
         "1MiB",
     ]);

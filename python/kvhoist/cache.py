@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Sequence
 
 from . import _logs, _native
 from ._settings import EngineSettings
-from .config import config_error, nearest, parse_bytes
+from .config import config_error, nearest, parse_block_bytes, parse_bytes
 from .errors import ArgumentError
 from .loops import AsyncFace, _LoopFace
 
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 SLOT_ALIGN = 4096
 
-DEFAULT_HOST_BYTES = "64MiB"
-
-#: The engine's bound.
-BLOCK_BYTES_MAX = 1 << 30
-
+DEFAULT_HOST_BYTES = 64 << 20
 
 #: Keywords of the engine, and those that `Cache` makes of its own.
 _SETTINGS = frozenset(EngineSettings.__annotations__)
@@ -37,14 +33,6 @@ _numbers = itertools.count()
 def slot_bytes(block_bytes: int) -> int:
     """Bytes that a block takes in a tier: padded for direct I/O."""
     return -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
-
-
-def slots(field: str, size: int | str, block_bytes: int) -> int:
-    """Whole slots in `size` bytes; ConfigError where there is none."""
-    count = parse_bytes(size, field) // slot_bytes(block_bytes)
-    if count < 1:
-        raise config_error(field, size, f"room for one slot of {slot_bytes(block_bytes)} bytes at least")
-    return count
 
 
 def store_bytes(slots: int, block_bytes: int) -> int:
@@ -76,16 +64,16 @@ def _paths(path: Any) -> list[str]:
     return paths
 
 
-def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> list[tuple[str, int]]:
-    """Slots of each path: they are striped over all."""
+def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> list[tuple[str, int | None, int]]:
+    """Bytes of each path, if they are given, and slots: they are striped over all."""
     if blocks is not None:
         if not isinstance(blocks, int) or isinstance(blocks, bool) or not len(paths) <= blocks < 1 << 31:
             raise config_error("disk_blocks", blocks, f"{len(paths)} to {(1 << 31) - 1}, one for each path at least")
-        return [(p, blocks // len(paths) + (at < blocks % len(paths))) for at, p in enumerate(paths)]
+        return [(p, None, blocks // len(paths) + (at < blocks % len(paths))) for at, p in enumerate(paths)]
     if capacity is None:
         raise config_error("capacity", capacity, "bytes on disk, such as '200GiB', or disk_blocks")
     count = slots_on_each(parse_bytes(capacity, "capacity"), len(paths), block_bytes)
-    return [(p, count) for p in paths]
+    return [(p, store_bytes(count, block_bytes), count) for p in paths]
 
 
 class Cache(AsyncFace, _native.Cache):
@@ -112,7 +100,7 @@ class Cache(AsyncFace, _native.Cache):
         cls,
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         *,
-        block_bytes: int,
+        block_bytes: int | str,
         host_bytes: int | str | None = None,
         capacity: int | str | None = None,
         host_blocks: int | None = None,
@@ -121,17 +109,19 @@ class Cache(AsyncFace, _native.Cache):
         **engine_settings: Unpack[EngineSettings],
     ) -> "Cache":
         settings: dict[str, Any] = dict(engine_settings)
-        if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or not 0 < block_bytes <= BLOCK_BYTES_MAX:
-            raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
+        block_bytes = parse_block_bytes(block_bytes)
         if unknown := sorted(set(settings) - _SETTINGS):
             raise ArgumentError(f"{unknown[0]}: found an unknown keyword, expected {nearest(unknown[0], _SETTINGS | _OWN)}")
         settings.update(block_bytes=block_bytes, namespace=namespace)
         for name, bytes_, blocks in (("host_bytes", host_bytes, host_blocks), ("capacity", capacity, disk_blocks)):
             if bytes_ is not None and blocks is not None:
                 raise config_error(name, bytes_, "either it or a number of blocks")
-        if host_blocks is None:
-            host_blocks = slots("host_bytes", DEFAULT_HOST_BYTES if host_bytes is None else host_bytes, block_bytes)
-        settings["host_blocks"] = host_blocks
+        if host_blocks is not None:
+            settings["host_blocks"] = host_blocks
+        elif host_bytes is not None:
+            settings["host_bytes"] = parse_bytes(host_bytes, "host_bytes")
+        else:
+            settings["host_bytes"] = max(DEFAULT_HOST_BYTES, slot_bytes(block_bytes))
         if path is None:
             for name, value in (("capacity", capacity), ("disk_blocks", disk_blocks)):
                 if value is not None:

@@ -9,8 +9,7 @@ import weakref
 from typing import Any, Sequence
 
 from . import _logs, _native
-from .cache import BLOCK_BYTES_MAX
-from .config import config_error, parse_bytes
+from .config import config_error, parse_block_bytes, parse_bytes
 from .errors import ArgumentError, ClosedError
 from .loops import AsyncFace, _LoopFace
 
@@ -38,7 +37,7 @@ def connect(
     socket: str | os.PathLike[str] | None = None,
     *,
     space: str,
-    block_bytes: int,
+    block_bytes: int | str,
     capacity: int | str | None = None,
     host_bytes: int | str | None = None,
     bounce_bytes: int | str = DEFAULT_BOUNCE_BYTES,
@@ -66,8 +65,9 @@ def connect(
 
     Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
     """
-    if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or not 0 < block_bytes <= BLOCK_BYTES_MAX:
-        raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
+    if not isinstance(space, str) or not 0 < len(space.encode(errors="surrogatepass")) <= 255:
+        raise config_error("space", space, "a name of 1 to 255 bytes")
+    block_bytes = parse_block_bytes(block_bytes)
     if not isinstance(deadline_ms, int) or isinstance(deadline_ms, bool) or not 0 < deadline_ms <= 86_400_000:
         raise config_error("deadline_ms", deadline_ms, "1 to 86400000")
     if give_up_ms is not None and (type(give_up_ms) is not int or not 0 < give_up_ms <= 86_400_000):

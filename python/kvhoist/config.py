@@ -23,6 +23,9 @@ SGLANG_KEYS = frozenset(
     "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys tp_lcm_size".split()
 )
 
+#: The engine's bound.
+BLOCK_BYTES_MAX = 1 << 30
+
 #: What a setting is when nobody sets it.
 DEFAULT_HOST_BYTES = "1GiB"
 
@@ -85,6 +88,17 @@ def warn_of_keywords(what: str, names: Iterable[str]) -> None:
     _warned.update(new)
     if new:
         logger.warning("kvhoist: %s makes no use of %s, which the engine passes", what, ", ".join(n for _, n in new))
+
+
+def parse_block_bytes(size: int | str) -> int:
+    """Bytes of a block, of a number or of text as in `parse_bytes`. ConfigError for what no block has."""
+    try:
+        count = parse_bytes(size, "block_bytes")
+    except ConfigError:
+        count = 0
+    if not 0 < count <= BLOCK_BYTES_MAX:
+        raise config_error("block_bytes", size, f"1 to {BLOCK_BYTES_MAX} bytes, such as 65536 or '64KiB'")
+    return count
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:

@@ -26,12 +26,11 @@ fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
 }
 
 /// The Python name of a setting.
-const SETTINGS: [(&str, &str); 7] = [
-    ("disks.blocks", "capacity"),
+const SETTINGS: [(&str, &str); 6] = [
+    ("disks.blocks", "disk_blocks"),
     ("disks.bytes", "capacity"),
     ("disks.path", "path"),
     ("disks", "path"),
-    ("host_blocks", "host_bytes"),
     // Of a service, in which a space has the part that its client asks for.
     ("capacity_bytes", "capacity"),
     ("paths", "path"),

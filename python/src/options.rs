@@ -20,7 +20,7 @@ pub fn setting_names() -> Vec<&'static str> {
     SETTING_NAMES.to_vec()
 }
 
-/// Settings whose names and values are the engine's, and `disks`, a list of paths with slots.
+/// Settings whose names and values are the engine's, and `disks`, a list of paths with bytes, or with slots.
 pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> {
     let mut given = Map::new();
     let mut paths = Vec::new();
@@ -48,17 +48,17 @@ fn setting(py: Python<'_>, name: &'static str, value: &Bound<'_, PyAny>) -> PyRe
     let text: String = text.map_err(|_| wrong("a number, a bool, text, or a list of these".into()))?.extract()?;
     let value: Value = serde_json::from_str(&text).map_err(|error| wrong(format!("a finite number ({error})")))?;
     let alone = Map::from_iter([(name.to_owned(), value.clone())]);
-    serde_json::from_value::<Config>(Value::Object(alone)).map_err(|error| wrong(expected_by(&error)))?;
+    serde_json::from_value::<Config>(Value::Object(alone)).map_err(|error| wrong(expected_by(name, &error)))?;
     Ok(value)
 }
 
 fn disks(value: &Bound<'_, PyAny>) -> PyResult<Vec<DiskPath>> {
-    let wrong = || errors::config(value.py(), "disks", shown(value), "a list of (path, slots)");
+    let wrong = || errors::config(value.py(), "disks", shown(value), "a list of (path, bytes or None, slots)");
     let list = value.cast::<PyList>().map_err(|_| wrong())?;
     let one = |item: Bound<'_, PyAny>| -> PyResult<DiskPath> {
-        let pair = item.cast::<PyTuple>().map_err(|_| wrong())?;
-        let (path, blocks): (PathBuf, u32) = pair.extract().map_err(|_| wrong())?;
-        Ok(DiskPath::with_blocks(path, blocks))
+        let (path, bytes, blocks): (PathBuf, Option<u64>, u32) =
+            item.cast::<PyTuple>().map_err(|_| wrong())?.extract().map_err(|_| wrong())?;
+        Ok(bytes.map_or_else(|| DiskPath::with_blocks(&path, blocks), |bytes| DiskPath::with_bytes(&path, bytes)))
     };
     list.iter().map(one).collect()
 }

@@ -300,7 +300,12 @@ def test_the_reference_of_settings_is_taken_with_its_defaults_and_sizes_as_text(
     for name, value, expected in (
         ("read_bytes_in_flight_max", "10 apples", "a positive number of bytes, such as"),
         ("high_watermark", "much", "a number"),
-        ("deadline_ms", 2.5, "a whole number in its range"),
+        ("deadline_ms", 2.5, "a whole number from 0 to 18446744073709551615"),
+        ("workers", -1, "a whole number from 0 to 4294967295"),
+        ("selective_hits", 300, "a whole number from 0 to 255"),
+        ("direct_io", True, "`require` or `prefer`"),
+        ("write_policy", 5, "one of `write_through`, "),
+        ("device_layout", "x", "a list"),
         ("bypass_host", 1, "true or false"),
         ("low_watermark", float("nan"), "a finite number"),
         ("copy", object(), "a number, a bool, text"),

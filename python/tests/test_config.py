@@ -333,12 +333,46 @@ def test_tiers_are_sized_in_blocks_too(store_dir):
         (dict(path=paths, disk_blocks=1), "^disk_blocks: found 1, expected 2 to"),
         (dict(path=paths, disk_blocks=5, capacity="4MiB"), "^capacity: found '4MiB', expected either"),
         (dict(path=None, host_blocks=5, host_bytes="4MiB"), "^host_bytes: found '4MiB', expected either"),
-        (dict(path=None, host_blocks=0), "^host_bytes: found 0"),
+        (dict(path=None, host_blocks=0), "^host_blocks: found 0, expected 1 to"),
+        (dict(path=None, host_blocks=1 << 40), "^host_blocks: found 1099511627776, expected a whole number from 0 to"),
+        (dict(path=None, host_bytes="1KiB"), "^host_bytes: found 1024 bytes, expected room for 1 to"),
         (dict(path="/nonexistent/a/b", capacity="4MiB"), "correct `path`"),
     ]
     for settings, said in wrong:
         with pytest.raises(kvhoist.Error, match=said):
             kvhoist.Cache(**settings, **sizes)
+
+
+def test_a_block_is_sized_in_text_too(store_dir):
+    import kvhoist
+
+    with kvhoist.Cache(store_dir, block_bytes="8KiB", capacity="2MiB", direct_io="prefer") as cache:
+        assert cache.block_bytes == 8192 and cache.store(["a"], [bytes(8192)]) == [True]
+        with pytest.raises(kvhoist.ArgumentError, match="^segments: found 5 bytes in 1 segments, expected one block of 8192"):
+            cache.store(["b"], [bytes(5)])
+    with kvhoist.Cache(block_bytes="1GiB") as cache:
+        assert cache.stats()["tiers"]["host"]["slots"] == 1, "room for one, with defaults"
+    for wrong in ("8 apples", "2GiB", 0, -1, 1.5, None, True, b"1"):
+        for opens in (kvhoist.Cache, lambda **given: kvhoist.connect("/nowhere", space="a", **given)):
+            with pytest.raises(kvhoist.ConfigError, match="^block_bytes: found .*, expected 1 to 1073741824 bytes, such as"):
+                opens(block_bytes=wrong)
+    for wrong in ("", "a" * 256, 5):
+        with pytest.raises(kvhoist.ConfigError, match="^space: found .*, expected a name of 1 to 255 bytes"):
+            kvhoist.connect("/nowhere", space=wrong, block_bytes="8KiB")
+
+
+def test_sizes_are_called_what_their_caller_called_them(store_dir):
+    import kvhoist
+
+    sizes = dict(block_bytes=4096, direct_io="prefer")
+    with kvhoist.Cache(store_dir, disk_blocks=8, **sizes):
+        pass
+    with pytest.raises(kvhoist.StoreError, match="by `disk_blocks`; set `disk_blocks` to"):
+        kvhoist.Cache(store_dir, disk_blocks=9, **sizes)
+    with pytest.raises(kvhoist.StoreError, match="by `capacity`; set `capacity` to"):
+        kvhoist.Cache(store_dir, capacity="4MiB", **sizes)
+    with kvhoist.Cache(store_dir, disk_blocks=8, host_bytes="8KiB", **sizes) as cache:
+        assert [cache.stats()["tiers"][tier]["slots"] for tier in ("host", "disk")] == [2, 8]
 
 
 def test_the_example_config_is_one(monkeypatch):

@@ -36,7 +36,8 @@ impl Segment {
         if bytes == Some(block_bytes) {
             return Ok(());
         }
-        let found = format!("{bytes:?} bytes in {} segments", segments.len());
+        let bytes = bytes.map_or("more bytes than memory has".into(), |bytes| format!("{bytes} bytes"));
+        let found = format!("{bytes} in {} segments", segments.len());
         Err(Error::argument("segments", found, format!("one block of {block_bytes} bytes")))
     }
 }

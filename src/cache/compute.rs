@@ -84,10 +84,10 @@ impl Cache {
                 // must not depend on a fetch.
                 Joined::Computes(_) if !has_looked_again && self.contains(key) => has_looked_again = true,
                 Joined::Computes(turn) => break turn,
-                Joined::Computed(bytes) => return Ok(bytes),
+                Joined::Computed(bytes) => return Ok(self.joined(bytes)),
                 Joined::Waits(receiver) => {
                     if let Ok(bytes) = shield(receiver).await {
-                        return Ok(bytes);
+                        return Ok(self.joined(bytes));
                     }
                 }
                 Joined::Full => {
@@ -102,6 +102,12 @@ impl Cache {
         turn.computed(&bytes);
         self.store_computed(key, parent, &bytes, &turn).await;
         Ok(bytes)
+    }
+
+    /// What another caller computed, counted.
+    fn joined(&self, bytes: Bytes) -> Bytes {
+        self.shared().metrics.joined.add(1);
+        bytes
     }
 
     /// Stores a computed block, unless it was removed since its computation began.

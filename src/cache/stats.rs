@@ -72,6 +72,9 @@ pub struct Stats {
     copies: [CopyFigures; COPY_ENGINES.len()],
     /// Blocks fetched or loaded that no tier had.
     pub misses: u64,
+    /// Those of the misses that the computation of another caller answered
+    /// ([`get_or_fetch_with`](Cache::get_or_fetch_with)).
+    pub joined: u64,
     /// Blocks stored.
     pub stores: u64,
     /// Stores of blocks that were resident already.
@@ -152,6 +155,13 @@ impl Stats {
         &self.tiers[tier as usize]
     }
 
+    /// The share of the blocks fetched or loaded that their callers did not have to compute: hits of all tiers, and
+    /// misses that another caller's computation answered. 0 before the first.
+    pub fn hit_ratio(&self) -> f64 {
+        let hits: u64 = self.tiers.iter().map(|tier| tier.hits).sum();
+        (hits + self.joined) as f64 / (hits + self.misses).max(1) as f64
+    }
+
     /// Blocks that took a route.
     pub fn route_blocks(&self, route: Route) -> u64 {
         self.routes[route as usize].blocks
@@ -227,6 +237,7 @@ impl Cache {
             }),
             routes: Route::ALL.map(|route| RouteFigures::of(&metrics.routes[route as usize])),
             misses: metrics.misses.get(),
+            joined: metrics.joined.get(),
             stores: metrics.stores.get(),
             stores_known: metrics.stores_known.get(),
             writes_refused: metrics.writes_refused.get(),

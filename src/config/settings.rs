@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+use serde::{
+    Deserialize, Deserializer, Serialize, Serializer,
+    de::{self, Error as _, value::MapDeserializer},
+};
 
 use super::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, StorageKind,
@@ -227,19 +230,32 @@ impl<'de> Deserialize<'de> for DiskPath {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let NamedPath { path, bytes, blocks } = NamedPath::deserialize(deserializer)?;
         let capacity = joined(["bytes", "blocks"], bytes, blocks)?;
-        let capacity = capacity.ok_or_else(|| D::Error::custom("found no `bytes`, expected the room on this path"))?;
+        let capacity = capacity.ok_or_else(|| D::Error::custom("found no `bytes`, expected it, or `blocks`"))?;
         Ok(DiskPath { path, capacity })
     }
 }
 
-/// What a setting's type takes, in an error of serde's that names the type.
-pub fn expected_by(error: &impl std::fmt::Display) -> String {
+/// What the setting `name` takes, for people, by an error of serde's, which names a type.
+pub fn expected_by(name: &str, error: &impl std::fmt::Display) -> String {
     let text = error.to_string();
     let expected = text.rsplit_once("expected ").map_or(&*text, |(_, expected)| expected);
+    let whole = |most: u64| format!("a whole number from 0 to {most}");
     match expected {
-        "u8" | "u32" | "u64" | "usize" => "a whole number in its range".into(),
+        "u8" => whole(u8::MAX.into()),
+        "u32" => whole(u32::MAX.into()),
+        "u64" | "usize" => whole(u64::MAX),
         "f64" => "a number".into(),
         "a boolean" => "true or false".into(),
+        "a string" => "text".into(),
+        "path string" => "a path, as text".into(),
+        "a sequence" => "a list".into(),
+        // The type of a choice, whose words an unknown one brings up.
+        "string or map" | "string only" => {
+            let none = MapDeserializer::<_, de::value::Error>::new([(name, "")].into_iter());
+            let words = Config::deserialize(none).err().map(|error| error.to_string());
+            let words = words.as_deref().and_then(|text| text.split_once("``, expected "));
+            words.map_or("one of its words, as text".into(), |(_, words)| words.into())
+        }
         other => other.into(),
     }
 }
@@ -287,7 +303,7 @@ fn joined<E: serde::de::Error>(
     blocks: Option<u32>,
 ) -> Result<Option<Capacity>, E> {
     match (bytes, blocks) {
-        (Some(_), Some(_)) => Err(E::custom(format!("found `{}` and `{}`, expected one of them", names[0], names[1]))),
+        (Some(_), Some(_)) => Err(E::custom(format!("found both, expected one of `{}` and `{}`", names[0], names[1]))),
         (Some(bytes), None) => Ok(Some(Capacity::Bytes(bytes))),
         (None, blocks) => Ok(blocks.map(Capacity::Blocks)),
     }
@@ -309,7 +325,8 @@ mod tests {
             assert_ne!(number, Config::default(), "{name}");
             for wrong in ["\"10 apples\"", "-1", "1.5", "true", "[1]"] {
                 let error = read(wrong).expect_err(wrong);
-                assert!(expected_by(&error).starts_with("a positive number of bytes"), "{name}: {wrong}: {error}");
+                let expected = expected_by(name, &error);
+                assert!(expected.starts_with("a positive number of bytes"), "{name}: {wrong}: {error}");
             }
         }
         let text = r#"{"disks": [{"path": "/a", "bytes": "1MiB"}]}"#;

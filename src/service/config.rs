@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::{budget::Room, shares::Share};
 use crate::{
-    config::{Config, WritePolicy},
+    config::{Config, DiskPath, WritePolicy},
     error::{Error, Result},
 };
 
@@ -121,6 +121,11 @@ impl ServerConfig {
             let expected = "write_through or by_value: no client asks for the writes that the others wait for";
             return Err(wrong("write_policy", format!("{:?}", self.cache.disk.write_policy), expected));
         }
+        if !self.paths.is_empty() {
+            // The smallest space: of one block, on each path.
+            let least = DiskPath::blocks_on_each(self.capacity_bytes, self.paths.len(), 1);
+            least.map_err(|error| error.with_settings_named(&[("capacity", "capacity_bytes")]))?;
+        }
         let disk = if self.paths.is_empty() { 0 } else { self.capacity_bytes };
         Share::check(&self.shares, disk, self.host_bytes).map_err(|(found, expected)| wrong("shares", found, expected))
     }
@@ -154,12 +159,12 @@ mod tests {
     fn a_wrong_setting_is_named() {
         let good = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("socket") };
         good.validate().expect("good");
-        let on_disk = ServerConfig { paths: vec!["a".into()], capacity_bytes: 1 << 20, ..good.clone() };
+        let on_disk = ServerConfig { paths: vec!["a".into()], capacity_bytes: 2 << 20, ..good.clone() };
         on_disk.validate().expect("good");
         type Spoil = fn(&mut ServerConfig);
         let by_value = Config::default().write_policy(WritePolicy::ByValue);
         ServerConfig { cache: by_value, ..on_disk.clone() }.validate().expect("good");
-        let cases: [(&str, Spoil); 9] = [
+        let cases: [(&str, Spoil); 10] = [
             ("connections_max", |config| config.connections_max = 5000),
             ("requests_max", |config| config.requests_max = 0),
             ("stall_ms", |config| config.stall_ms = 0),
@@ -168,6 +173,7 @@ mod tests {
             ("regions_total_max", |config| config.regions_total_max = Some(u32::MAX)),
             ("host_bytes", |config| config.host_bytes = 0),
             ("capacity_bytes", |config| config.capacity_bytes = 0),
+            ("capacity_bytes", |config| config.capacity_bytes = 1 << 20),
             ("write_policy", |config| config.cache.disk.write_policy = WritePolicy::WriteBack),
         ];
         for (name, spoil) in cases {

@@ -1,9 +1,10 @@
 //! A service's folders and sizes, compared with the machine before anything is made.
 
 use std::{
+    collections::HashSet,
     fs,
     io::{self, ErrorKind},
-    os::unix::fs::DirBuilderExt,
+    os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
 };
 
@@ -21,6 +22,7 @@ use crate::{
 /// does not have, [`Error::Io`].
 pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
     let places = config.paths.iter().map(|path| place(path)).collect::<Result<Vec<_>>>()?;
+    once_each(&config.paths, &places)?;
     if let Some(most) = machine::memory_bytes().filter(|&most| config.host_bytes > most) {
         let expected = format!("{most} at most, the memory of this machine or of its cgroup");
         return Err(Error::config("host_bytes", format!("{} bytes", config.host_bytes), expected));
@@ -36,6 +38,19 @@ pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
         }
     }
     warn_of_root(config);
+    Ok(())
+}
+
+/// Refuses two names of one folder: its drive would have two parts of the capacity. `places` as of [`place`].
+fn once_each(paths: &[PathBuf], places: &[PathBuf]) -> Result<()> {
+    let mut known = HashSet::new();
+    for (path, place) in paths.iter().zip(places) {
+        let found = fs::metadata(place).map_err(|error| Error::io("stat", place, error))?;
+        let new_name = path.file_name().filter(|_| place != path);
+        if !known.insert((found.dev(), found.ino(), new_name)) {
+            return Err(Error::config("paths", format!("{} twice", path.display()), "each folder once"));
+        }
+    }
     Ok(())
 }
 
@@ -83,7 +98,7 @@ mod tests {
         ServerConfig {
             paths: paths.to_vec(),
             host_bytes: 1 << 20,
-            capacity_bytes: 1 << 20,
+            capacity_bytes: 2 << 20,
             ..ServerConfig::new("socket")
         }
     }
@@ -102,6 +117,20 @@ mod tests {
             assert!(matches!(refused, Error::Store { .. }), "{refused}");
         }
         assert!(!path("new").exists(), "nothing is made for a service that is refused");
+    }
+
+    #[test]
+    fn a_folder_with_two_names_is_refused() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        fs::create_dir(path("old")).expect("made");
+        std::os::unix::fs::symlink(path("old"), path("link")).expect("a link");
+        for (one, other) in [("old", "old/"), ("old", "link"), ("new", "new/"), ("old/new", "link/new")] {
+            let refused = prepare(&config(&[path(one), path(other)])).expect_err("one folder");
+            assert!(matches!(refused, Error::Config { field: "paths", .. }), "{refused}");
+            assert!(!path("new").exists() && !path("old/new").exists(), "nothing is made");
+        }
+        prepare(&config(&[path("old"), path("new"), path("old/new")])).expect("three folders");
     }
 
     #[test]

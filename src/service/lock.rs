@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File, Metadata, OpenOptions, TryLockError},
+    io,
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
@@ -24,7 +25,7 @@ impl ServiceLock {
     pub(super) fn take(path: PathBuf, of: &Path) -> Result<Self> {
         loop {
             let existed = fs::symlink_metadata(&path).is_ok();
-            let (file, found) = open(&path)?;
+            let (file, found) = open(&path, of)?;
             match file.try_lock() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => {
@@ -55,11 +56,18 @@ impl Drop for ServiceLock {
     }
 }
 
-fn open(path: &Path) -> Result<(File, Metadata)> {
+fn open(path: &Path, of: &Path) -> Result<(File, Metadata)> {
     // A link, a pipe or a device that another user has put there is not followed, waited for, or locked.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let opened = OpenOptions::new().create(true).write(true).truncate(false).mode(0o600).custom_flags(flags).open(path);
-    let file = opened.map_err(|error| Error::io("open", path, error))?;
+    let file = opened.map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            let parent = path.parent().unwrap_or(path).display();
+            let todo = "create it (mkdir), or name another place";
+            Error::store(of, format!("no folder {parent} that takes files"), "a folder that exists", todo)
+        }
+        _ => Error::io("open", path, error),
+    })?;
     let found = file.metadata().map_err(|error| Error::io("stat", path, error))?;
     match found.is_file() {
         true => Ok((file, found)),

@@ -127,7 +127,12 @@ fn nonsense(error: Malformed) -> Error {
 pub(super) fn cannot_connect(socket: &Path, error: &io::Error) -> Error {
     let name = socket.display();
     if error.kind() != io::ErrorKind::PermissionDenied {
-        let text = format!("{name}: {error}; start `kvhoist serve` there, or name the socket of one that runs");
+        let found = match error.kind() {
+            io::ErrorKind::NotFound => "found no socket".to_owned(),
+            io::ErrorKind::ConnectionRefused => "found nobody who listens there".to_owned(),
+            _ => error.to_string(),
+        };
+        let text = format!("{name}: {found}; start `kvhoist serve` there, or name the socket of one that runs");
         return Error::service(ServiceFault::Away, text);
     }
     let user = own_uid();

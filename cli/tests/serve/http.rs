@@ -54,7 +54,7 @@ fn metrics_health_and_a_page_are_served_over_http() {
         "--path",
         &stores().path().display().to_string(),
         "--capacity",
-        "1MiB",
+        "2MiB",
         "--host-bytes",
         "1MiB",
         "--direct-io",

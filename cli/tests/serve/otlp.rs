@@ -111,7 +111,7 @@ fn a_collector_gets_what_the_metrics_page_has() {
 fn a_collector_behind_another_protocol_is_refused() {
     let place = tempfile::tempdir().expect("a directory");
     let (socket, path) = (place.path().join("s").display().to_string(), place.path().display().to_string());
-    let flags = ["serve", "--socket", &socket, "--path", &path, "--capacity", "1MiB", "--host-bytes", "1MiB"];
+    let flags = ["serve", "--socket", &socket, "--path", &path, "--capacity", "2MiB", "--host-bytes", "1MiB"];
     let refused = kvhoist(&[&flags[..], &["--otlp", "https://collector:4318"]].concat());
     assert_eq!(refused.status.code(), Some(2));
     assert!(text(&refused.stderr).contains("expected http://HOST:PORT"), "{}", text(&refused.stderr));

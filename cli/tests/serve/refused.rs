@@ -42,6 +42,51 @@ fn a_drive_that_is_not_mounted_is_no_reason_to_fill_the_root() {
 }
 
 #[test]
+fn wrong_places_and_sizes_are_said_in_the_words_of_the_command() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let path = store.path().display().to_string();
+    for (sizes, more, wanted) in [
+        (["64MiB", "1MiB"], &["--path", &path][..], format!("--path: found {path} twice, expected each folder once")),
+        (["1MiB", "1MiB"], &[], "--capacity: found 1048576 bytes, expected 1052672 bytes or more".into()),
+        (["64MiB", "1MiB"], &["--socket-group", "nobody's"], "--socket-group: found \"nobody's\"".into()),
+        (["64MiB", "1MiB"], &["--region-bytes-total", "900TiB"], "--region-bytes-total: found 989560464998400".into()),
+        (
+            ["64MiB", "1MiB"],
+            &["--share", "a"],
+            "for '--share <NAME:disk=MIN..MAX,host=MIN..MAX,uid=UID>': found ".into(),
+        ),
+        (["64MiB", "1MiB"], &["--linger", "0"], "'--linger <SECONDS>': expected 1 to 86400".into()),
+    ] {
+        let said = refused(store.path(), sizes, more);
+        assert!(said.contains(&wanted), "{wanted} in {said}");
+    }
+    let nowhere = place.path().join("no/s").display().to_string();
+    let flags = ["serve", "--socket", &nowhere, "--path", &path, "--capacity", "64MiB", "--host-bytes", "1MiB"];
+    let output = kvhoist(&flags);
+    let said = text(&output.stderr);
+    let wanted = format!("{nowhere}: found no folder {}", place.path().join("no").display());
+    assert!(said.contains(&wanted) && !said.contains("os error"), "{said}");
+    let file = place.path().join("settings");
+    for (settings, wanted) in [
+        (
+            format!(r#"{{"path": "{path}", "capacity": "1GiB"}}"#),
+            "found no host_bytes, expected `host_bytes`, or --host-bytes",
+        ),
+        (r#"{"workers": -1}"#.into(), "workers: found -1, expected a whole number from 0 to 4294967295"),
+        (r#"{"direct_io": true}"#.into(), "direct_io: found true, expected `require` or `prefer`"),
+        (r#"{"eviction_policy": 1}"#.into(), "eviction_policy: found 1, expected one of `"),
+        (r#"{"namespace": 5}"#.into(), "namespace: found 5, expected text"),
+        (r#"{"disks": 5}"#.into(), "disks: found 5, expected a list"),
+        (r#"{"disks": [{"path": "/a"}]}"#.into(), r#"disks: found [{"path":"/a"}], expected it, or `blocks`"#),
+    ] {
+        fs::write(&file, &settings).expect("written");
+        let output = kvhoist(&["serve", "--socket", &nowhere, "--config", &file.display().to_string()]);
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(wanted), "{settings}: {said}");
+    }
+}
+
+#[test]
 fn more_than_the_machine_has_is_refused_at_the_start() {
     let store = stores();
     let disk = refused(store.path(), ["900TiB", "1MiB"], &[]);
@@ -74,7 +119,7 @@ fn a_refusal_after_the_locks_were_taken_leaves_none() {
     fs::write(place.path().join("s"), "mine").expect("written");
     let (socket, path) = (place.path().join("s").display().to_string(), store.path().display().to_string());
     let output =
-        kvhoist(&["serve", "--socket", &socket, "--path", &path, "--capacity", "1MiB", "--host-bytes", "1MiB"]);
+        kvhoist(&["serve", "--socket", &socket, "--path", &path, "--capacity", "2MiB", "--host-bytes", "1MiB"]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     assert!(!place.path().join("s.lock").exists() && !store.path().join("kvhoist-service.lock").exists());
 }

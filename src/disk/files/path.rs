@@ -150,7 +150,11 @@ pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
 pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
     let path = store_path(configured)?;
     // Checks the type first, so that opening a pipe or character device has no side effects.
-    let before = fs::symlink_metadata(&path).map_err(|error| cannot_open(&path, error))?.file_type();
+    let before = fs::symlink_metadata(&path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => Error::store(configured, "no store", "a store", "choose another path in `disks`"),
+        _ => cannot_open(&path, error),
+    });
+    let before = before?.file_type();
     check_type(&path, before)?;
     let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(&path);
