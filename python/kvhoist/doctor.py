@@ -95,7 +95,22 @@ def _shown(config: HiCacheConfig) -> Iterator[str]:
         value = getattr(config, field.name)
         default = field.default_factory() if callable(field.default_factory) else field.default
         if value != default:
-            yield f"{field.name} {os.pathsep.join(value) if field.name == 'path' else value}"
+            yield f"{field.name} {_written(field.name, value)}"
+
+
+def _written(name: str, value: Any) -> str:
+    if name == "path":
+        return os.pathsep.join(value)
+    is_size = "bytes" in name or name in ("capacity", "capacity_total", "write_budget")
+    return _size(value) if is_size and isinstance(value, int) else str(value)
+
+
+def _size(nbytes: int) -> str:
+    """As its reader would write it: in the largest unit that leaves no fraction."""
+    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift}{unit}"
+    return str(nbytes)
 
 
 def _text(config: str) -> str:

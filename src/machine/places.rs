@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
+    fs, io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
 };
@@ -28,7 +28,11 @@ pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
             Err(error) => {
                 findings.extend(unmounted(path, kernel));
                 let fix = format!("mkdir -p -m 700 '{}', after mounting what belongs there", path.display());
-                findings.push(Finding::trouble("path", format!("{}: {error}", path.display()), fix));
+                let found = match error.kind() {
+                    io::ErrorKind::NotFound => "not there".to_owned(),
+                    _ => error.to_string(),
+                };
+                findings.push(Finding::trouble("path", format!("{}: {found}", path.display()), fix));
                 continue;
             }
         };

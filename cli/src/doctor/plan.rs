@@ -1,6 +1,6 @@
 //! What will be opened, as far as flags and settings say: checked as an engine would check it, up to the opening.
 
-use std::path::PathBuf;
+use std::{fs, path::PathBuf};
 
 use kvhoist::{Capacity, DiskPath, internals::machine::Plan};
 
@@ -43,8 +43,19 @@ pub fn plan(args: &Args) -> Result<(Plan, bool), Failure> {
     if plan.paths.is_empty() {
         plan.takes_files = settings.paths.is_empty();
         let of_disks = config.disk.paths.iter().map(|disk| disk.path.clone());
-        plan.paths = if plan.takes_files { of_disks.collect::<Vec<PathBuf>>() } else { settings.paths() };
+        plan.paths = match plan.takes_files {
+            true => of_disks.collect(),
+            false => settings.paths().into_iter().map(made_in).collect(),
+        };
     }
     let has_device = !matches!(config.device.capacity, Capacity::Blocks(0) | Capacity::Bytes(0));
     Ok((plan, has_device))
+}
+
+/// The folder that a path is, or that it will be made in: engines and services make its last part, and no other.
+fn made_in(path: PathBuf) -> PathBuf {
+    match path.parent() {
+        Some(parent) if parent.is_dir() && fs::symlink_metadata(&path).is_err() => parent.to_owned(),
+        _ => path,
+    }
 }
