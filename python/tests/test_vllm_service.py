@@ -215,7 +215,7 @@ def test_a_scheduler_that_can_start_no_thread_gets_misses(store_dir, monkeypatch
         assert found(engine, keys) == "H" * 8
 
 
-def test_a_service_that_hangs_costs_a_scheduler_one_short_question_a_pause(node, monkeypatch):
+def test_a_service_that_hangs_costs_a_scheduler_one_short_question_a_pause(node, monkeypatch, caplog):
     with Engine([config(node, lookup_ms=30)]) as engine:
         space, asked = engine.tier.store.cache, []
         real = space._index.contains_each
@@ -231,6 +231,7 @@ def test_a_service_that_hangs_costs_a_scheduler_one_short_question_a_pause(node,
                 engine.finish(context)
                 engine.step()
             assert len(asked) == 1
+            assert "has not answered for 30ms" in caplog.text, "and not the deadline of other calls"
         space._pause.end()
         engine.step()
         keys = store(engine, "a")
