@@ -8,7 +8,7 @@ use std::{io, path::PathBuf, rc::Rc, sync::Arc};
 use tokio::sync::watch;
 
 use super::{
-    client::{Client, ClientOptions},
+    client::{Client, ClientOptions, not_started},
     config::ServerConfig,
     report::{Ask, ServiceReport},
     server::hold,
@@ -62,7 +62,7 @@ pub fn start(
 }
 
 /// Connects a client by `dial`, as [`Client::connect`] does by a socket; `spawn` runs what is the client's thread in
-/// production.
+/// production, unless it cannot be started.
 ///
 /// # Errors
 /// As [`Client::connect`].
@@ -70,11 +70,8 @@ pub async fn connect<D: AsyncFn() -> io::Result<Arc<dyn Wire>> + 'static>(
     name: impl Into<PathBuf>,
     options: ClientOptions,
     dial: D,
-    spawn: impl FnOnce(Later<()>),
+    spawn: impl FnOnce(Later<()>) -> io::Result<()>,
 ) -> Result<Client> {
-    let run = |worker: super::client::Worker<D>, first| {
-        spawn(Box::pin(worker.run(first)));
-        Ok(())
-    };
+    let run = |worker: super::client::Worker<D>, first| spawn(Box::pin(worker.run(first))).map_err(not_started);
     Client::start(name.into(), options, dial, run).await
 }

@@ -2,6 +2,7 @@
 
 use std::{
     future::poll_fn,
+    io,
     path::{Path, PathBuf},
     pin::pin,
     sync::{
@@ -141,9 +142,8 @@ impl Client {
         let path = socket.clone();
         let dial = async move || Ok(Arc::new(UnixStream::connect(&path).await?) as Arc<dyn Wire>);
         let on_thread = |worker, first| {
-            let failed = |error| Error::io("start the thread of", "a client", error);
             let run = move || run(worker, first);
-            thread::Builder::new().name("kvhoist-client".into()).spawn(run).map(drop).map_err(failed)
+            thread::Builder::new().name("kvhoist-client".into()).spawn(run).map(drop).map_err(not_started)
         };
         Client::start(socket, options, dial, on_thread).await
     }
@@ -297,6 +297,11 @@ fn run(worker: Worker<impl Dial>, first: oneshot::Sender<Result<()>>) {
         Ok(runtime) => runtime.block_on(worker.run(first)),
         Err(error) => drop(first.send(Err(Error::io("start the runtime of", "a client", error)))),
     }
+}
+
+/// The error of a client whose thread the system does not start.
+pub(in crate::service) fn not_started(error: io::Error) -> Error {
+    Error::io("start the thread of", "a client", error)
 }
 
 pub(super) fn unexpected(reply: &Reply) -> Error {

@@ -18,4 +18,4 @@ pub use lending::ClientRegion;
 pub use moves::ClientLoan;
 pub use options::ClientOptions;
 #[cfg(feature = "sim")]
-pub(super) use worker::Worker;
+pub(super) use {calls::not_started, worker::Worker};

@@ -36,6 +36,8 @@ pub struct Report {
     pub abandoned: u64,
     /// Of these, memory that could not be mapped.
     pub maps_refused: u64,
+    /// Of these, threads that could not be started.
+    pub threads_refused: u64,
     /// Lives that a power cut ended.
     pub power_cuts: u64,
     /// Lives that ended with their process.
@@ -101,7 +103,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 30] {
+    fn numbers_mut(&mut self) -> [&mut u64; 31] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -115,6 +117,7 @@ impl Report {
             &mut self.failed,
             &mut self.abandoned,
             &mut self.maps_refused,
+            &mut self.threads_refused,
             &mut self.power_cuts,
             &mut self.kills,
             &mut self.kills_amid_reads,
@@ -152,7 +155,7 @@ impl fmt::Display for Report {
         writeln!(
             f,
             "answers: {} hits ({} of them promised), {} misses ({} promised), {} busy, {} timeouts, {} other errors \
-             ({} with memory given up, {} mappings refused)",
+             ({} with memory given up, {} mappings and {} threads refused)",
             self.hits,
             self.hits_promised,
             self.misses,
@@ -161,7 +164,8 @@ impl fmt::Display for Report {
             self.timeouts,
             self.failed,
             self.abandoned,
-            self.maps_refused
+            self.maps_refused,
+            self.threads_refused
         )?;
         writeln!(
             f,

@@ -98,7 +98,7 @@ fn clients_of_a_service_get_what_the_model_allows() {
     println!("{sum}");
     assert!(failures.is_empty(), "{} seeds failed:\n{}", failures.len(), failures.join("\n"));
     let rates = [sum.hits_promised, sum.misses_promised, sum.busy, sum.timeouts, sum.dropped];
-    let refused = [sum.abandoned, sum.maps_refused];
+    let refused = [sum.abandoned, sum.maps_refused, sum.threads_refused];
     let ends = [sum.power_cuts, sum.kills, sum.kills_amid_reads, sum.closes, sum.evictions, sum.checksum_failures];
     assert!(rates.into_iter().chain(refused).chain(ends).all(|count| count > 0), "{sum}");
 }

@@ -62,7 +62,11 @@ impl Process {
                 Ok(ours as Arc<dyn Wire>)
             }
         };
-        let spawn = |work| *worker.borrow_mut() = Some(spawn_local(work));
+        let spawn = |work| {
+            run.machine.start_thread()?;
+            *worker.borrow_mut() = Some(spawn_local(work));
+            Ok(())
+        };
         let client = seams::connect("simulated", options, dial, spawn).await?;
         Ok(Process { client, end, worker })
     }

@@ -3,9 +3,11 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
+    io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     rc::Rc,
+    sync::Arc,
     time::Duration,
 };
 
@@ -17,6 +19,7 @@ use kvhoist::{
     },
     service::ServiceFault,
 };
+use tokio::sync::Semaphore;
 
 use super::{
     mappings::{Landing, Mappings},
@@ -59,6 +62,10 @@ pub struct Machine {
     disk_latency_max: Duration,
     /// The chance that a mapping cannot be had.
     map_refused: Cell<f64>,
+    /// The chance that a thread cannot be started.
+    thread_refused: Cell<f64>,
+    /// The service's thread for work that takes long, which is there from its start on.
+    helper: Semaphore,
     /// How a space's file names it, for each space of the plan.
     names: Vec<Vec<String>>,
     failure: Rc<RefCell<Option<String>>>,
@@ -80,6 +87,8 @@ impl Machine {
             hostile: plan.hostile > 0,
             disk_latency_max: plan.disk_latency_max,
             map_refused: Cell::new(plan.map_refused),
+            thread_refused: Cell::new(plan.thread_refused),
+            helper: Semaphore::new(1),
             failure,
         })
     }
@@ -110,9 +119,19 @@ impl Machine {
         }
     }
 
-    /// Nothing more goes wrong with the drives, and mappings can be had.
+    /// Starts a thread, as far as the system has any left.
+    pub fn start_thread(&self) -> io::Result<()> {
+        let chance = self.thread_refused.get();
+        if chance > 0.0 && self.rng.borrow_mut().chance(chance) {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+        Ok(())
+    }
+
+    /// Nothing more goes wrong with the drives, and mappings and threads can be had.
     pub fn calm(&self) {
         self.map_refused.set(0.0);
+        self.thread_refused.set(0.0);
         *self.rates.borrow_mut() = FaultRates::default();
         self.state.borrow().worlds.values().for_each(|world| world.storage.set_rates(FaultRates::default()));
     }
@@ -183,7 +202,18 @@ impl Machine {
             let mut rng = self.rng.borrow_mut();
             (World::new(rng.next_u64(), Vec::new()), rng.next_u64())
         };
+        let no_thread = |error: io::Error| {
+            let source = Arc::new(error);
+            Error::Io { op: "start the reactor's thread", path: PathBuf::new(), source }
+        };
+        self.start_thread().map_err(no_thread)?;
         let files = self.state.borrow_mut().files.remove(&folder);
+        if let Err(error) = self.start_thread() {
+            // That of a worker: the files are made before.
+            let files = files.unwrap_or_else(|| sim::blank_files(&config));
+            self.state.borrow_mut().files.insert(folder, files);
+            return Err(no_thread(error));
+        }
         let options = SimOptions {
             latency: Duration::ZERO..=self.disk_latency_max,
             rates: *self.rates.borrow(),
@@ -263,10 +293,15 @@ impl System for Handle {
     }
 
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
-        let pause = Duration::from_millis(self.0.rng.borrow_mut().below(4));
+        let machine = Rc::clone(&self.0);
+        let pause = Duration::from_millis(machine.rng.borrow_mut().below(4));
+        let has_own = machine.start_thread().is_ok();
         tokio::task::spawn_local(async move {
+            // Without a thread of its own the work waits for the one that there is.
+            let others_wait = if has_own { None } else { Some(machine.helper.acquire().await) };
             tokio::time::sleep(pause).await;
             work();
+            drop(others_wait);
         });
     }
 

@@ -62,6 +62,8 @@ pub struct Plan {
     pub give_up: Option<Duration>,
     /// The chance that a client's memory cannot be mapped.
     pub map_refused: f64,
+    /// The chance that a thread cannot be started, by the service or a client.
+    pub thread_refused: f64,
     /// The chance that a call is dropped.
     pub cancel: f64,
     /// The chance that a client dies after a call.
@@ -84,7 +86,7 @@ impl std::fmt::Debug for Plan {
         write!(
             f,
             "{} clients, {} hostile ones, {} calls each of up to {} callers, {} ends of the service, deadline {:?}, \
-             give up {:?}, mappings refused {}",
+             give up {:?}, mappings refused {}, threads refused {}",
             self.clients,
             self.hostile,
             self.calls_each,
@@ -92,7 +94,8 @@ impl std::fmt::Debug for Plan {
             self.ends,
             self.deadline,
             self.give_up,
-            self.map_refused
+            self.map_refused,
+            self.thread_refused
         )
     }
 }
@@ -123,6 +126,7 @@ impl Plan {
             pause: pick(rng, &[0.0, 0.1, 0.5]),
             give_up: pick(rng, &[None, Some(20), Some(500), Some(60_000)]).map(Duration::from_millis),
             map_refused: pick(rng, &[0.0, 0.0, 0.1, 0.5]),
+            thread_refused: pick(rng, &[0.0, 0.0, 0.0, 0.2]),
             spaces,
         }
     }

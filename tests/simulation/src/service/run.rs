@@ -104,8 +104,18 @@ impl Run {
         let mut report = self.report.borrow_mut();
         // A flipped bit among the zeros of a store that is being made: the space is refused until it is read as it is.
         let is_flipped = |text: &str| rates.bit_flip > 0.0 && text.contains("found data that kvhoist did not write");
+        // Of the cache of a space, in the service's words, or of a client.
+        let is_thread = |text: &str| text.contains("start the") && text.contains("thread");
         let allowed = match error {
             Error::Service { text, .. } if is_flipped(text) => true,
+            Error::Service { fault: ServiceFault::Io, text } if is_thread(text) => {
+                report.threads_refused += 1;
+                plan.thread_refused > 0.0
+            }
+            Error::Io { op, .. } if is_thread(op) => {
+                report.threads_refused += 1;
+                plan.thread_refused > 0.0
+            }
             Error::Service { fault, .. } => match fault {
                 ServiceFault::Busy => {
                     report.busy += 1;
