@@ -220,6 +220,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_submission_that_nobody_runs_is_completed() {
+        let inner = Arc::new(Inner::new().expect("an eventfd"));
+        let ticket = Ticket { inner: Arc::clone(&inner), ticket: 7, blocks: 2, stored: Vec::new(), answered: false };
+        // As the reactor's queue is, with the reactor.
+        drop(ticket);
+        let done = inner.done.lock().expect("no panic").pop_front().expect("a completion");
+        assert!(done.ticket == 7 && matches!(done.results[..], [Err(Error::Closed), Err(Error::Closed)]));
+        assert_eq!((&inner.event).read(&mut [0; 8]).expect("readable"), 8);
+    }
+
+    #[test]
     fn a_completion_is_delivered_even_if_the_event_counter_is_full() {
         let inner = Inner::new().expect("an eventfd");
         // Other code with the descriptor may write to it.

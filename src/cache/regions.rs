@@ -168,7 +168,7 @@ fn is_in(entries: &Entries, region: &Region) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::Lenders;
+    use crate::{mover::COMPARED, state::Lenders};
 
     fn at(address: usize) -> *mut u8 {
         std::ptr::without_provenance_mut(address)
@@ -212,5 +212,18 @@ mod tests {
             let refused = regions.hold(&[Segment { ptr: wrong, len: 10 }], 10, None).is_err();
             assert!(refused, "in no region, or not all of it");
         }
+    }
+
+    #[test]
+    fn a_place_is_compared_with_one_region_however_many_there_are() {
+        let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
+        for number in 1..=1000 {
+            let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
+            regions.add(memory(number << 20, 4096), whose).expect("beside the others");
+        }
+        let segments: Vec<_> = (1..=100).map(|n| Segment { ptr: at_region(10 * n), len: 2 }).collect();
+        let before = COMPARED.get();
+        assert_eq!(regions.hold(&segments, 200, None).expect("registered").len(), 100);
+        assert_eq!(COMPARED.get() - before, 100);
     }
 }

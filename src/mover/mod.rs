@@ -33,6 +33,8 @@ mod write;
 
 pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
 pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
+#[cfg(test)]
+pub(crate) use region::COMPARED;
 pub(crate) use region::{Job, RegionInner, RegionMemory, RegionUse};
 
 use std::{

@@ -19,6 +19,12 @@ use crate::{
 /// A block in shorter segments takes one operation through a host slot, and many without.
 const SEGMENT_BYTES_MIN: usize = 64 << 10;
 
+#[cfg(test)]
+thread_local! {
+    /// How often this thread has compared a place with a region.
+    pub(crate) static COMPARED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
 /// What kind of memory a region is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RegionMemory {
@@ -98,6 +104,8 @@ impl RegionInner {
     }
 
     pub(crate) fn contains(&self, segment: &Segment) -> bool {
+        #[cfg(test)]
+        COMPARED.set(COMPARED.get() + 1);
         let start = segment.ptr as usize;
         start >= self.start && segment.len <= self.len && start - self.start <= self.len - segment.len
     }

@@ -27,6 +27,31 @@ fn a_removed_block_lives_on_for_its_readers_only() {
 }
 
 #[test]
+fn a_copy_with_readers_is_given_up_by_the_last_of_them() {
+    let mut index = Index::new(1);
+    let id = full(&mut index, 1, None, Tier::Host);
+    let slot = index.pin(id, Tier::Host).expect("resident");
+    assert_eq!(index.pin(id, Tier::Host), Some(slot));
+    assert_eq!(index.drop_copy(id, Tier::Host), None, "the slot is its readers'");
+    assert_eq!(index.remove(id), [None; 3], "the slot is its readers'");
+    assert_eq!(index.pin(id, Tier::Host), None, "it gets no more readers");
+    assert!(!index.keep(id, 1), "and no hint");
+    assert_eq!(index.unpin(id, Tier::Host), None, "the slot is the other reader's");
+    assert_eq!(index.unpin(id, Tier::Host), Some(slot));
+    assert!(index.is_empty());
+    index.validate().expect("valid");
+}
+
+#[test]
+#[should_panic(expected = "may not be evicted")]
+fn a_dirty_copy_is_not_evicted() {
+    let mut index = Index::new(1);
+    let id = full(&mut index, 1, None, Tier::Host);
+    index.set_dirty(id, Tier::Host, true);
+    index.evict(id, Tier::Host);
+}
+
+#[test]
 fn a_fill_of_a_removed_block_is_refused() {
     let mut index = Index::new(1);
     let id = index.insert(key(1), Some(key(0)));

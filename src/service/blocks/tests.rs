@@ -9,6 +9,7 @@ use super::{Cancel, Movers, PLACES_PER_TURN, Way};
 use crate::{
     block::BlockKey,
     config::{Config, DirectIo},
+    error::ServiceFault,
     memory::SharedMemory,
     service::{
         budget::Budget,
@@ -36,6 +37,11 @@ fn client(space: &Space) -> Rc<Movers> {
     Rc::new(movers)
 }
 
+fn wanted() -> Wanted {
+    let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
+    Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0 }
+}
+
 fn blocks() -> Blocks {
     let offset = |block| u64::from(block) * BLOCK_BYTES as u64;
     let place = |block| [Place { region: 1, len: BLOCK_BYTES as u32, offset: offset(block) }];
@@ -50,17 +56,9 @@ async fn a_block_that_too_many_want_costs_no_other_block() {
     (config.capacity_bytes, config.host_bytes) = (16 << 20, 2 * BLOCK_BYTES as u64);
     config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer).waiters_max(8);
     config.move_host = false;
-    let wanted = Wanted {
-        namespace: "tests".into(),
-        uid: 1,
-        shared: false,
-        block_bytes: BLOCK_BYTES as u64,
-        capacity_bytes: 0,
-        host_bytes: 0,
-    };
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
-        let space = spaces.attach(wanted).await.expect("attached");
+        let space = spaces.attach(wanted()).await.expect("attached");
         let (one, other) = (client(&space), client(&space));
         let stored = Rc::clone(&one).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
         assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
@@ -104,17 +102,9 @@ fn long_lists() -> Blocks {
 #[tokio::test]
 async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through() {
     let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
-    let wanted = Wanted {
-        namespace: "tests".into(),
-        uid: 1,
-        shared: false,
-        block_bytes: BLOCK_BYTES as u64,
-        capacity_bytes: 0,
-        host_bytes: 0,
-    };
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
-        let space = spaces.attach(wanted).await.expect("attached");
+        let space = spaces.attach(wanted()).await.expect("attached");
         let movers = client(&space);
         let mut requests = JoinSet::new();
         for _ in 0..4 {
@@ -132,6 +122,31 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
         // Each turn is one connection's, whatever it has in flight.
         let least = 4 * 16 * BLOCK_BYTES / PLACES_PER_TURN;
         assert!(turns >= least, "{turns} turns of another, expected {least} or more");
+        movers.regions.release_all().await;
+        drop((movers, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
+    let mut config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    (config.region_bytes_total_max, config.regions_total_max) = (Some(1 << 20), Some(16));
+    let budget = Rc::new(Budget::new(&config));
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(wanted()).await.expect("attached");
+        let movers = Movers::new(&space, 1 << 20, "a client".into(), budget.account(1));
+        let pool = SharedMemory::new(16 << 10).expect("memory");
+        let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
+        for _ in 0..100 {
+            let refused = movers.regions.add(1, &fd, 8 << 10, 16 << 10).expect_err("past its end");
+            assert_eq!(refused.fault, ServiceFault::Memory, "{}", refused.text);
+        }
+        for number in [1, 2] {
+            movers.regions.add(number, &fd, 0, 16 << 10).expect("there is room");
+        }
         movers.regions.release_all().await;
         drop((movers, space));
         spaces.close().await.expect("closed");

@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     io,
+    ops::Range,
     os::fd::BorrowedFd,
     rc::Rc,
     sync::{Arc, Mutex, MutexGuard},
@@ -19,9 +20,10 @@ use tokio::{
 use super::{House, serve};
 use crate::{
     block::BlockKey,
+    error::ServiceFault,
     service::{
         config::ServerConfig,
-        protocol::{HEADER_BYTES, Header, Hello, Request, Welcome},
+        protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome},
         spaces::Spaces,
         system::Machine,
         wire::{Came, Wire},
@@ -108,18 +110,26 @@ impl Wire for Ends {
 }
 
 /// Whole replies behind the welcome.
-fn replies(bytes: &[u8]) -> usize {
-    let (mut rest, mut count) = (bytes.get(Welcome::BYTES..).unwrap_or_default(), 0);
+fn all_replies(bytes: &[u8]) -> Vec<Reply> {
+    let (mut rest, mut replies) = (bytes.get(Welcome::BYTES..).unwrap_or_default(), Vec::new());
     while let Some(header) = rest.first_chunk::<HEADER_BYTES>() {
         let header = Header::decode(header).expect("a header");
-        rest = &rest[HEADER_BYTES + header.body_bytes as usize..];
-        count += 1;
+        let (body, after) = rest[HEADER_BYTES..].split_at(header.body_bytes as usize);
+        replies.push(Reply::decode(header.kind, body).expect("a reply"));
+        rest = after;
     }
-    count
+    replies
+}
+
+fn replies(bytes: &[u8]) -> usize {
+    all_replies(bytes).len()
 }
 
 fn house() -> Rc<House> {
-    let mut config = ServerConfig::new("unused");
+    house_of(ServerConfig::new("unused"))
+}
+
+fn house_of(mut config: ServerConfig) -> Rc<House> {
     config.host_bytes = 16 << 20;
     let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
     Rc::new(House::new(config, spaces))
@@ -134,6 +144,21 @@ fn come(house: &Rc<House>) -> Arc<Ends> {
     });
     spawn_local(serve(Rc::clone(house), house.enter(1, 1), Arc::<Ends>::clone(&ends)));
     ends
+}
+
+/// A client that has a space.
+async fn attached(house: &Rc<House>) -> Arc<Ends> {
+    let ends = come(house);
+    let (namespace, host_bytes) = ("tests".to_owned(), 1 << 20);
+    let attach = Request::Attach { namespace, block_bytes: 4096, capacity_bytes: 0, host_bytes, shared: false };
+    ends.change(|stream| stream.to_service.extend(attach.encode(1)));
+    ends.replies(1).await;
+    ends
+}
+
+/// Sends so many requests at once, which take a turn of the cache each.
+fn ask(ends: &Ends, ids: Range<u64>) {
+    ends.change(|stream| stream.to_service.extend(ids.flat_map(|id| Request::Sync.encode(id))));
 }
 
 /// A client does not read until the service stops to listen, then reads all replies at once. `more`: requests that the
@@ -181,11 +206,7 @@ async fn a_client_that_reads_all_its_replies_at_once_is_served_on() {
 async fn asks_behind_a_long_frame() {
     const KEYS: usize = 32_768;
     let house = house();
-    let [long, client] = [come(&house), come(&house)];
-    let (namespace, host_bytes) = ("tests".to_owned(), 1 << 20);
-    let attach = Request::Attach { namespace, block_bytes: 4096, capacity_bytes: 0, host_bytes, shared: false };
-    long.change(|stream| stream.to_service.extend(attach.encode(1)));
-    long.replies(1).await;
+    let (long, client) = (attached(&house).await, come(&house));
     let keys = vec![BlockKey::new([1; 32]); KEYS];
     long.change(|stream| stream.to_service.extend(Request::Touch { keys }.encode(2)));
     client.change(|stream| stream.to_service.extend(Request::Sync.encode(1)));
@@ -226,4 +247,57 @@ async fn asks_behind_a_crowd() {
 #[tokio::test(start_paused = true)]
 async fn a_request_does_not_wait_for_a_crowd_that_hangs_up() {
     LocalSet::new().run_until(asks_behind_a_crowd()).await;
+}
+
+/// As many requests as come at once begin together, so that their number is that of requests in flight.
+async fn asks_for_too_much() {
+    let mut config = ServerConfig::new("unused");
+    config.requests_max = 4;
+    let house = house_of(config);
+    let client = attached(&house).await;
+    ask(&client, 2..12);
+    client.replies(11).await;
+    let replies = all_replies(&client.lock().to_client);
+    let busy = |reply: &&Reply| matches!(reply, Reply::Failed(failure) if failure.fault == ServiceFault::Busy);
+    let done = replies.iter().filter(|reply| **reply == Reply::Done).count();
+    assert_eq!((done, replies.iter().filter(busy).count()), (4, 6), "{replies:?}");
+    ask(&client, 12..13);
+    client.replies(12).await;
+    assert_eq!(all_replies(&client.lock().to_client).last(), Some(&Reply::Done), "the others have ended");
+    house.spaces.close().await.expect("in memory only");
+}
+
+#[tokio::test]
+async fn requests_past_the_limit_are_refused_until_others_have_ended() {
+    LocalSet::new().run_until(asks_for_too_much()).await;
+}
+
+/// The service drains while requests are in flight.
+async fn asks_before_a_drain() {
+    let house = house();
+    let client = attached(&house).await;
+    let mut asked = 2;
+    while house.status().clients.iter().all(|client| client.requests == 0) {
+        if client.lock().to_service.is_empty() {
+            ask(&client, asked..asked + 16);
+            asked += 16;
+        }
+        yield_now().await;
+    }
+    house.drain();
+    while !client.lock().over {
+        yield_now().await;
+    }
+    let replies = all_replies(&client.lock().to_client);
+    let Some((Reply::Goodbye(failure), answers)) = replies.split_last() else { panic!("{replies:?}") };
+    assert_eq!(failure.fault, ServiceFault::Draining);
+    // Those that came when it had begun to drain are not among them.
+    let begun = asked as usize - 1 - client.lock().to_service.len() / Request::Sync.encode(1).len();
+    assert_eq!(answers.len(), begun, "every request that was begun is answered");
+    house.spaces.close().await.expect("in memory only");
+}
+
+#[tokio::test]
+async fn a_session_that_drains_answers_every_request_that_it_has_begun() {
+    LocalSet::new().run_until(asks_before_a_drain()).await;
 }

@@ -14,7 +14,7 @@ use std::{
 use kvhoist::{Error, Memory, Segment, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::{
     run,
-    sim::{self, Fault},
+    sim::{self, Fault, FaultRates},
 };
 use metrics::{Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Recorder, SharedString, Unit};
 use scene::*;
@@ -193,6 +193,34 @@ fn who_waits_for_a_task_that_panics_is_not_told_that_the_cache_is_closed() {
         disk.script_next(OpKind::Write, Fault::Error(5));
         let removed = timeout(PATIENCE, cache.remove(&key(0))).await.expect("a removal ends");
         assert!(matches!(&removed, Err(Error::Io { op: "move", .. })), "{removed:?}");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_sync_writes_the_record_page_whose_write_panicked() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        let log = tracing::subscriber::set_default(ClosedPipe::for_errors());
+        disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+        let removed = timeout(PATIENCE, cache.remove(&key(0))).await.expect("answered");
+        assert!(matches!(&removed, Err(Error::Io { op: "write", .. })), "its record was not cleared: {removed:?}");
+        // The third failure in a row is logged.
+        let mut synced = Ok(());
+        for _ in 0..2 {
+            synced = timeout(PATIENCE, cache.sync()).await.expect("answered");
+        }
+        assert!(matches!(&synced, Err(Error::Io { op: "move", .. })), "{synced:?}");
+        drop(log);
+        disk.set_rates(FaultRates::default());
+        let writes = || disk.counts().started[OpKind::Write as usize];
+        let before = writes();
+        cache.sync().await.expect("the disk is sound again");
+        assert_eq!(writes() - before, 1, "the page is written");
+        let (later, end, _) = open_killed(config(), &disk).await;
+        assert!(!fetch(&later, 0).await.expect("served"), "it was removed before the sync");
+        finish(later, end).await;
         finish(cache, reactor).await;
     });
 }

@@ -4,7 +4,7 @@ mod scene;
 
 use std::future::Future;
 
-use kvhoist::{Cache, Config, Error, Segment, internals::io::OpKind};
+use kvhoist::{Cache, Config, Error, Segment, Tier, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, FaultRates, Reactor, Sim};
 use scene::*;
 
@@ -280,5 +280,29 @@ fn a_block_that_the_disk_refused_straight_is_reported_unless_it_was_removed() {
         under_way.expect("it was removed while it was written");
         let later = sync_after_refused_straight_store(|disk| disk.stalled() == 0).await;
         later.expect("it was removed when the disk had refused it");
+    });
+}
+
+#[test]
+fn a_sync_reports_a_block_that_did_not_come_from_the_device_to_be_written() {
+    sim::block_on(async {
+        let (cache, reactor, world) = open_world(write_back().device_blocks(1), 1, 20).await;
+        store(&cache, 100).await.expect("stored");
+        let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
+        for _ in 0..2 {
+            fill(&cache).await;
+            cache.sync().await.expect("a sound disk");
+        }
+        assert_eq!(cache.match_prefix(&[key(100)]), [Tier::Device]);
+        world.copy.set_failure(1.0);
+        let fetching = spawn(&cache, async |cache| fetch(&cache, 100).await);
+        a_while().await;
+        assert_eq!(world.copy.in_flight(), 1, "in neither other tier: it is copied from the device");
+        store(&cache, 100).await.expect("its write follows the copy");
+        fetching.await.expect("no panic").expect_err("the copy fails");
+        let synced = cache.sync().await;
+        assert!(matches!(&synced, Err(Error::Refused { reason }) if reason.starts_with("1 block")), "{synced:?}");
+        drop(on_device);
+        finish(cache, reactor).await;
     });
 }

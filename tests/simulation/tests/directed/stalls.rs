@@ -91,6 +91,22 @@ fn a_stalled_flush_is_a_timeout_for_sync_and_close_waits_for_it() {
 }
 
 #[test]
+fn a_sync_whose_write_stalls_is_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(write_back()).await;
+        store(&cache, 0).await.expect("stored");
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let (result, took) = elapsed(cache.sync()).await;
+        assert!(matches!(result, Err(Error::Timeout { .. })) && took >= DEADLINE, "{result:?} after {took:?}");
+        assert_eq!((disk.stalled(), disk.in_flight()), (1, 1), "the block is being written, and nothing else is");
+        disk.release();
+        a_while().await;
+        cache.sync().await.expect("it is written by now");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn when_every_movement_is_stalled_callers_get_an_error_in_time() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config().movements_max(2)).await;

@@ -45,6 +45,12 @@ pub async fn open(config: Config) -> (Cache, Reactor, Sim) {
 
 /// Opens a cache over disks and a device that take so many milliseconds.
 pub async fn open_with(config: Config, disk_ms: u64, copy_ms: u64) -> (Cache, Reactor, Sim) {
+    let (cache, reactor, World { storage, .. }) = open_world(config, disk_ms, copy_ms).await;
+    (cache, reactor, storage)
+}
+
+/// As [`open_with`], with the device too.
+pub async fn open_world(config: Config, disk_ms: u64, copy_ms: u64) -> (Cache, Reactor, World) {
     kvhoist_simulation::log::watch();
     let mut world = World::new(1, Vec::new());
     let latency = |ms| Duration::from_millis(ms)..=Duration::from_millis(ms);
@@ -52,7 +58,7 @@ pub async fn open_with(config: Config, disk_ms: u64, copy_ms: u64) -> (Cache, Re
     let options = SimOptions { latency: latency(disk_ms), ..SimOptions::default() };
     world.storage = Sim::new(1, sim::blank_files(&config), options);
     let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
-    (cache, reactor, world.storage)
+    (cache, reactor, world)
 }
 
 /// Stores blocks `0..16`: all on disk, the last few in host memory too.
