@@ -277,8 +277,8 @@ impl Cache {
         }
         let mut parent = chain.flatten().copied();
         let mut jobs = Vec::with_capacity(keys.len());
-        for (key, segments) in keys.iter().zip(segments) {
-            let regions = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
+        let held = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
+        for ((key, segments), regions) in keys.iter().zip(segments).zip(held) {
             jobs.push(Job { key: *key, parent, segments: segments.clone(), regions, is_shared: false });
             if chain.is_some() {
                 parent = Some(*key);

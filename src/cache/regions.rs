@@ -129,36 +129,69 @@ impl Regions {
         Ok(())
     }
 
-    /// Holds the memory that `segments` lie in: lent for the call, or registered. By their first addresses.
-    pub(super) fn hold(&self, segments: &[Segment], block_bytes: usize, lent: Option<&Loan>) -> Result<Vec<RegionUse>> {
-        Segment::check_block(segments, block_bytes)?;
+    /// Holds the memory that the segments of each block lie in: lent for the call, or registered. By their first
+    /// addresses. A block whose segments lie in the same regions as those of the one before it, as in the buffers of a
+    /// pool, shares its hold.
+    pub(super) fn hold(
+        &self,
+        blocks: &[Vec<Segment>],
+        block_bytes: usize,
+        lent: Option<&Loan>,
+    ) -> Result<Vec<Arc<[RegionUse]>>> {
         let regions = self.lock();
-        let mut held: BTreeMap<usize, RegionUse> = BTreeMap::new();
-        for segment in segments {
-            let lent = lent.and_then(|loan| loan.region_of(segment));
-            let Some(region) = lent.or_else(|| region_of(&regions, segment)) else {
-                return Err(Error::argument(
-                    "segments",
-                    format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
-                    "registered memory",
-                ));
+        let mut held: Vec<Arc<[RegionUse]>> = Vec::with_capacity(blocks.len());
+        // Which of the last hold's regions each segment lies in.
+        let mut places: Vec<usize> = Vec::new();
+        for segments in blocks {
+            Segment::check_block(segments, block_bytes)?;
+            let is_alike = |before: &&Arc<[RegionUse]>| {
+                let mut pairs = places.iter().zip(segments);
+                lent.is_none()
+                    && places.len() == segments.len()
+                    && pairs.all(|(&at, segment)| before[at].contains(segment))
             };
-            if held.values().next().is_some_and(|first| first.memory() != region.memory) {
-                return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
-            }
-            // A lent one has no addresses, and there is one at most.
-            if let Entry::Vacant(vacant) = held.entry(region.start) {
-                vacant.insert(region.try_hold().ok_or_else(|| {
-                    Error::argument(
-                        "segments",
-                        "memory of a loan that was returned",
-                        "memory that `Cache::lend` lends anew",
-                    )
-                })?);
-            }
+            let hold = match held.last().filter(is_alike) {
+                Some(before) => Arc::clone(before),
+                None => {
+                    let hold = hold_of(&regions, segments, lent)?;
+                    places.clear();
+                    places.extend(segments.iter().map(|segment| RegionUse::place_of(&hold, segment)));
+                    hold
+                }
+            };
+            held.push(hold);
         }
-        Ok(held.into_values().collect())
+        Ok(held)
     }
+}
+
+/// Holds what one block's segments lie in, by their first addresses.
+fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Loan>) -> Result<Arc<[RegionUse]>> {
+    let mut held: BTreeMap<usize, RegionUse> = BTreeMap::new();
+    for segment in segments {
+        let lent = lent.and_then(|loan| loan.region_of(segment));
+        let Some(region) = lent.or_else(|| region_of(regions, segment)) else {
+            return Err(Error::argument(
+                "segments",
+                format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
+                "registered memory",
+            ));
+        };
+        if held.values().next().is_some_and(|first| first.memory() != region.memory) {
+            return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
+        }
+        // A lent one has no addresses, and there is one at most.
+        if let Entry::Vacant(vacant) = held.entry(region.start) {
+            vacant.insert(region.try_hold().ok_or_else(|| {
+                Error::argument(
+                    "segments",
+                    "memory of a loan that was returned",
+                    "memory that `Cache::lend` lends anew",
+                )
+            })?);
+        }
+    }
+    Ok(held.into_values().collect())
 }
 
 fn is_in(entries: &Entries, region: &Region) -> bool {
@@ -188,42 +221,69 @@ mod tests {
         add(memory(12288, 4096)).expect("beside the pool");
         add(memory(0, 10)).expect_err("no memory lies there");
 
-        let segment = [Segment { ptr: at(4096), len: 10 }];
-        assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);
+        let block = [vec![Segment { ptr: at(4096), len: 10 }]];
+        assert_eq!(regions.hold(&block, 10, None).expect("registered")[0].len(), 1);
         regions.remove(&pool).expect("its own");
-        assert!(regions.hold(&segment, 10, None).is_err(), "the pool is gone");
+        assert!(regions.hold(&block, 10, None).is_err(), "the pool is gone");
     }
 
     fn at_region(number: usize) -> *mut u8 {
         at(number << 20)
     }
 
-    #[test]
-    fn a_block_holds_each_of_its_regions_once_whatever_their_order() {
+    fn three_regions() -> Regions {
         let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
         for number in [3, 1, 2] {
             let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
             regions.add(memory(number << 20, 4096), whose).expect("beside the others");
         }
-        let segments = [2, 3, 1, 3, 2].map(|number| Segment { ptr: at_region(number), len: 2 });
-        let held = regions.hold(&segments, 10, None).expect("registered");
-        assert_eq!(held.len(), 3);
+        regions
+    }
+
+    /// A block with segments of two bytes at these offsets in the regions of these numbers.
+    fn block(places: [(usize, usize); 5]) -> Vec<Segment> {
+        places.map(|(number, offset)| Segment { ptr: at_region(number).wrapping_add(offset), len: 2 }).to_vec()
+    }
+
+    #[test]
+    fn a_block_holds_each_of_its_regions_once_whatever_their_order() {
+        let regions = three_regions();
+        let held = regions.hold(&[block([2, 3, 1, 3, 2].map(|number| (number, 0)))], 10, None).expect("registered");
+        assert_eq!(held[0].len(), 3);
         for wrong in [at(1 << 19), at((2 << 20) + 4095), at((3 << 20) + 4096)] {
-            let refused = regions.hold(&[Segment { ptr: wrong, len: 10 }], 10, None).is_err();
+            let refused = regions.hold(&[vec![Segment { ptr: wrong, len: 10 }]], 10, None).is_err();
             assert!(refused, "in no region, or not all of it");
         }
     }
 
     #[test]
-    fn a_place_is_compared_with_one_region_however_many_there_are() {
+    fn a_place_is_compared_with_few_regions_however_many_there_are() {
         let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
         for number in 1..=1000 {
             let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
             regions.add(memory(number << 20, 4096), whose).expect("beside the others");
         }
-        let segments: Vec<_> = (1..=100).map(|n| Segment { ptr: at_region(10 * n), len: 2 }).collect();
+        let blocks: Vec<_> = (1..=100).map(|n| vec![Segment { ptr: at_region(10 * n), len: 2 }]).collect();
         let before = COMPARED.get();
-        assert_eq!(regions.hold(&segments, 200, None).expect("registered").len(), 100);
-        assert_eq!(COMPARED.get() - before, 100);
+        assert_eq!(regions.hold(&blocks, 2, None).expect("registered").len(), 100);
+        // With that of the block before it, that of its address, and among those that are held.
+        assert!(COMPARED.get() - before <= 3 * 100, "{}", COMPARED.get() - before);
+    }
+
+    #[test]
+    fn blocks_in_the_same_regions_share_a_hold_and_others_have_their_own() {
+        let regions = three_regions();
+        let first = [(2, 0), (3, 0), (1, 0), (3, 2), (2, 2)];
+        let alike = first.map(|(number, offset)| (number, offset + 4094 - 2));
+        let (turned, fewer) = ([(3, 0), (2, 0), (1, 0), (3, 2), (2, 2)], [(2, 0); 5]);
+        let blocks = [first, alike, turned, fewer].map(block);
+        let held = regions.hold(&blocks, 10, None).expect("registered");
+        assert!(Arc::ptr_eq(&held[0], &held[1]));
+        assert!(!Arc::ptr_eq(&held[1], &held[2]));
+        assert_eq!(held.iter().map(|hold| hold.len()).collect::<Vec<_>>(), [3, 3, 3, 1]);
+
+        // Of a block like the first but for its last segment, which is in no region, nothing is held.
+        let outside = block([(2, 0), (3, 0), (1, 0), (3, 2), (2, 4095)]);
+        assert!(regions.hold(&[block(first), outside], 10, None).is_err());
     }
 }

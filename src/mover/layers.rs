@@ -45,6 +45,19 @@ impl Resident {
         Resident { starts: blocks.iter().map(starts_of).collect(), blocks }
     }
 
+    /// What copy engines know of the memory that the blocks go to, each region once.
+    fn regions(&self) -> Vec<CopyRegion> {
+        let mut jobs: Vec<&Job> = self.blocks.iter().map(|(_, _, job)| job).collect();
+        jobs.dedup_by(|job, before| Arc::ptr_eq(&job.regions, &before.regions));
+        let mut regions = Vec::new();
+        for region in jobs.into_iter().flat_map(Job::copy_regions) {
+            if !regions.contains(&region) {
+                regions.push(region);
+            }
+        }
+        regions
+    }
+
     fn numbers(&self) -> impl Iterator<Item = usize> {
         self.blocks.iter().map(|(at, ..)| *at)
     }
@@ -91,12 +104,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             RegionMemory::Host => Direction::HostToHost,
             RegionMemory::Device => self.promote_direction(),
         };
-        let mut regions: Vec<CopyRegion> = Vec::new();
-        for region in resident.blocks.iter().flat_map(|(_, _, job)| job.copy_regions()) {
-            if !regions.contains(&region) {
-                regions.push(region);
-            }
-        }
+        let regions = resident.regions();
+        // The processor copies one after the other in any case: side by side all layers would end late. A device's
+        // stream has one layer behind the one that it copies, however long they are: it does not wait for the host.
+        let (least, most) = match direction {
+            Direction::HostToHost => (1, 0),
+            _ => (2, IN_FLIGHT_BYTES),
+        };
         let (resident, started) = (Arc::new(resident), Instant::now());
         let mut under_way: VecDeque<(u64, JoinHandle<()>)> = VecDeque::new();
         let mut bytes_under_way = 0;
@@ -108,10 +122,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
             let batch = unsafe { batch.within(regions.clone()) }.prompt();
             let bytes = batch.bytes();
-            // The processor copies one after the other in any case: side by side all layers would end late.
-            while let Some((ended, task)) = under_way
-                .pop_front_if(|_| direction == Direction::HostToHost || bytes_under_way + bytes > IN_FLIGHT_BYTES)
-            {
+            while under_way.len() >= least && bytes_under_way + bytes > most {
+                let Some((ended, task)) = under_way.pop_front() else { break };
                 drop(task.await);
                 bytes_under_way -= ended;
             }

@@ -269,7 +269,7 @@ mod tests {
             key: crate::block::BlockKey::new([1; 32]),
             parent: None,
             segments: vec![],
-            regions: vec![],
+            regions: Arc::new([]),
             is_shared: false,
         };
         let board = LayerBoard::new(Arc::clone(&progress));

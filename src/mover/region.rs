@@ -176,6 +176,16 @@ impl RegionUse {
         self.0.is_fixed()
     }
 
+    /// Whether the segment lies in this memory. Never in memory that is lent for a call.
+    pub(crate) fn contains(&self, segment: &Segment) -> bool {
+        self.0.contains(segment)
+    }
+
+    /// The last of these regions that does not begin behind the segment; they are in the order of their addresses.
+    pub(crate) fn place_of(regions: &[RegionUse], segment: &Segment) -> usize {
+        regions.partition_point(|region| region.0.start <= segment.ptr as usize).saturating_sub(1)
+    }
+
     /// How copy engines know the region.
     pub(crate) fn lasting(&self) -> Option<CopyRegion> {
         self.0.lasting
@@ -195,8 +205,9 @@ pub(crate) struct Job {
     pub(crate) key: BlockKey,
     pub(crate) parent: Option<BlockKey>,
     pub(crate) segments: Vec<Segment>,
-    /// Holds every region that the segments lie in, by their first addresses. All are of one kind of memory.
-    pub(crate) regions: Vec<RegionUse>,
+    /// Holds every region that the segments lie in, by their first addresses. All are of one kind of memory. Blocks of
+    /// one call share it, where they lie in the same regions.
+    pub(crate) regions: Arc<[RegionUse]>,
     /// Other callers may load the same block: it goes through host memory, where they join its movement.
     pub(crate) is_shared: bool,
 }
@@ -253,9 +264,8 @@ impl Job {
 
     /// The region that one of its segments lies in; `None` for memory that is lent for the call.
     fn region_of(&self, segment: &Segment) -> Option<&RegionInner> {
-        let after = self.regions.partition_point(|region| region.0.start <= segment.ptr as usize);
-        let region = &*self.regions[after.checked_sub(1)?].0;
-        region.contains(segment).then_some(region)
+        let region = self.regions.get(RegionUse::place_of(&self.regions, segment))?;
+        region.contains(segment).then_some(&*region.0)
     }
 }
 
