@@ -36,6 +36,9 @@ KV = str(PoolName.KV)
 #: Pages are held, and kept on drives, for so many seconds between a lookup and the load at most.
 HELD_S = 60.0
 
+#: Ends of prefixes that were restored, of which it is known: at most so many.
+_RESTORED_MAX = 65_536
+
 #: Seconds between two lines of figures in the log, where there was anything to do.
 _FIGURES_EVERY_S = 60.0
 
@@ -101,9 +104,13 @@ class KvhoistLinker(UnifiedCacheLinker):
         if str(PoolName.MAMBA) in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         window = getattr(params, "sliding_window_size", None)
-        #: Pages at the end of a node that a window can reach: no others are stored.
-        self._window = None if window is None else -(-window // params.page_size)
+        #: Pages at the end of a node that are stored, by component: what a window can reach, the last state.
+        self._kept = {str(PoolName.MAMBA): 1}
+        if window is not None:
+            self._kept[str(PoolName.SWA)] = -(-window // params.page_size)
         self._held: dict[str, Held] = {}
+        #: The last keys of prefixes that requests were offered as their longest, the latest last.
+        self._restored: dict[str, None] = {}
         #: Loads that the next batch begins, with what is held for them.
         self._queued: dict[str, tuple[list[Part], Held | None]] = {}
         self._begun: dict[int, list[Held]] = {}
@@ -162,26 +169,47 @@ class KvhoistLinker(UnifiedCacheLinker):
         keys = list(by_name[KV].keys or [])
         tiers = self._pages[KV].tiers(keys)
         lengths = set(range(1, len(tiers) + 1))
-        windows = {}
+        # Of each component but KV: how many pages of a prefix's end it needs, and which pages are there.
+        ends: dict[str, tuple[int, list[bool]]] = {}
         for name, transfer in by_name.items():
             if name == KV or name not in self._pages or not lengths:
                 continue
             if policy(transfer) != "trailing_pages":
                 raise config_error("hit_policy", policy(transfer), f"trailing_pages of component {name}")
-            windows[name] = max(1, len(transfer.keys or ()))
-            lengths &= trailing(self._pages[name].there(keys[: len(tiers)]), windows[name])
+            ends[name] = max(1, len(transfer.keys or ())), self._pages[name].there(keys[: len(tiers)])
+            lengths &= trailing(ends[name][1], ends[name][0])
         if not lengths:
             return []
         longest = max(lengths)
+        self._let_older_go(keys, longest, ends)
         parts = []
         for name, pages in self._pages.items():
-            wanted = keys[:longest] if name == KV else keys[max(0, longest - windows[name]) : longest]
+            wanted = keys[:longest] if name == KV else keys[max(0, longest - ends[name][0]) : longest]
             pages.cache.keep(wanted, HELD_S)
             parts.append((pages, pages.hold(wanted)))
         self._held[rid] = Held(time.monotonic() + HELD_S, parts)
         for tier in set(tiers[:longest]):
             self._figures[f"hits_{tier}"] += tiers[:longest].count(tier)
         return sorted(lengths)
+
+    def _let_older_go(self, keys: list[str], longest: int, ends: dict[str, tuple[int, list[bool]]]) -> None:
+        """Evicts first what only shorter prefixes of this chain need, where no request has come for them.
+
+        A conversation leaves a state and a window at the end of each turn, and returns for the last. Ends that a
+        request has come for, such as a common system prompt's, stay in the order of their use.
+        """
+        if not ends:
+            return
+        self._restored.pop(keys[longest - 1], None)
+        self._restored[keys[longest - 1]] = None
+        if len(self._restored) > _RESTORED_MAX:
+            del self._restored[next(iter(self._restored))]
+        for name, (window, there) in ends.items():
+            needed = [at for at, key in enumerate(keys[:longest]) if at == longest - 1 or key in self._restored]
+            wanted = {before for at in needed for before in range(max(0, at + 1 - window), at + 1)}
+            for at in range(longest):
+                if there[at] and at not in wanted:
+                    self._pages[name].cache.release([keys[at]])
 
     def _let_go(self, held: Held | None) -> None:
         if held is not None:
@@ -281,8 +309,8 @@ class KvhoistLinker(UnifiedCacheLinker):
             event.synchronize()
         stored = True
         for pages, keys, rows in self._parts(transfers):
-            if pages.name == str(PoolName.SWA) and self._window is not None:
-                keys, rows = keys[-self._window :], [of_pool[-self._window :] for of_pool in rows]
+            if (kept := self._kept.get(pages.name)) is not None:
+                keys, rows = keys[-kept:], [of_pool[-kept:] for of_pool in rows]
             results = pages.store(keys, rows)
             bad = [result for result in results if result is not True]
             self._figures["pages_stored"] += len(keys) - len(bad)

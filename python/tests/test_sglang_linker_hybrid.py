@@ -3,6 +3,8 @@ entries of device pools, over tensors on the CPU."""
 
 from __future__ import annotations
 
+import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,8 @@ if sgl.version() < (0, 5, 23):
 torch = pytest.importorskip("torch")
 
 import sgl_linker  # noqa: E402
+
+from kvhoist import Cache  # noqa: E402
 
 PAGE, WINDOW, SLOTS = 4, 8, 64
 #: Layers 0 and 3 attend to all tokens, 1 to a window, 2 has a state.
@@ -162,6 +166,95 @@ def test_a_component_that_is_bad_fails_its_batch(hybrid):
     index = hybrid.linker.start_layer_wise_loading()
     assert not hybrid.linker.finish_layer_wise_loading(index)
     assert hybrid.linker.lookup("a", hybrid.transfers(KEYS)) == []
+
+
+def chain(first: int, pages: int) -> list[str]:
+    return sgl.page_keys(list(range(first, first + pages * PAGE)), PAGE)
+
+
+def test_of_a_node_the_last_state_is_stored(hybrid):
+    hybrid.fill(0, 6, 1, seed=4)
+    transfers = hybrid.transfers(KEYS, (0, 1))
+    mamba = transfers[-1]
+    mamba.keys, mamba.device_indices = list(KEYS), torch.arange(1, 7)
+    assert hybrid.offload(transfers)
+    assert [key for key in KEYS if hybrid.linker._pages["mamba"].cache.contains(key)] == KEYS[-1:]
+    assert hybrid.linker.lookup("a", hybrid.transfers(KEYS)) == [6]
+
+
+def small(path, monkeypatch) -> tuple:
+    """A linker with few places for states, and how many."""
+    made = Hybrid(path, monkeypatch, capacity="42MiB", host_bytes="8MiB", pool_shares={"mamba": 0.03})
+    return made, made.linker._pages["mamba"].cache.stats()["tiers"]["disk"]["slots"]
+
+
+def turns(hybrid, keys, first: int, last: int) -> None:
+    """Offloads a node of one page for each turn of a conversation."""
+    for at in range(first, last):
+        hybrid.fill(0, 1, 1, seed=at)
+        assert hybrid.offload(hybrid.transfers(keys[at : at + 1], (0, 1)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_states_inside_a_conversation_go_before_its_last_and_before_others(store_dir, monkeypatch, shared):
+    hybrid, slots = small(store_dir, monkeypatch)
+    try:
+        assert 4 <= slots <= 8
+        # What a lookup keeps for its request alone would protect it as well.
+        monkeypatch.setattr(sys.modules["kvhoist.sglang_linker"], "HELD_S", 0.0)
+        monkeypatch.setattr(Cache, "keep", lambda *_given: 0)
+        other, talk, late = chain(90_000, 1), chain(10_000, slots - 1), chain(50_000, slots - 2)
+        turns(hybrid, other, 0, 1)
+        turns(hybrid, talk, 0, slots - 1)
+        if shared:
+            # Another conversation begins with the first turn of this one.
+            assert hybrid.linker.lookup("b", hybrid.transfers(talk[:1])) == [1]
+        assert max(hybrid.linker.lookup("a", hybrid.transfers(talk))) == slots - 1
+        hybrid.linker.reset()
+        turns(hybrid, late, 0, slots - 2)
+        there = [hybrid.linker._pages["mamba"].cache.contains(key) for key in other + talk]
+        inside = list(range(1, slots - 1))
+        # With the first turn still wanted, the next to go is what was not used for the longest time.
+        gone = [0, *inside[1:]] if shared else inside
+        assert [at for at, present in enumerate(there) if not present] == gone
+    finally:
+        hybrid.linker.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_conversations_restore_what_every_component_has(store_dir, monkeypatch, seed):
+    """Against a model that asks each component's own cache, while states are evicted."""
+    dice = random.Random(seed)
+    hybrid, slots = small(store_dir, monkeypatch)
+    window = WINDOW // PAGE
+    try:
+        talks = [chain(10_000 * (n + 1), 5) for n in range(3)]
+        # One that begins as the first does.
+        talks.append(talks[0][:2] + chain(70_000, 3))
+        known = dict.fromkeys(range(len(talks)), 0)
+        for step in range(60):
+            number = dice.randrange(len(talks))
+            keys, end = talks[number], known[number]
+            if end < len(keys) and dice.random() < 0.6:
+                turns(hybrid, keys, end, end + 1)
+                known[number] += 1
+                continue
+            asked = keys[: dice.randint(1, len(keys))]
+            has = {name: pages.cache.contains_each(asked) for name, pages in hybrid.linker._pages.items()}
+            want = [
+                pages
+                for pages in range(1, len(asked) + 1)
+                if all(has["kv"][:pages])
+                and has["mamba"][pages - 1]
+                and all(has["swa"][max(0, pages - min(window, len(asked))) : pages])
+            ]
+            found = hybrid.linker.lookup(f"request {dice.randrange(3)}", hybrid.transfers(asked))
+            assert found == want, f"seed {seed}, step {step}"
+        hybrid.linker.reset()
+        assert len(hybrid.linker._pages["mamba"].cache) <= slots
+        assert not hybrid.linker.stats()["failed"]
+    finally:
+        hybrid.linker.close()
 
 
 def test_components_share_one_capacity(store_dir, monkeypatch):
