@@ -2,7 +2,7 @@
 """Time to the first tokens of a real SGLang engine with random weights: recomputed, from HBM, and from its third tier.
 
     python bench/engine_ttft.py --path /mnt/nvme0/kv [--path ...] [--backends kvhoist,file] [--tokens 8192,32768,65536]
-        [--attention triton] [--layers 32] [--machine TEXT] [--csv FILE]
+        [--attention triton] [--layers 32] [--steps FILE] [--machine TEXT] [--csv FILE]
 
 Needs a CUDA device, SGLang (0.5.17 where torch 2.11 is installed; newer ones with their own torch) and kvhoist.
 `bench/engine_bundle` makes a folder with all of them for a machine without a network. The model has Llama-8B's shape.
@@ -10,7 +10,9 @@ Needs a CUDA device, SGLang (0.5.17 where torch 2.11 is installed; newer ones wi
 For each back end an engine computes all prompts, answers them from HBM, flushes HBM and its host memory, and answers
 them from the third tier; a second engine, a new process over the same store, does the same. Pages are 64 tokens,
 prefetches are waited for (`wait_complete`), and generation is greedy: every row says whether its tokens are the
-recomputed ones.
+recomputed ones. With `--steps`, what kvhoist's answers were made of follows into a file of rows for
+docs/results/measured.csv (`engine_steps.py` has the steps), beside the drives' own time: plain reads of as many bytes
+of the store's files.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ import argparse
 import csv
 import datetime
 import json
+import mmap
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from engine_steps import read_lines, steps
 
 COLUMNS = ("date commit machine command engine attention tokens what generated ms cached_tokens same_tokens").split()
 MODEL = {
@@ -50,11 +56,34 @@ def third_tier(backend: str, paths: list[str], capacity: str) -> dict[str, Any]:
     """SGLang's settings of a back end."""
     if backend == "kvhoist":
         extra = {**KVHOIST, "path": paths, "capacity": capacity, "host_bytes": "1GiB"}
+        if os.environ.get("KVHOIST_STEPS"):
+            extra["module_path"] = "engine_steps"
         return {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(extra)}
     if backend == "file":
         # It has one folder: the first drive's.
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = os.path.join(paths[0], "file")
     return {"hicache_storage_backend": backend}
+
+
+def read_ms(paths: list[str], nbytes: int) -> float:
+    """Milliseconds of plain reads of so many bytes of kvhoist's files by 32 threads, in pieces of 4 MiB."""
+    piece, threads = 4 << 20, 32
+    files = [path for folder in paths for path in Path(folder).rglob("kvhoist.store") if path.stat().st_size > 1 << 28]
+    opened = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // piece - 5) for path in files]
+
+    def read(thread: int) -> None:
+        buffer = mmap.mmap(-1, piece)
+        for n in range(thread, nbytes // piece, threads):
+            file, pieces = opened[n % len(opened)]
+            os.preadv(file, [buffer], (4 + n // len(opened) % pieces) * piece)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
+    ended = time.monotonic()
+    for file, _ in opened:
+        os.close(file)
+    return (ended - began) * 1e3
 
 
 def stored_bytes(paths: list[str]) -> int:
@@ -98,10 +127,16 @@ class Engine:
     def answer(self, ids: list[int], count: int) -> tuple[float, int, list[int]]:
         """Milliseconds, cached tokens, and the tokens."""
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        began = time.perf_counter()
+        self.began = time.monotonic()
         result = self.engine.generate(input_ids=[ids], sampling_params=sampling)[0]
-        spent = (time.perf_counter() - began) * 1e3
+        self.ended = time.monotonic()
+        spent = (self.ended - self.began) * 1e3
         return spent, int(result["meta_info"].get("cached_tokens") or 0), list(result["output_ids"])
+
+    def steps(self) -> dict[str, float]:
+        """Milliseconds of the last answer's steps, where they are recorded."""
+        path = os.environ.get("KVHOIST_STEPS", "")
+        return steps(read_lines(path), self.began, self.ended) if os.path.exists(path) else {}
 
 
 def phase(given: argparse.Namespace) -> None:
@@ -114,6 +149,7 @@ def phase(given: argparse.Namespace) -> None:
         for ids in prompts:
             ms, cached, tokens = engine.answer(ids, given.generate)
             row = {"what": what, "tokens": len(ids), "ms": ms, "cached": cached, "out": tokens}
+            row["steps"] = engine.steps()
             print("ANSWER", json.dumps({**row, "version": engine.version}), flush=True)
 
     name = "SGLang's file" if given.backends == "file" else given.backends
@@ -133,7 +169,14 @@ def answers_of(given: argparse.Namespace, backend: str, which: str) -> list[dict
     """Runs a phase in a process of its own."""
     # The last one of an argument counts.
     command = [sys.executable, __file__, *sys.argv[1:], "--backends", backend, "--phase", which, "--model", given.model]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=given.timeout, check=False)
+    environment = dict(os.environ)
+    if given.steps and backend == "kvhoist":
+        here = str(Path(__file__).parent)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+        environment["KVHOIST_STEPS"] = str(Path(given.model, "steps"))
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=given.timeout, check=False, env=environment
+    )
     found = [json.loads(line[7:]) for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
     if ended.returncode or not found:
         print(f"# {backend}, {which}: exit status {ended.returncode} after {len(found)} answers", file=sys.stderr)
@@ -157,6 +200,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="for the rows")
     parser.add_argument("--label", default="", help="for the rows: the command, if its paths say nothing")
     parser.add_argument("--csv", help="a file for the rows")
+    parser.add_argument("--steps", help="a file for the steps of kvhoist's answers")
     parser.add_argument("--phase", choices=["first", "second"], help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -190,6 +234,20 @@ def measure(given: argparse.Namespace) -> None:
                 for writer, file in zip(writers, files, strict=True):
                     writer.writerow(row)
                     file.flush()
+                if given.steps and one["steps"]:
+                    add_steps(given, [*always.values(), command], one)
+
+
+def add_steps(given: argparse.Namespace, origin: list[str], answer: dict[str, Any]) -> None:
+    """Rows of one answer's steps."""
+    # Of a page of 64 tokens: the keys and values of 8 heads of 128, in each layer.
+    nbytes = answer["tokens"] // 64 * 64 * 2 * 8 * 128 * 2 * given.layers
+    rows = {**answer["steps"], "the drives' own time": read_ms(given.path, nbytes)}
+    with open(given.steps, "a", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        for step, ms in rows.items():
+            case = f"{answer['tokens']} tokens, {answer['what'].removeprefix('kvhoist, ')}"
+            writer.writerow(["engine_steps", *origin, step, case, f"{ms:.1f}", "ms", "", ""])
 
 
 if __name__ == "__main__":

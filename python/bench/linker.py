@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Loads of SGLang's linker into device memory, layer by layer, beside one long copy of as many bytes and plain reads.
 
-    python bench/linker.py --path /mnt/nvme0/kv [--sizes 64,1024] [--repeats 7]
+    python bench/linker.py --path /mnt/nvme0/kv [--sizes 64,1024] [--repeats 7] [--copy-blocks 16]
     python bench/linker.py --path /tmp/kv --device simulated --sizes 2      # without a GPU: that it works
 
 For each geometry of a model, pages of 64 tokens are stored from the layers' buffers, then loaded into other places of
@@ -85,8 +85,8 @@ def read_seconds(path: str, nbytes: int) -> float:
 class Model:
     """The buffers of one geometry: their first half is stored, loads go into the second."""
 
-    def __init__(self, name: str, geometry: tuple[int, int, int], most_mib: int, clock: Clock, device: str) -> None:
-        self.name, self.clock, self.device = name, clock, device
+    def __init__(self, name: str, geometry: tuple[int, int, int], most_mib: int, clock: Clock, settings: dict) -> None:
+        self.name, self.clock, self.settings = name, clock, settings
         self.layers, self.each, token = geometry
         segment = token * TOKENS
         self.page_bytes = segment * self.layers * self.each
@@ -100,7 +100,7 @@ class Model:
     @contextlib.contextmanager
     def opened(self, path: str, host_pages: int) -> Iterator[Pages]:
         """The pages of this model in a cache."""
-        settings = {"disk_blocks": self.count + 8, "direct_io": "prefer", "device": self.device, "device_blocks": 1}
+        settings = {"disk_blocks": self.count + 8, "direct_io": "prefer", "device_blocks": 1, **self.settings}
         with Cache(path, block_bytes=self.page_bytes, host_bytes=host_pages * self.page_bytes, **settings) as cache:
             segment = self.buffers[0].shape[1]
             pieces = (Piece(0, b.data_ptr(), segment, segment, n % self.layers) for n, b in enumerate(self.buffers))
@@ -183,14 +183,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--models", default=",".join(GEOMETRIES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "simulated"])
+    parser.add_argument("--copy-blocks", type=int, default=16, help="most thread blocks of the copy kernel")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device: found no CUDA device, expected one; give --device simulated")
+    settings = {"device": given.device, "copy_blocks_max": given.copy_blocks}
     sizes = [int(size) for size in given.sizes.split(",")]
     for name in given.models.split(","):
         path = os.path.join(given.path, name)
         os.makedirs(path, mode=0o700)
-        model = Model(name, GEOMETRIES[name], max(sizes), Clock(given.device == "cuda"), given.device)
+        model = Model(name, GEOMETRIES[name], max(sizes), Clock(given.device == "cuda"), settings)
         model.run(path, sizes, given.repeats)
         shutil.rmtree(path)
 
