@@ -28,7 +28,7 @@ use std::{
 use rules::{Finding, check_rust, check_text, test_modules};
 
 /// Top folders that hold Rust of this project.
-const RUST_FOLDERS: [&str; 7] = ["src", "cli", "tests", "benches", "examples", "fuzz", "python"];
+const RUST_FOLDERS: [&str; 8] = ["src", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
 
 /// Files that a fetch from disk may pass through.
 const FETCH_FILES_MAX: usize = 8;

@@ -1,0 +1,35 @@
+//! In the place of the device's half, where it is not compiled in.
+
+use crate::{Error, Result, pages::Pages};
+
+/// There is none.
+pub(crate) enum Copier {}
+
+/// There is none.
+pub(crate) enum Pinned {}
+
+pub(crate) fn pin(_ordinal: u32, _pages: &Pages) -> Result<Pinned> {
+    Err(Error::Device("this build has no support for CUDA devices (cargo feature `cuda`)".into()))
+}
+
+impl Copier {
+    pub(crate) fn open(_ordinal: u32) -> Result<Self> {
+        Err(Error::Device("this build has no support for CUDA devices (cargo feature `cuda`)".into()))
+    }
+
+    /// # Safety
+    /// Cannot be called.
+    pub(crate) unsafe fn to_device(&self, _address: usize, _from: &[u8]) -> Result<()> {
+        match *self {}
+    }
+
+    /// # Safety
+    /// Cannot be called.
+    pub(crate) unsafe fn to_host(&self, _to: &mut [u8], _address: usize) -> Result<()> {
+        match *self {}
+    }
+
+    pub(crate) fn finish(&self) -> Result<()> {
+        match *self {}
+    }
+}

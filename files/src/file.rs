@@ -1,0 +1,217 @@
+//! A file that is read: how long it is, what direct I/O wants of it, and what the page cache has of it.
+
+use std::{
+    fs::{File, Metadata, OpenOptions},
+    io::{self, Seek, SeekFrom},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rustix::fs::{AtFlags, StatxFlags, statx};
+
+use crate::{Error, Result};
+
+/// Where the system does not say what direct I/O wants: what every drive takes.
+const ALIGN: u64 = 4096;
+
+/// A file to be read. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct SourceFile(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    path: PathBuf,
+    size: u64,
+    /// The device that it is on, as the system numbers them.
+    drive: u64,
+    /// As it was when it was opened.
+    version: Version,
+    cached: File,
+    direct: Option<Direct>,
+}
+
+/// What changes with each write to a file.
+#[derive(Debug, PartialEq, Eq)]
+struct Version {
+    size: u64,
+    modified: (i64, i64),
+}
+
+/// The same file, past the page cache.
+#[derive(Debug)]
+pub(crate) struct Direct {
+    pub(crate) file: File,
+    /// Offsets, lengths and addresses are multiples of this.
+    pub(crate) align: u64,
+}
+
+/// How bytes of a file are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// The page cache has them.
+    PageCache,
+    Direct,
+    /// Through the page cache, for want of direct I/O.
+    Buffered,
+}
+
+impl SourceFile {
+    /// Opens a file or a block device.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::NoFile`] for what is neither.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let fail = |error| Error::io("open", path, error);
+        // A pipe in the place of a file would wait for its other end.
+        let cached = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(fail)?;
+        let found = cached.metadata().map_err(fail)?;
+        let (kind, mut end) = (found.file_type(), &cached);
+        let size = match () {
+            () if kind.is_file() => found.len(),
+            () if kind.is_block_device() => end.seek(SeekFrom::End(0)).map_err(fail)?,
+            () => {
+                let found = if kind.is_dir() { "a folder" } else { "a pipe, a socket or a character device" };
+                return Err(Error::NoFile { path: path.to_owned(), found });
+            }
+        };
+        let direct = reopen(&cached, OpenOptions::new().read(true));
+        let (path, drive, version) = (path.to_owned(), found.dev(), Version::of(&found));
+        Ok(SourceFile(Arc::new(Inner { path, size, drive, version, cached, direct })))
+    }
+
+    /// The path that it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// Its length in bytes when it was opened.
+    pub fn size(&self) -> u64 {
+        self.0.size
+    }
+
+    /// The alignment that direct I/O wants of addresses, offsets and lengths, in bytes: memory whose address and file
+    /// offset agree up to it is read without a copy. `None` without direct I/O.
+    pub fn direct_align(&self) -> Option<u64> {
+        self.0.direct.as_ref().map(|direct| direct.align)
+    }
+
+    /// The device that it is on.
+    pub(crate) fn drive(&self) -> u64 {
+        self.0.drive
+    }
+
+    /// How to read a range; `uses_cache` is false where the page cache is not to be asked.
+    pub(crate) fn way(&self, start: u64, end: u64, uses_cache: bool) -> Way {
+        match &self.0.direct {
+            None => Way::Buffered,
+            Some(_) if uses_cache && is_cached(&self.0.cached, start, end) => Way::PageCache,
+            Some(_) => Way::Direct,
+        }
+    }
+
+    /// Reads a range. `to` is longer than the range if direct I/O wants that; it ends where the file does.
+    pub(crate) fn read(&self, way: Way, start: u64, to: &mut [u8]) -> Result<()> {
+        let file = match (&self.0.direct, way) {
+            (Some(direct), Way::Direct) => &direct.file,
+            _ => &self.0.cached,
+        };
+        let wanted = (self.0.size - start).min(to.len() as u64) as usize;
+        let mut done = 0;
+        while done < wanted {
+            match file.read_at(&mut to[done..], start + done as u64) {
+                // It ends sooner than it did.
+                Ok(0) => return Err(self.changed()),
+                Ok(read) => done += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // The end of a file is read once: what follows a part that is not aligned would be refused.
+                Err(error) if way == Way::Direct && error.raw_os_error() == Some(libc::EINVAL) && done > 0 => {
+                    return self.read(Way::Buffered, start + done as u64, &mut to[done..wanted]);
+                }
+                Err(error) => return Err(Error::io("read", self.path(), error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a file that was written to since it was opened.
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        let now = self.0.cached.metadata().map_err(|error| Error::io("read", self.path(), error))?;
+        if Version::of(&now) == self.0.version { Ok(()) } else { Err(self.changed()) }
+    }
+
+    fn changed(&self) -> Error {
+        Error::Changed { path: self.0.path.clone() }
+    }
+}
+
+impl Version {
+    fn of(found: &Metadata) -> Self {
+        Version { size: found.len(), modified: (found.mtime(), found.mtime_nsec()) }
+    }
+}
+
+/// The same file with direct I/O, if it takes that. By its descriptor: another file may have its path by now.
+pub(crate) fn reopen(file: &File, options: &mut OpenOptions) -> Option<Direct> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let direct = options.custom_flags(libc::O_DIRECT).open(path).ok()?;
+    let found = statx(&direct, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
+    let said = found.filter(|found| found.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
+    let align = match said {
+        // The system knows that it does not take it, whatever the open said.
+        Some(found) if found.stx_dio_offset_align == 0 => return None,
+        Some(found) => u64::from(found.stx_dio_mem_align.max(found.stx_dio_offset_align)),
+        None => ALIGN,
+    };
+    Some(Direct { file: direct, align: align.max(512) })
+}
+
+/// True if the page cache has all of a range (Linux 6.5 and later).
+fn is_cached(file: &File, start: u64, end: u64) -> bool {
+    const CACHESTAT: libc::c_long = 451;
+    let page = rustix::param::page_size() as u64;
+    let (first, last) = (start / page, end.div_ceil(page));
+    let range = [first * page, (last - first) * page];
+    // Pages cached, dirty, in writeback, evicted, recently evicted.
+    let mut found = [0_u64; 5];
+    // SAFETY: both are laid out as the call wants them (`struct cachestat_range`, `struct cachestat`), and outlive it.
+    let code = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), found.as_mut_ptr(), 0) };
+    code == 0 && found[0] >= last - first
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn what_is_no_file_is_refused_at_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a pipe");
+        for path in [folder.path(), &pipe] {
+            assert!(matches!(SourceFile::open(path), Err(Error::NoFile { .. })), "{}", path.display());
+        }
+        let _listener = UnixListener::bind(folder.path().join("socket")).expect("a socket");
+        for name in ["socket", "nothing"] {
+            let found = SourceFile::open(folder.path().join(name));
+            assert!(matches!(found, Err(Error::Io { op: "open", .. })), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn the_page_cache_has_what_was_just_written_and_nothing_beyond_the_end() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("file");
+        std::fs::write(&path, [1; 3 * 4096]).expect("a small file");
+        let file = SourceFile::open(&path).expect("it is there");
+        let kernel_has_it = is_cached(&file.0.cached, 0, 4096);
+        assert_eq!(is_cached(&file.0.cached, 100, 3 * 4096), kernel_has_it);
+        assert!(!is_cached(&file.0.cached, 0, 4 * 4096));
+    }
+}

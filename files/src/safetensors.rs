@@ -1,0 +1,92 @@
+//! The header of a safetensors file, with the checks that the format's authors make.
+//!
+//! Format: <https://github.com/huggingface/safetensors#format>. Eight bytes with the header's length (little-endian),
+//! the header (JSON), the tensors' bytes.
+
+use ::safetensors::tensor::Metadata;
+
+use crate::{Error, Result, SourceFile, file::Way};
+
+/// Longest header that the format allows, in bytes.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+
+/// Bytes before the header.
+const LEN_BYTES: u64 = 8;
+
+/// A tensor in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// The format's name of its type: `F32`, `BF16`, ...
+    pub dtype: String,
+    /// Elements by dimension.
+    pub shape: Vec<usize>,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: usize,
+}
+
+/// What a header says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Header {
+    /// The tensors, in the file's order.
+    pub tensors: Vec<Tensor>,
+    /// What the file says of itself, by key.
+    pub metadata: Vec<(String, String)>,
+    /// First byte of the tensors in the file.
+    pub data_offset: u64,
+}
+
+/// Reads the header of an open file.
+///
+/// # Errors
+/// [`Error::Format`] with what was found; [`Error::Io`].
+pub fn header(file: &SourceFile) -> Result<Header> {
+    let refuse = |problem: String| Error::Format { path: file.path().to_owned(), problem };
+    let mut len = [0; LEN_BYTES as usize];
+    if file.size() < LEN_BYTES {
+        return Err(refuse(format!("found {} bytes, expected a safetensors file, which begins with 8", file.size())));
+    }
+    file.read(Way::Buffered, 0, &mut len)?;
+    let len = u64::from_le_bytes(len);
+    if len > HEADER_BYTES_MAX {
+        return Err(refuse(format!(
+            "found a header of {len} bytes, expected at most {HEADER_BYTES_MAX}: this is no safetensors file, or a \
+             damaged one"
+        )));
+    }
+    let data_offset = LEN_BYTES + len;
+    if data_offset > file.size() {
+        return Err(refuse(format!("found {} bytes, expected a header that ends at {data_offset}", file.size())));
+    }
+    let mut text = vec![0; len as usize];
+    file.read(Way::Buffered, LEN_BYTES, &mut text)?;
+    let found: Metadata = serde_json::from_slice(&text)
+        .map_err(|error| refuse(format!("found a header that is not one of safetensors: {error}")))?;
+    let end = data_offset.checked_add(found.data_len() as u64);
+    if end != Some(file.size()) {
+        return Err(refuse(format!(
+            "found {} bytes, expected {}: the file was cut off, or is not complete yet",
+            file.size(),
+            end.map_or_else(|| "fewer than 2^64".into(), |end| end.to_string())
+        )));
+    }
+    let tensors = found.offset_keys().into_iter().map(|name| {
+        let info = found.info(&name).expect("the header names it");
+        let (start, end) = info.data_offsets;
+        Tensor {
+            dtype: info.dtype.to_string(),
+            shape: info.shape.clone(),
+            offset: data_offset + start as u64,
+            len: end - start,
+            name,
+        }
+    });
+    let mut metadata: Vec<_> = found.metadata().clone().into_iter().flatten().collect();
+    metadata.sort();
+    Ok(Header { tensors: tensors.collect(), metadata, data_offset })
+}

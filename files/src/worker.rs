@@ -1,0 +1,124 @@
+//! What the threads of a transfer do: one piece after the other.
+
+use std::{panic::AssertUnwindSafe, sync::atomic::Ordering};
+
+use crate::{
+    Error, Memory, Result, SourceFile, bounce::Bounce, file::Way, memory::Copies, plan::Piece, shared::Shared,
+};
+
+/// One direction of a transfer.
+pub(crate) trait Carry: Send + Sync {
+    /// Moves a piece; all of its copies have ended then.
+    fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()>;
+
+    /// Ends the transfer, after all pieces.
+    fn finish(&self) -> Result<()>;
+}
+
+/// What one thread has for itself.
+pub(crate) struct Lane {
+    bounce: Bounce,
+    copies: Copies,
+}
+
+/// Carries pieces until there are none, or the transfer is over.
+pub(crate) fn run(shared: &Shared, carry: &dyn Carry) {
+    let work = || -> Result<()> {
+        // In this order of dropping: copies are over before the buffer is another's.
+        let (bounce, copies) = (Bounce::take(shared.buffer_bytes, shared.memory)?, Copies::open(shared.memory)?);
+        let mut lane = Lane { bounce, copies };
+        while !shared.cancelled.load(Ordering::Relaxed) {
+            let Some(piece) = shared.pieces.get(shared.next.fetch_add(1, Ordering::Relaxed)) else { break };
+            carry.carry(shared, &mut lane, piece)?;
+            shared.arrived(piece);
+        }
+        Ok(())
+    };
+    let ended = std::panic::catch_unwind(AssertUnwindSafe(work));
+    if let Err(error) = ended.unwrap_or_else(|_| Err(Error::Argument("a thread of the transfer panicked".into()))) {
+        shared.fail(error);
+    }
+    shared.end_thread(|| carry.finish());
+}
+
+/// Reading.
+pub(crate) struct Reads {
+    pub(crate) files: Vec<SourceFile>,
+    pub(crate) page_cache: bool,
+}
+
+impl Carry for Reads {
+    fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()> {
+        let file = &self.files[piece.file];
+        let way = file.way(piece.start, piece.end, self.page_cache);
+        let align = if way == Way::Direct { file.direct_align().unwrap_or(1) } else { 1 };
+        // What is read straight into its place.
+        let (start, end) = match piece.parts[..] {
+            [part] if shared.memory == Memory::Host && part.address as u64 % align == part.offset % align => {
+                (piece.start.next_multiple_of(align), piece.end - piece.end % align)
+            }
+            _ => (piece.end, piece.end),
+        };
+        if start >= end {
+            return bounced(shared, lane, file, way, align, (piece, piece.start, piece.end));
+        }
+        let address = piece.parts[0].address + (start - piece.start) as usize;
+        // SAFETY: the caller of the transfer vouches for the range's memory, of which this is a part; no other piece
+        // has it.
+        let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, (end - start) as usize) };
+        file.read(way, start, target)?;
+        shared.counts.read(way, target.len());
+        for (from, to) in [(piece.start, start), (end, piece.end)] {
+            if from < to {
+                bounced(shared, lane, file, way, align, (piece, from, to))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.files.iter().try_for_each(SourceFile::check_unchanged)
+    }
+}
+
+/// Reads `from..to` of a piece into the bounce buffer, and copies it to its places.
+fn bounced(
+    shared: &Shared,
+    lane: &mut Lane,
+    file: &SourceFile,
+    way: Way,
+    align: u64,
+    (piece, from, to): (&Piece, u64, u64),
+) -> Result<()> {
+    let first = from - from % align;
+    let buffer = &mut lane.bounce.bytes()[..(to.next_multiple_of(align) - first) as usize];
+    file.read(way, first, buffer)?;
+    shared.counts.read(way, (to - from) as usize);
+    for part in &piece.parts {
+        let (begin, end) = (part.offset.max(from), (part.offset + part.len as u64).min(to));
+        if begin >= end {
+            continue;
+        }
+        let bytes = &buffer[(begin - first) as usize..(end - first) as usize];
+        shared.counts.bounced(bytes.len());
+        // SAFETY: the caller of the transfer vouches for the range's memory, and `finish` follows before the buffer is
+        // used again.
+        unsafe { lane.copies.put(part.address + (begin - part.offset) as usize, bytes) }?;
+    }
+    lane.copies.finish()
+}
+
+impl Lane {
+    /// Copies a piece from its places into the bounce buffer. The parts are all of it, in order.
+    pub(crate) fn gather(&mut self, piece: &Piece) -> Result<&mut [u8]> {
+        let len = (piece.end - piece.start) as usize;
+        let buffer = &mut self.bounce.bytes()[..len];
+        for part in &piece.parts {
+            let at = (part.offset - piece.start) as usize;
+            // SAFETY: as in `bounced`.
+            unsafe { self.copies.get(part.address, &mut buffer[at..at + part.len]) }?;
+        }
+        self.copies.finish()?;
+        Ok(buffer)
+    }
+}

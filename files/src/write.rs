@@ -1,0 +1,199 @@
+//! Writing: a whole file or nothing, or ranges in place.
+
+use std::{
+    fs::{self, File, OpenOptions, Permissions},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use rustix::fs::{FallocateFlags, fallocate};
+
+use crate::{
+    Error, Memory, Options, Range, Result, Transfer,
+    file::{self, Direct, Way},
+    plan::Piece,
+    shared::Shared,
+    worker::{Carry, Lane},
+};
+
+/// Numbers temporary files of this process.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// A file that is written.
+struct Writes {
+    /// The name that it has, and the one that it gets.
+    path: PathBuf,
+    becomes: Option<PathBuf>,
+    cached: File,
+    direct: Option<Direct>,
+    is_finished: AtomicBool,
+}
+
+/// Writes a file of these pieces of memory (address and length in bytes), one after the other.
+///
+/// They are written to a temporary file in the same folder, which is flushed and takes the name once it is complete:
+/// until then, and after an error, a crash or a cancellation, `path` is as it was. A file that is replaced passes its
+/// permissions on.
+///
+/// # Safety
+/// The pieces must be readable, and nothing may write to them, until the transfer has ended. A transfer must not be
+/// leaked before.
+///
+/// # Errors
+/// [`Error::Io`], also for want of room, before anything is written.
+///
+/// # Cancel safety
+/// Dropping the transfer cancels it: the file is then as before, unless the transfer was over.
+pub unsafe fn write(
+    path: impl AsRef<Path>,
+    pieces: &[(usize, usize)],
+    memory: Memory,
+    options: &Options,
+) -> Result<Transfer> {
+    options.check()?;
+    let path = path.as_ref();
+    let mut offset = 0;
+    let place = |&(address, len): &(usize, usize)| {
+        let range = Range { file: 0, offset, len, address };
+        offset += len as u64;
+        range
+    };
+    let ranges: Vec<Range> = pieces.iter().map(place).collect();
+    let name = path.file_name().ok_or_else(|| {
+        Error::Argument(format!("found the path {}, expected one that ends in a file's name", path.display()))
+    })?;
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}-{number}.tmp", process::id()));
+    let temporary = path.with_file_name(hidden);
+    let open = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&temporary);
+    let cached = open().map_err(|error| Error::io("create", &temporary, error))?;
+    // From here on the temporary file is removed unless it takes the name.
+    let writes = Writes::of(temporary, Some(path.to_owned()), cached);
+    if let Ok(found) = fs::metadata(path) {
+        let mode = Permissions::from_mode(found.permissions().mode());
+        writes.cached.set_permissions(mode).map_err(|error| writes.failed("change the permissions of", error))?;
+    }
+    if offset > 0 {
+        match fallocate(&writes.cached, FallocateFlags::empty(), 0, offset) {
+            // A file system without: the file grows as it is written.
+            Err(rustix::io::Errno::OPNOTSUPP) => {}
+            given => given.map_err(|error| writes.failed("make room for", error))?,
+        }
+    }
+    start(&ranges, memory, options, writes)
+}
+
+/// Writes ranges of an existing file in place, and flushes it. After an error, a crash or a cancellation some of their
+/// bytes are new and some are old.
+///
+/// # Safety
+/// As of [`write`]; ranges do not overlap in the file.
+///
+/// # Errors
+/// [`Error::Io`].
+pub unsafe fn write_at(
+    path: impl AsRef<Path>,
+    ranges: &[Range],
+    memory: Memory,
+    options: &Options,
+) -> Result<Transfer> {
+    let path = path.as_ref();
+    if ranges.iter().any(|range| range.file != 0 || range.offset.checked_add(range.len as u64).is_none()) {
+        return Err(Error::Argument("found a range of another file, or past 16 EiB, expected ranges of file 0".into()));
+    }
+    let cached = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let cached = cached.map_err(|error| Error::io("open", path, error))?;
+    start(ranges, memory, options, Writes::of(path.to_owned(), None, cached))
+}
+
+fn start(ranges: &[Range], memory: Memory, options: &Options, writes: Writes) -> Result<Transfer> {
+    let align = writes.direct.as_ref().map_or(4096, |direct| direct.align.max(4096));
+    Transfer::start(ranges, memory, (align, &[0]), options, Arc::new(writes))
+}
+
+impl Writes {
+    fn of(path: PathBuf, becomes: Option<PathBuf>, cached: File) -> Self {
+        let direct = file::reopen(&cached, OpenOptions::new().write(true));
+        Writes { path, becomes, cached, direct, is_finished: AtomicBool::new(false) }
+    }
+
+    fn failed(&self, op: &'static str, error: impl Into<io::Error>) -> Error {
+        Error::io(op, self.becomes.as_ref().unwrap_or(&self.path), error)
+    }
+}
+
+impl Carry for Writes {
+    fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()> {
+        // A gap between ranges in place is not ours to write.
+        let mut at = 0;
+        while at < piece.parts.len() {
+            let mut end = piece.parts[at].offset + piece.parts[at].len as u64;
+            let next = piece.parts[at + 1..].iter().take_while(|part| {
+                let joins = part.offset == end;
+                end = if joins { end + part.len as u64 } else { end };
+                joins
+            });
+            let until = at + 1 + next.count();
+            let parts = piece.parts[at..until].to_vec();
+            let run = Piece { file: 0, start: parts[0].offset, end, parts };
+            let bytes = lane.gather(&run)?;
+            shared.counts.bounced(bytes.len());
+            self.write_run(shared, run.start, bytes)?;
+            at = until;
+        }
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.cached.sync_all().map_err(|error| self.failed("flush", error))?;
+        if let Some(becomes) = &self.becomes {
+            fs::rename(&self.path, becomes).map_err(|error| self.failed("name", error))?;
+            self.is_finished.store(true, Ordering::Relaxed);
+            let folder = becomes.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let flushed = File::open(folder).and_then(|folder| folder.sync_all());
+            flushed.map_err(|error| Error::io("flush", folder, error))?;
+        }
+        Ok(())
+    }
+}
+
+impl Writes {
+    /// Writes the aligned middle directly, and the rest through the page cache. The bytes begin a bounce buffer.
+    fn write_run(&self, shared: &Shared, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let end = start + bytes.len() as u64;
+        let middle = match &self.direct {
+            Some(direct) if start.is_multiple_of(direct.align) => Some((direct, end - end % direct.align)),
+            _ => None,
+        };
+        let mut rest = start;
+        if let Some((direct, until)) = middle.filter(|&(_, until)| until > start) {
+            let bytes = &bytes[..(until - start) as usize];
+            direct.file.write_all_at(bytes, start).map_err(|error| self.failed("write", error))?;
+            shared.counts.read(Way::Direct, bytes.len());
+            rest = until;
+        }
+        let tail = &bytes[(rest - start) as usize..];
+        if !tail.is_empty() {
+            self.cached.write_all_at(tail, rest).map_err(|error| self.failed("write", error))?;
+            shared.counts.read(Way::Buffered, tail.len());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Writes {
+    fn drop(&mut self) {
+        if self.becomes.is_some() && !self.is_finished.load(Ordering::Relaxed) {
+            // Nobody waits for the answer; the name says what it is.
+            _ = fs::remove_file(&self.path);
+        }
+    }
+}
