@@ -16,6 +16,9 @@ __all__ = [
     "Cache",
     "Client",
     "ENGINES",
+    "FileMemory",
+    "FileSource",
+    "FileTransfer",
     "Held",
     "Keys",
     "LayerLoad",
@@ -27,6 +30,9 @@ __all__ = [
     "_logs_take",
     "chunk_keys",
     "default_socket",
+    "files_read",
+    "files_write",
+    "files_write_at",
     "huge_pool_advice",
     "is_on_root",
     "machine_sizes",
@@ -53,6 +59,54 @@ def huge_pool_advice(engine: str, version: str) -> str | None: ...
 def _logs_take() -> tuple[list[tuple[int, str]], int] | None: ...
 def _logs_end() -> None: ...
 def _logs_renew() -> None: ...
+
+#: (file's number, first byte in the file, first byte in memory, length)
+_Range = tuple[int, int, int, int]
+#: Threads, bytes of the longest request, whether the page cache is asked.
+_FileSettings = tuple[int | None, int | None, bool]
+
+def files_read(
+    files: Sequence[FileSource],
+    ranges: Sequence[_Range],
+    device: int | None,
+    settings: _FileSettings,
+    kept: object,
+) -> FileTransfer: ...
+def files_write(
+    path: str, pieces: Sequence[tuple[int, int]], device: int | None, settings: _FileSettings, kept: object
+) -> FileTransfer: ...
+def files_write_at(
+    path: str, ranges: Sequence[_Range], device: int | None, settings: _FileSettings, kept: object
+) -> FileTransfer: ...
+@final
+class FileMemory:
+    """The exported memory of a buffer object, which stays where it is while this lives."""
+
+    def __new__(cls, object: Any, writable: bool) -> Self: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class FileSource:
+    """A file that is open for reading."""
+
+    def __new__(cls, path: str) -> Self: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def direct_align(self) -> int | None: ...
+    def tensors(self) -> tuple[list[tuple[str, str, list[int], int, int]], list[tuple[str, str]], int]: ...
+
+@final
+class FileTransfer:
+    """Ranges on their way. Dropping it ends it, and waits for its requests."""
+
+    def next_range(self, seconds: float = ...) -> int | None: ...
+    def wait(self) -> dict[str, Any]: ...
+    def cancel(self) -> None: ...
+    def progress(self) -> tuple[int, int] | None: ...
 
 @final
 class Region:

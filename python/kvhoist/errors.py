@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "BusyError",
+    "CancelledError",
     "ClosedError",
     "ConfigError",
     "CopyError",
@@ -41,6 +42,10 @@ class StoreError(Error):
 
 class BusyError(Error):
     """A limit was reached and nothing was done. Try again later, or raise the named setting."""
+
+
+class CancelledError(Error):
+    """A transfer of files was cancelled. What its memory holds is not defined."""
 
 
 class DeadlineError(Error, TimeoutError):

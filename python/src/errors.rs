@@ -18,7 +18,7 @@ fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
 }
 
 /// An exception of the class `name` with these arguments; whatever went wrong with that is an exception as well.
-fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
+pub fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
     match class(py, name) {
         Ok(class) => PyErr::from_type(class, message.to_owned()),
         Err(error) => error,

@@ -1,0 +1,289 @@
+"""Ranges of any file, to and from host and GPU memory.
+
+>>> import tempfile, kvhoist.files
+>>> path = tempfile.mkdtemp() + "/data"
+>>> kvhoist.files.write(path, [b"one", b"two"]).nbytes
+6
+>>> target = bytearray(3)
+>>> kvhoist.files.open(path).read_into(target, 3).nbytes, bytes(target)
+(3, b'two')
+
+Targets and sources are torch tensors of a CPU or a CUDA device, numpy arrays and other buffer objects, and objects with
+``__cuda_array_interface__``; contiguous, of any alignment. What the page cache has is taken from there, the rest comes
+past it (direct I/O), by many threads in requests of 4 MiB; the bytes of a GPU pass through pinned memory, 128 MiB at
+most with the default settings. :class:`Result` says which way the bytes took. No call holds the interpreter's lock
+while it waits; Ctrl-C ends a transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Sequence
+
+from . import _native
+from .errors import ArgumentError
+
+__all__ = ["File", "Result", "open", "read_many", "read_many_async", "write"]
+
+logger = logging.getLogger(__name__)
+
+#: Called about ten times a second with the bytes that have arrived, and all.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a transfer moved, and which way."""
+
+    #: Bytes of all ranges.
+    nbytes: int
+    seconds: float
+    #: Bytes that the page cache had.
+    page_cache_bytes: int
+    #: Bytes past the page cache; gaps between ranges count.
+    direct_bytes: int
+    #: Bytes through the page cache for want of direct I/O or of alignment.
+    buffered_bytes: int
+    #: Bytes that were copied from or to bounce buffers.
+    bounced_bytes: int
+
+    @property
+    def mode(self) -> str:
+        """The way that most bytes took: ``"page cache"``, ``"direct"`` or ``"buffered"``, with ``", bounced"`` where
+        they were copied on the way, as all bytes of a GPU are."""
+        ways = {"page cache": self.page_cache_bytes, "direct": self.direct_bytes, "buffered": self.buffered_bytes}
+        bounced = ", bounced" if 2 * self.bounced_bytes > self.nbytes else ""
+        return max(ways, key=lambda way: ways[way]) + bounced
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second."""
+        return self.nbytes / max(self.seconds, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes in {self.seconds:.3f} s ({self.gb_per_s:.1f} GB/s, {self.mode})"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of a caller."""
+
+    address: int
+    nbytes: int
+    #: The ordinal of a CUDA device.
+    device: int | None
+    #: What keeps the memory.
+    owner: Any
+
+
+def place_of(memory: Any, writable: bool) -> Place:
+    """Where an object's memory is."""
+    if hasattr(memory, "data_ptr") and hasattr(memory, "is_contiguous"):
+        return _tensor_place(memory)
+    cuda = getattr(memory, "__cuda_array_interface__", None)
+    if cuda is not None:
+        return _cuda_place(memory, cuda, writable)
+    try:
+        exported = _native.FileMemory(memory, writable)
+    except (TypeError, BufferError, ValueError) as error:
+        raise ArgumentError(
+            f"memory: found {type(memory).__name__} ({error}), expected a tensor, or a contiguous"
+            f"{' writable' if writable else ''} buffer"
+        ) from None
+    return Place(exported.address, exported.nbytes, None, exported)
+
+
+def _tensor_place(tensor: Any) -> Place:
+    if not tensor.is_contiguous():
+        raise ArgumentError(f"memory: found a tensor with strides {tensor.stride()}, expected a contiguous one")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"memory: found a tensor on {tensor.device}, expected one on a CPU or a CUDA device")
+    nbytes = tensor.numel() * tensor.element_size()
+    device = None
+    if tensor.device.type == "cuda":
+        import torch
+
+        # Its memory may be that of tensors which kernels still read.
+        torch.cuda.current_stream(tensor.device).synchronize()
+        device = tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
+    return Place(tensor.data_ptr(), nbytes, device, tensor)
+
+
+def _cuda_place(memory: Any, cuda: dict[str, Any], writable: bool) -> Place:
+    address, readonly = cuda["data"]
+    if cuda.get("strides") is not None or (writable and readonly):
+        raise ArgumentError("memory: found a strided or read-only array on a device, expected a contiguous writable one")
+    nbytes = int(cuda["typestr"][2:])
+    for extent in cuda["shape"]:
+        nbytes *= extent
+    import torch
+
+    tensor = torch.as_tensor(memory, device="cuda")
+    return Place(address, nbytes, _tensor_place(tensor).device, memory)
+
+
+class File:
+    """A file that is open for reading. Cheap: a descriptor or two."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._source = _native.FileSource(self.path)
+
+    @property
+    def size(self) -> int:
+        """Its length in bytes when it was opened."""
+        return self._source.size
+
+    @property
+    def direct_align(self) -> int | None:
+        """What direct I/O wants addresses and offsets to agree on, in bytes: host memory that does is read into without
+        a copy. None where the file system has no direct I/O."""
+        return self._source.direct_align
+
+    def read_into(self, target: Any, offset: int = 0, **settings: Any) -> Result:
+        """Fills ``target`` with the bytes from ``offset`` on. Settings as of :func:`read_many`."""
+        return read_many([(self, offset, target)], **settings)
+
+    async def read_into_async(self, target: Any, offset: int = 0, **settings: Any) -> Result:
+        """As :meth:`read_into`, awaited. Cancelled, it waits for the requests under way: the memory is free then."""
+        return await read_many_async([(self, offset, target)], **settings)
+
+    def write_from(self, source: Any, offset: int = 0, **settings: Any) -> Result:
+        """Writes in place, and flushes: after a crash in the middle some bytes are new and some are old. A file as a
+        whole is written by :func:`write`, all or nothing."""
+        place = place_of(source, writable=False)
+        ranges = [(0, _offset(offset), place.address, place.nbytes)]
+        transfer = _native.files_write_at(self.path, ranges, place.device, _settings(settings), place)
+        return finish(transfer, settings)
+
+    def __repr__(self) -> str:
+        return f"<kvhoist.files.File {self.path} of {self.size} bytes>"
+
+
+def open(path: str | os.PathLike[str]) -> File:  # noqa: A001  As the built-in function, for files.
+    """Opens a file, or a block device, for reading."""
+    return File(path)
+
+
+def read_many(
+    reads: Iterable[tuple[File | str | os.PathLike[str], int, Any]],
+    *,
+    progress: Progress | bool | None = None,
+    threads: int | None = None,
+    piece_bytes: int | None = None,
+    page_cache: bool = True,
+) -> Result:
+    """Reads (file, offset, target) in one go: neighboring ranges are read together, many at once.
+
+    All targets are in host memory, or on one device. ``progress``: a function, or True for a line on a terminal.
+    ``threads`` each have one request of at most ``piece_bytes`` at a time. ``page_cache=False``: read past it even what it
+    has. A file that is written to meanwhile is an error; then, and after any other error, the targets' content is not
+    defined.
+    """
+    settings = {"progress": progress, "threads": threads, "piece_bytes": piece_bytes, "page_cache": page_cache}
+    return finish(start_reads(list(reads), settings), settings)
+
+
+async def read_many_async(
+    reads: Iterable[tuple[File | str | os.PathLike[str], int, Any]], **settings: Any
+) -> Result:
+    """As :func:`read_many`, awaited. Cancelled, it waits for the requests under way: the memory is free then."""
+    transfer = start_reads(list(reads), settings)
+    waiting = asyncio.get_running_loop().run_in_executor(None, finish, transfer, settings)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        transfer.cancel()
+        await asyncio.wait([waiting])
+        waiting.exception()
+        raise
+
+
+def write(path: str | os.PathLike[str], sources: Sequence[Any], **settings: Any) -> Result:
+    """Writes a file of these pieces of memory, one after the other.
+
+    It has the name once it is complete and flushed: until then, and after an error or a crash, ``path`` is as before.
+    Settings as of :func:`read_many`.
+    """
+    places = [place_of(source, writable=False) for source in sources]
+    pieces = [(place.address, place.nbytes) for place in places]
+    transfer = _native.files_write(os.fspath(path), pieces, _device_of(places), _settings(settings), places)
+    return finish(transfer, settings)
+
+
+def start_reads(reads: Sequence[tuple[Any, int, Any]], settings: dict[str, Any]) -> _native.FileTransfer:
+    """Starts reads. The transfer keeps their memory."""
+    sources: dict[int, int] = {}
+    files: list[File] = []
+    opened: dict[str, File] = {}
+    ranges, places = [], []
+    for file, offset, target in reads:
+        if not isinstance(file, File):
+            name = os.fspath(file)
+            file = opened[name] if name in opened else opened.setdefault(name, File(name))
+        if id(file) not in sources:
+            sources[id(file)] = len(files)
+            files.append(file)
+        place = place_of(target, writable=True)
+        places.append(place)
+        ranges.append((sources[id(file)], _offset(offset), place.address, place.nbytes))
+    given = [file._source for file in files]
+    return _native.files_read(given, ranges, _device_of(places), _settings(settings), places)
+
+
+def _offset(offset: int) -> int:
+    if not 0 <= offset < 1 << 63:
+        raise ArgumentError(f"offset: found {offset}, expected a number of bytes from 0 on")
+    return offset
+
+
+def _device_of(places: Sequence[Place]) -> int | None:
+    devices = {place.device for place in places if place.nbytes}
+    if len(devices) > 1:
+        raise ArgumentError(
+            f"memory: found memory of {len(devices)} kinds or devices, expected all in host memory or all on one device"
+        )
+    return devices.pop() if devices else None
+
+
+def _settings(settings: dict[str, Any]) -> tuple[int | None, int | None, bool]:
+    unknown = settings.keys() - {"progress", "threads", "piece_bytes", "page_cache"}
+    if unknown:
+        raise TypeError(f"found {sorted(unknown)[0]!r}, expected progress, threads, piece_bytes or page_cache")
+    return settings.get("threads"), settings.get("piece_bytes"), settings.get("page_cache", True)
+
+
+def finish(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
+    """Waits for a transfer."""
+    progress = settings.get("progress")
+    if progress:
+        watch(transfer, terminal_line if progress is True else progress)
+    return Result(**transfer.wait())
+
+
+def watch(transfer: _native.FileTransfer, progress: Progress) -> None:
+    """Tells how far a transfer is until it is over."""
+    told = 0.0
+    while transfer.next_range(0.1) is not None:
+        found = transfer.progress()
+        if found is not None and time.monotonic() - told > 0.1:
+            told = time.monotonic()
+            progress(*found)
+    found = transfer.progress()
+    if found is not None:
+        progress(*found)
+
+
+def terminal_line(done: int, total: int) -> None:
+    """How far a transfer is, on one line of a terminal; nothing where there is none."""
+    if not sys.stderr.isatty():
+        return
+    share = done / total if total else 1.0
+    bar = "#" * int(30 * share)
+    end = "\n" if done >= total else ""
+    print(f"\r[{bar:<30}] {done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,247 @@
+//! Ranges of files, and headers of safetensors files, for `kvhoist.files` and `kvhoist.safetensors`.
+
+use std::{
+    path::PathBuf,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use kvhoist_files::{Error, Memory, Options, Range, Report, SourceFile, Transfer, safetensors};
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{buffer::Buffer, errors, wait::interruptible};
+
+/// How long a wait for a range does not look for signals.
+const SIGNALS_EVERY: Duration = Duration::from_millis(50);
+
+/// A range of a file: its file's number, first byte there, first byte in memory, length.
+type RawRange = (usize, u64, usize, usize);
+
+/// Threads, bytes of the longest request, whether the page cache is asked.
+type Settings = (Option<usize>, Option<usize>, bool);
+
+/// The exported memory of a buffer object.
+#[pyclass(frozen, module = "kvhoist._native")]
+pub struct FileMemory(Buffer);
+
+#[pymethods]
+impl FileMemory {
+    #[new]
+    fn new(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
+        Buffer::new(object, writable).map(FileMemory)
+    }
+
+    /// Its first byte.
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.ptr() as usize
+    }
+
+    /// Its size in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// A file to be read.
+#[pyclass(frozen, module = "kvhoist._native")]
+pub struct FileSource(SourceFile);
+
+#[pymethods]
+impl FileSource {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        py.detach(|| SourceFile::open(path)).map(FileSource).map_err(|error| to_python(py, &error))
+    }
+
+    /// Its length in bytes when it was opened.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    /// As [`SourceFile::direct_align`].
+    #[getter]
+    fn direct_align(&self) -> Option<u64> {
+        self.0.direct_align()
+    }
+
+    /// The header of a safetensors file: tensors as (name, type, shape, first byte, bytes), what the file says of
+    /// itself, and the first byte of the tensors.
+    #[expect(clippy::type_complexity)] // Python's types
+    fn tensors(
+        &self,
+        py: Python<'_>,
+    ) -> PyResult<(Vec<(String, String, Vec<usize>, u64, usize)>, Vec<(String, String)>, u64)> {
+        let header = py.detach(|| safetensors::header(&self.0)).map_err(|error| to_python(py, &error))?;
+        let tensors = header.tensors.into_iter().map(|one| (one.name, one.dtype, one.shape, one.offset, one.len));
+        Ok((tensors.collect(), header.metadata, header.data_offset))
+    }
+}
+
+/// Ranges on their way.
+#[pyclass(frozen, module = "kvhoist._native")]
+pub struct FileTransfer {
+    transfer: Mutex<Option<Transfer>>,
+    /// What keeps their memory. Dropped after the transfer.
+    _kept: Py<PyAny>,
+}
+
+#[pymethods]
+impl FileTransfer {
+    /// The next range that has arrived, by its number; -1 if none has within so many seconds; `None` after the last.
+    #[pyo3(signature = (seconds = f64::INFINITY))]
+    fn next_range(&self, py: Python<'_>, seconds: f64) -> PyResult<Option<isize>> {
+        let begun = Instant::now();
+        loop {
+            let found = py.detach(|| match &*self.lock() {
+                Some(transfer) => transfer.next(SIGNALS_EVERY),
+                None => None,
+            });
+            match found {
+                Some(None) if begun.elapsed().as_secs_f64() >= seconds => return Ok(Some(-1)),
+                Some(None) => self.unless_interrupted(py)?,
+                Some(Some(range)) => return Ok(Some(range as isize)),
+                None => return Ok(None),
+            }
+        }
+    }
+
+    /// Waits for the end, and returns what was moved and how.
+    fn wait(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
+        let Some(transfer) = py.detach(|| self.lock().take()) else {
+            return Err(errors::argument(py, "transfer", "one that was waited for", "one wait"));
+        };
+        let report = interruptible(py, transfer)?.map_err(|error| to_python(py, &error))?;
+        to_dict(py, &report)
+    }
+
+    /// Begins no more requests.
+    fn cancel(&self, py: Python<'_>) {
+        py.detach(|| self.lock().iter().for_each(Transfer::cancel));
+    }
+
+    /// Bytes that have arrived, and all.
+    fn progress(&self, py: Python<'_>) -> Option<(u64, u64)> {
+        let progress = py.detach(|| self.lock().as_ref().map(Transfer::progress))?;
+        Some((progress.bytes, progress.bytes_total))
+    }
+}
+
+impl FileTransfer {
+    /// A transfer whose memory `kept` keeps.
+    fn of(py: Python<'_>, transfer: kvhoist_files::Result<Transfer>, kept: Py<PyAny>) -> PyResult<Self> {
+        let transfer = transfer.map_err(|error| to_python(py, &error))?;
+        Ok(FileTransfer { transfer: Mutex::new(Some(transfer)), _kept: kept })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Transfer>> {
+        self.transfer.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Ends the transfer if a signal handler raises: its memory may be gone with the exception.
+    fn unless_interrupted(&self, py: Python<'_>) -> PyResult<()> {
+        py.check_signals().inspect_err(|_| py.detach(|| drop(self.lock().take())))
+    }
+}
+
+impl Drop for FileTransfer {
+    fn drop(&mut self) {
+        let transfer = self.lock().take();
+        // Its threads need no interpreter, and others need not wait for them.
+        _ = Python::try_attach(|py| py.detach(|| drop(transfer)));
+    }
+}
+
+/// Starts to read ranges of files into memory, of a device where one is named.
+#[pyfunction]
+pub fn files_read(
+    py: Python<'_>,
+    files: Vec<PyRef<'_, FileSource>>,
+    ranges: Vec<RawRange>,
+    device: Option<u32>,
+    settings: Settings,
+    kept: Py<PyAny>,
+) -> PyResult<FileTransfer> {
+    let files = files.iter().map(|file| file.0.clone()).collect();
+    let (ranges, memory, options) = (to_ranges(ranges), memory(device), options(settings));
+    // SAFETY: `kept` keeps the memory, and is dropped after the transfer.
+    let transfer = py.detach(|| unsafe { kvhoist_files::read(files, ranges, memory, &options) });
+    FileTransfer::of(py, transfer, kept)
+}
+
+/// Starts to write a file of pieces of memory: (first byte, length).
+#[pyfunction]
+pub fn files_write(
+    py: Python<'_>,
+    path: PathBuf,
+    pieces: Vec<(usize, usize)>,
+    device: Option<u32>,
+    settings: Settings,
+    kept: Py<PyAny>,
+) -> PyResult<FileTransfer> {
+    // SAFETY: as in `files_read`.
+    let transfer = py.detach(|| unsafe { kvhoist_files::write(path, &pieces, memory(device), &options(settings)) });
+    FileTransfer::of(py, transfer, kept)
+}
+
+/// Starts to write ranges of a file in place.
+#[pyfunction]
+pub fn files_write_at(
+    py: Python<'_>,
+    path: PathBuf,
+    ranges: Vec<RawRange>,
+    device: Option<u32>,
+    settings: Settings,
+    kept: Py<PyAny>,
+) -> PyResult<FileTransfer> {
+    let ranges = to_ranges(ranges);
+    // SAFETY: as in `files_read`.
+    let transfer = py.detach(|| unsafe { kvhoist_files::write_at(path, &ranges, memory(device), &options(settings)) });
+    FileTransfer::of(py, transfer, kept)
+}
+
+fn memory(device: Option<u32>) -> Memory {
+    device.map_or(Memory::Host, Memory::Cuda)
+}
+
+fn to_ranges(ranges: Vec<RawRange>) -> Vec<Range> {
+    ranges.into_iter().map(|(file, offset, address, len)| Range { file, offset, len, address }).collect()
+}
+
+fn options((threads, piece_bytes, page_cache): Settings) -> Options {
+    let mut options = Options::default();
+    options.threads = threads;
+    options.piece_bytes = piece_bytes.unwrap_or(options.piece_bytes);
+    options.page_cache = page_cache;
+    options
+}
+
+fn to_dict(py: Python<'_>, report: &Report) -> PyResult<Py<PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("nbytes", report.bytes)?;
+    dict.set_item("seconds", report.seconds)?;
+    dict.set_item("page_cache_bytes", report.page_cache_bytes)?;
+    dict.set_item("direct_bytes", report.direct_bytes)?;
+    dict.set_item("buffered_bytes", report.buffered_bytes)?;
+    dict.set_item("bounced_bytes", report.bounced_bytes)?;
+    Ok(dict.unbind())
+}
+
+/// The exception for an error of a transfer.
+fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    let (name, errno) = match error {
+        Error::Io { source, .. } => ("IoError", source.raw_os_error()),
+        Error::Changed { .. } => ("IoError", None),
+        Error::NoFile { .. } | Error::OutOfFile { .. } | Error::Format { .. } | Error::Argument(_) => {
+            ("ArgumentError", None)
+        }
+        Error::Device(_) => ("UnavailableError", None),
+        Error::Cancelled => ("CancelledError", None),
+        _ => ("Error", None),
+    };
+    let exception = errors::exception(py, name, &error.to_string());
+    let detail = errno.map_or(Ok(()), |errno| exception.value(py).setattr("errno", errno));
+    detail.err().unwrap_or(exception)
+}

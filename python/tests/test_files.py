@@ -1,0 +1,129 @@
+"""Ranges of files, beside Python's own."""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvhoist
+from kvhoist import files
+
+numpy = pytest.importorskip("numpy")
+
+SIZE = 300_001
+
+
+@pytest.fixture
+def path(tmp_path):
+    content = random.Random(7).randbytes(SIZE)
+    (tmp_path / "data").write_bytes(content)
+    return tmp_path / "data", content
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 100_000)), max_size=20),
+    piece=st.sampled_from([4096, 1 << 16, None]),
+    page_cache=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_ranges_are_what_the_file_holds(tmp_path_factory, ranges, piece, page_cache):
+    content = random.Random(7).randbytes(SIZE)
+    path = tmp_path_factory.mktemp("files") / "data"
+    path.write_bytes(content)
+    targets = [bytearray(min(n, SIZE - at)) for at, n in ranges]
+    told = []
+    result = files.read_many(
+        [(path, at, target) for (at, _), target in zip(ranges, targets)],
+        piece_bytes=piece, page_cache=page_cache, threads=3, progress=lambda *now: told.append(now),
+    )  # fmt: skip
+    for (at, _), target in zip(ranges, targets):
+        assert bytes(target) == content[at : at + len(target)]
+    assert result.nbytes == sum(map(len, targets))
+    assert told and told[-1] == (result.nbytes, result.nbytes)
+    assert result.page_cache_bytes == 0 or page_cache
+
+
+def test_numpy_arrays_and_memoryviews_are_targets_and_sources(path, tmp_path):
+    file, content = path
+    array = numpy.empty(1000, dtype=numpy.uint16)
+    assert files.open(file).read_into(array, 17).nbytes == 2000
+    assert array.tobytes() == content[17:2017]
+    result = files.write(tmp_path / "copy", [array, memoryview(content)[:3], b""])
+    assert (tmp_path / "copy").read_bytes() == content[17:2017] + content[:3] and result.nbytes == 2003
+    assert files.open(tmp_path / "copy").write_from(b"xyz", 1).nbytes == 3
+    assert (tmp_path / "copy").read_bytes()[:5] == content[17:18] + b"xyz" + content[21:22]
+
+
+@pytest.mark.parametrize(
+    "target, words",
+    [
+        (b"read-only", "writable"),
+        (numpy.empty((4, 4))[:, 1], "contiguous"),
+        ("text", "expected a tensor"),
+        (bytearray(SIZE + 1), f"the file's {SIZE} bytes"),
+    ],
+)
+def test_targets_that_cannot_be_filled_are_refused(path, target, words):
+    with pytest.raises(kvhoist.ArgumentError, match=words):
+        files.open(path[0]).read_into(target)
+
+
+def test_what_is_no_file_and_wrong_settings_are_refused(path, tmp_path):
+    with pytest.raises(kvhoist.IoError) as raised:
+        files.open(tmp_path / "nothing")
+    assert raised.value.errno == 2 and "nothing" in str(raised.value)
+    with pytest.raises(kvhoist.ArgumentError, match="found a folder"):
+        files.open(tmp_path)
+    for wrong in [{"threads": 0}, {"piece_bytes": 5}]:
+        with pytest.raises(kvhoist.ArgumentError, match=next(iter(wrong))):
+            files.open(path[0]).read_into(bytearray(3), **wrong)
+    with pytest.raises(kvhoist.ArgumentError, match="offset"):
+        files.open(path[0]).read_into(bytearray(3), -1)
+    with pytest.raises(TypeError, match="trheads"):
+        files.write(tmp_path / "copy", [b"1"], trheads=1)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_file_that_was_written_to_is_an_error(path):
+    file = files.open(path[0])
+    with open(path[0], "ab") as appended:
+        appended.write(b"more")
+    with pytest.raises(kvhoist.IoError, match="changed while it was read"):
+        file.read_into(bytearray(SIZE))
+
+
+def test_a_read_can_be_awaited(path):
+    async def both():
+        file, targets = files.open(path[0]), [bytearray(1000), bytearray(2000)]
+        await asyncio.gather(*(file.read_into_async(target, 5) for target in targets))
+        return targets
+
+    assert asyncio.run(both()) == [path[1][5:1005], path[1][5:2005]]
+
+
+def test_a_failed_progress_ends_the_transfer(path):
+    def fail(*_):
+        raise RuntimeError("no more")
+
+    target = bytearray(SIZE)
+    with pytest.raises(RuntimeError, match="no more"):
+        files.open(path[0]).read_into(target, progress=fail, piece_bytes=4096, threads=1)
+    target += b"resized"  # Refused while it is exported.
+
+
+def test_ctrl_c_ends_a_read(tmp_path):
+    """Of a file that takes long: in requests of a page, past the page cache."""
+    with open(tmp_path / "large", "wb") as large:
+        large.truncate(1 << 30)
+    target = numpy.empty(1 << 30, dtype=numpy.uint8)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            files.open(tmp_path / "large").read_into(target, page_cache=False, piece_bytes=4096, threads=1)
+    timer.join()

@@ -1,0 +1,181 @@
+"""Checkpoints, beside the safetensors library and under transformers' own models."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+
+import pytest
+
+why = os.environ.get("KVHOIST_TRANSFORMERS_WHY", "python/test sees to transformers")
+if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
+    pytest.skip(why, allow_module_level=True)
+
+import safetensors.torch  # noqa: E402
+import tiny  # noqa: E402
+import torch  # noqa: E402
+
+from kvhoist import ArgumentError, IoError  # noqa: E402
+from kvhoist.safetensors import iterate, load_file, load_files, safe_open, save_file  # noqa: E402
+
+TYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def some(seed, count=40, most=5000):
+    """Tensors of every type, some empty, some of one element."""
+    draw = random.Random(seed)
+    found = {}
+    for n in range(count):
+        shape = draw.choice([(), (0,), (draw.randrange(1, most),), (3, draw.randrange(1, 500)), (2, 3, 5)])
+        nbytes = torch.Size(shape).numel() * (dtype := TYPES[n % len(TYPES)]).itemsize
+        raw = torch.frombuffer(bytearray(draw.randbytes(nbytes) or b"\0"), dtype=torch.uint8)[:nbytes]
+        raw = raw % 2 if dtype is torch.bool else raw
+        found[f"layer.{n}"] = raw.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+    return found
+
+
+def same(one, other):
+    """Bit by bit."""
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and (not one.numel() or torch.equal(*flat))
+
+
+def same_all(found, wanted):
+    return found.keys() == wanted.keys() and all(same(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_files_of_the_library_are_loaded_and_its_own_are_loaded_by_it(tmp_path, seed):
+    wanted = some(seed)
+    safetensors.torch.save_file(wanted, tmp_path / "theirs", metadata={"format": "pt"})
+    save_file(wanted, tmp_path / "ours", metadata={"format": "pt"})
+    for name in ("theirs", "ours"):
+        assert same_all(load_file(tmp_path / name), wanted)
+        assert same_all(load_file(tmp_path / name, page_cache=False, piece_bytes=4096), wanted)
+        assert same_all(safetensors.torch.load_file(tmp_path / name), wanted)
+        for window in (1, 10_000, 1 << 30):
+            assert same_all(dict(iterate(tmp_path / name, window_bytes=window)), wanted)
+        with safe_open(tmp_path / name) as file:
+            assert file.metadata() == {"format": "pt"} and set(file.keys()) == wanted.keys()
+            assert same_all({key: file.get_tensor(key) for key in file.keys()}, wanted)
+
+
+def test_slices_read_what_torch_would_slice(tmp_path):
+    wanted = torch.arange(7 * 5 * 3).view(7, 5, 3)
+    save_file({"one": wanted}, tmp_path / "file")
+    part = safe_open(tmp_path / "file").get_slice("one")
+    assert part.get_shape() == [7, 5, 3] and part.get_dtype() == torch.int64
+    for index in [0, -1, slice(None), slice(2, 5), slice(1, 7, 3), slice(5, 2), slice(-3, None), ..., (slice(1, 4), 2),
+                  (3, slice(None), 1), (slice(None), slice(1, 3)), torch.tensor([1, 4])]:  # fmt: skip
+        assert torch.equal(part[index], wanted[index]), index
+    with pytest.raises(IndexError):
+        part[7]
+
+
+def test_a_checkpoint_is_a_folder_an_index_or_files(tmp_path):
+    wanted = some(3)
+    names = list(wanted)
+    halves = {"model-1.safetensors": names[:20], "model-2.safetensors": names[20:]}
+    for file, keys in halves.items():
+        save_file({key: wanted[key] for key in keys}, tmp_path / file)
+    paths = [tmp_path / file for file in halves]
+    assert same_all(load_files(paths), wanted) and same_all(load_files(tmp_path), wanted)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {key: file for file, keys in halves.items() for key in keys}}))
+    save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert same_all(load_files(index), wanted) and same_all(load_files(tmp_path), wanted)
+    assert same_all(dict(iterate(tmp_path, wanted=lambda name: name in names[5:30])), {n: wanted[n] for n in names[5:30]})
+    for text in ["{}", "[]", "no json", json.dumps({"weight_map": {"a": "../elsewhere"}})]:
+        index.write_text(text)
+        with pytest.raises(ArgumentError, match="index.json"):
+            load_files(tmp_path)
+
+
+def test_a_damaged_or_growing_file_gives_no_tensor(tmp_path):
+    save_file({"one": torch.arange(1000)}, tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    damaged = tmp_path / "damaged"
+    for content in [b"", whole[:5], whole[:200], whole[:-1], whole + b"\0", b"\xff" * 100, b"PK\x03\x04" + whole[4:]]:
+        damaged.write_bytes(content)
+        for load in (load_file, safe_open, lambda path: next(iterate(path))):
+            with pytest.raises(ArgumentError, match=r"damaged: found"):
+                load(damaged)
+    save_file({"one": torch.arange(1000)}, damaged)
+    file = safe_open(damaged)
+    damaged.write_bytes(whole + b"\0")
+    with pytest.raises(IoError, match="changed"):
+        file.get_tensor("one")
+    with pytest.raises(KeyError, match="no tensor 'two'"):
+        file.get_tensor("two")
+
+
+def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
+    shared = torch.zeros(4, 4)
+    for tensors, words in [
+        ({"a": shared, "b": shared}, "same memory"),
+        ({"a": shared, "b": shared[1:]}, "same memory"),
+        ({"a": shared.t()[1:]}, "contiguous"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            save_file(tensors, tmp_path / "file")
+    with pytest.raises(ArgumentError, match="metadata"):
+        save_file({"a": shared}, tmp_path / "file", metadata={"step": 1})
+    save_file({"a": shared}, tmp_path / "file")
+    with pytest.raises(ArgumentError, match="expected it once"):
+        load_files([tmp_path / "file", tmp_path / "file"])
+    with pytest.raises(ArgumentError, match="device"):
+        load_file(tmp_path / "file", "meta")
+
+
+def test_a_window_is_freed_with_its_tensors(tmp_path):
+    save_file({f"t{n}": torch.full((1000,), n) for n in range(20)}, tmp_path / "file")
+    found = iterate(tmp_path / "file", window_bytes=16_000)
+    first = [next(found) for _ in range(2)]
+    assert first[0][1].untyped_storage().data_ptr() == first[1][1].untyped_storage().data_ptr()
+    rest = dict(found)
+    assert same_all(dict(first) | rest, {f"t{n}": torch.full((1000,), n) for n in range(20)})
+    ended = iterate(tmp_path / "file", window_bytes=16_000)
+    next(ended)
+    ended.close()
+
+
+def load_part(rank, world, folder, answers):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    found = load_files(f"{folder}/file", shard=(rank, world), page_cache=False)
+    answers.put((rank, {name: tensor.tolist() for name, tensor in found.items()}))
+    dist.destroy_process_group()
+
+
+def test_ranks_read_a_part_each_and_get_all(tmp_path):
+    wanted = {f"t{n}": torch.arange(n * 1000, dtype=torch.int32) for n in range(20)}
+    save_file(wanted, tmp_path / "file")
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=load_part, args=(n, 3, os.fspath(tmp_path), answers)) for n in range(3)]
+    for rank in ranks:
+        rank.start()
+    found = dict(answers.get(timeout=240) for _ in ranks)
+    for rank in ranks:
+        rank.join()
+    assert all(found[n] == {name: tensor.tolist() for name, tensor in wanted.items()} for n in range(3))
+    with pytest.raises(ArgumentError, match="shard"):
+        load_files(tmp_path / "file", shard=(3, 3))
+
+
+def test_a_model_answers_with_weights_that_were_loaded(tmp_path):
+    model = tiny.model("llama")
+    model.save_pretrained(tmp_path)
+    other = type(model)(model.config)
+    other.load_state_dict(load_files(tmp_path), strict=False)
+    other.tie_weights()
+    ids = tiny.prompt(40)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, other.eval()(ids).logits)
