@@ -130,6 +130,34 @@ fn past_the_limit_of_waiters_callers_are_told_so() {
 }
 
 #[test]
+fn a_lease_or_a_reservation_dropped_by_a_panic_gives_its_slot_to_who_waits() {
+    let dir = directory();
+    let cache = block_on(Cache::open(config(&dir, StorageKind::Auto, 1, 8))).expect("open");
+    block_on(store(&cache, 0));
+    let lease = block_on(cache.fetch(&key(0))).expect("fetch").expect("it was stored");
+    let held: Box<dyn std::any::Any> = Box::new(lease);
+    let mut held = Some(held);
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    for _ in 0..2 {
+        let mut waiting = Box::pin(cache.reserve());
+        assert!(waiting.as_mut().poll(&mut context).is_pending(), "the only slot is held");
+        let holder = held.take();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+            let _holder = holder;
+            panic!("on purpose");
+        }));
+        assert!(panicked.is_err());
+        match waiting.as_mut().poll(&mut context) {
+            std::task::Poll::Ready(slot) => held = Some(Box::new(slot.expect("the freed slot"))),
+            std::task::Poll::Pending => panic!("the slot was granted to nobody"),
+        }
+    }
+    drop(held);
+    block_on(cache.close()).expect("close");
+    slots_balance(&cache);
+}
+
+#[test]
 fn a_plain_thread_submits_polls_an_eventfd_and_drains() {
     let dir = directory();
     let cache = block_on(Cache::open(config(&dir, StorageKind::Auto, 8, 64))).expect("open");
