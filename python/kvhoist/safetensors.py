@@ -3,8 +3,8 @@
     from kvhoist.safetensors import load_file
     tensors = load_file("model.safetensors", device="cuda:0")
 
-:func:`load_file` and :func:`load_files` return dictionaries as ``safetensors.torch.load_file`` does; :func:`iterate` gives
-tensors as they arrive, for loaders that copy them into parameters; :class:`safe_open` reads what is asked for;
+:func:`load_file` and :func:`load_files` return dictionaries as ``safetensors.torch.load_file`` does; :func:`iterate`
+gives tensors as they arrive, for loaders that copy them into parameters; :class:`safe_open` reads what is asked for;
 :func:`save_file` writes. The tensors of a file are views of one buffer, on a device too: it is freed with the last of
 them. A file's header passes the checks of the safetensors library.
 """
@@ -71,6 +71,7 @@ class _Checkpoint:
         tensors, metadata, self.data_offset = self.file._source.tensors()
         self.entries = [self._entry(*tensor) for tensor in tensors]
         self.metadata = dict(metadata)
+        self.drive = _drive_of(self.file.path)
 
     def _entry(self, name: str, dtype: str, shape: list[int], offset: int, nbytes: int) -> Entry:
         known = getattr(torch, _TYPES.get(dtype, ""), None)
@@ -98,6 +99,10 @@ class _Checkpoint:
         return memory[shift : shift + end - start]
 
 
+def _drive_of(path: str) -> int:
+    return os.stat(path).st_dev
+
+
 def _device(device: Any) -> torch.device:
     found = torch.device(device if not isinstance(device, int) else f"cuda:{device}")
     if found.type not in ("cpu", "cuda"):
@@ -106,8 +111,8 @@ def _device(device: Any) -> torch.device:
 
 
 def checkpoint_files(paths: Any) -> list[str]:
-    """The files of a checkpoint: of a path, of a list of them, of an index (``*.safetensors.index.json``), or of a folder,
-    whose index counts if it has one."""
+    """The files of a checkpoint: of a path, of a list of them, of an index (``*.safetensors.index.json``), or of a
+    folder, whose index counts if it has one."""
     if not isinstance(paths, (str, os.PathLike)):
         return [file for path in paths for file in checkpoint_files(path)]
     path = Path(paths)
@@ -146,8 +151,8 @@ def load_files(
 ) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint: of a file, several, a folder or an index.
 
-    ``shard=(rank, world)``: each of ``world`` processes reads a part of each file and gets the rest from the others through
-    ``torch.distributed`` (``group``, or all): a node's drives are read once. All of them call this with the same files.
+    ``shard=(rank, world)``: each of ``world`` processes reads a part of each file and gets the rest from the others
+    through ``torch.distributed`` (``group``, or all): a node's drives are read once. All of them call this with the same files.
     A tensor that several files have is an error.
     """
     target = _device(device)
@@ -217,15 +222,15 @@ def iterate(
     paths: Any,
     device: Any = "cpu",
     *,
-    window_bytes: int = 1 << 30,
+    window_bytes: int = 256 << 20,
     wanted: Callable[[str], bool] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint as they arrive, about in the order of its files.
+    """The tensors of a checkpoint as they arrive, about in the order of its files; files on different drives take turns.
 
-    Two windows of neighboring tensors, of at most ``window_bytes`` each or one tensor, are on their way at once; a window
-    is freed with the last of its tensors. ``wanted`` says which tensors are read, by name. Settings as of
-    :func:`kvhoist.files.read_many`.
+    Two windows of neighboring tensors, or one for each drive, of at most ``window_bytes`` each or one tensor, are on
+    their way at once; a window is freed with the last of its tensors. ``wanted`` says which tensors are read, by name.
+    Settings as of :func:`kvhoist.files.read_many`.
     """
     target = _device(device)
     checkpoints = [_Checkpoint(path) for path in checkpoint_files(paths)]
@@ -233,13 +238,13 @@ def iterate(
     windows = _windows(checkpoints, window_bytes, wanted)
     under_way: deque[tuple[list[Entry], list[torch.Tensor], Any]] = deque()
     progress = settings.pop("progress", None)
-    # Half for each window.
-    settings["threads"] = settings.get("threads") or min(16, 2 * (os.cpu_count() or 8))
+    at_once = max(2, len({one.drive for one in checkpoints}))
+    settings["threads"] = settings.get("threads") or max(1, min(32, 4 * (os.cpu_count() or 8)) // at_once)
     total = sum(entry.nbytes for _, entries in windows for entry in entries)
     done = 0
     try:
         while windows or under_way:
-            while windows and len(under_way) < 2:
+            while windows and len(under_way) < at_once:
                 one, entries = windows.popleft()
                 under_way.append(_start(one, entries, target, settings))
             entries, views, transfer = under_way[0]
@@ -262,7 +267,8 @@ def iterate(
 def _windows(
     checkpoints: Iterable[_Checkpoint], window_bytes: int, wanted: Callable[[str], bool] | None
 ) -> deque[tuple[_Checkpoint, list[Entry]]]:
-    windows: deque[tuple[_Checkpoint, list[Entry]]] = deque()
+    windows: list[tuple[int, _Checkpoint, list[Entry]]] = []
+    turns: dict[int, int] = {}
     for one in checkpoints:
         last: list[Entry] = []
         for entry in one.entries:
@@ -272,8 +278,10 @@ def _windows(
                 last.append(entry)
             else:
                 last = [entry]
-                windows.append((one, last))
-    return windows
+                turns[one.drive] = turns.get(one.drive, -1) + 1
+                windows.append((turns[one.drive], one, last))
+    windows.sort(key=lambda window: window[0])
+    return deque((one, entries) for _, one, entries in windows)
 
 
 def _start(

@@ -145,6 +145,19 @@ def test_a_window_is_freed_with_its_tensors(tmp_path):
     ended.close()
 
 
+def test_files_on_several_drives_take_turns(tmp_path, monkeypatch):
+    wanted = {}
+    for n in range(3):
+        part = {f"file{n}.t{i}": torch.full((1000,), 10 * n + i) for i in range(5)}
+        save_file(part, tmp_path / f"model-{n}.safetensors")
+        wanted.update(part)
+    monkeypatch.setattr("kvhoist.safetensors._drive_of", lambda path: int("-2." in path))
+    found = list(iterate(tmp_path, window_bytes=8000))
+    assert same_all(dict(found), wanted)
+    # Two files on one drive, one on the other, in windows of a tensor.
+    assert [name for name, _ in found][:6] == [f"file{n}.t{i}" for i in range(3) for n in (0, 2)]
+
+
 def load_part(rank, world, folder, answers):
     import torch.distributed as dist
 
