@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/performance.md from the rows beside this file.
+"""Writes the tables of docs/performance.md and docs/files.md from the rows beside this file.
 
     docs/results/tables.py            # writes them
     docs/results/tables.py --check    # exit status 1 where one is not what the rows give
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "performance.md"
+PAGES = [HERE.parent / name for name in ("performance.md", "files.md")]
 ORIGIN = ("date", "commit", "machine", "command")
 #: Columns that no table shows.
 HIDDEN = {*ORIGIN, "runs"}
@@ -32,7 +32,7 @@ def rows_of(group: str) -> list[Row]:
         return read(path)
     rows = [row for row in read(HERE / "measured.csv") if row["group"] == group]
     if not rows:
-        sys.exit(f"{PAGE}: found 'rows: {group}', expected a group of measured.csv, or the name of a file beside it")
+        sys.exit(f"docs: found 'rows: {group}', expected a group of measured.csv, or the name of a file beside it")
     return rows
 
 
@@ -83,16 +83,18 @@ def by_length(rows: list[Row]) -> list[str]:
 
 
 def main() -> int:
-    """Writes the page, or compares."""
-    page = PAGE.read_text(encoding="utf-8")
+    """Writes the pages, or compares."""
     tables = re.compile(r"(<!-- rows: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.S)
-    new = tables.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", page)
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != page:
-        print("docs/performance.md: found other tables than docs/results gives; run docs/results/tables.py")
-        return 1
-    return 0
+    status = 0
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        new = tables.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", page)
+        if "--check" not in sys.argv[1:]:
+            path.write_text(new, encoding="utf-8")
+        elif new != page:
+            print(f"docs/{path.name}: found other tables than docs/results gives; run docs/results/tables.py")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
