@@ -119,9 +119,9 @@ def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capfd):
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
     }  # fmt: skip
     doctor(whole)
-    assert "capacity 67108864" in capfd.readouterr().out
+    assert "capacity 64MiB" in capfd.readouterr().out
     doctor({**extra, "spec_name": "KvhoistOffloadingSpec"})
-    assert "capacity 67108864" in capfd.readouterr().out
+    assert "capacity 64MiB" in capfd.readouterr().out
     for name, value in [("kv_load_failure_policy", "fail"), ("kv_connector_module_path", "kvhoist")]:
         assert doctor({**whole, name: value}) == 2
         assert name in capfd.readouterr().err

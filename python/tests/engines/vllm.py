@@ -6,6 +6,7 @@ regex, prometheus_client, requests.
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from .stand_ins import Blank, add_absent, add_shells, prepare_torch
@@ -49,3 +50,5 @@ def boot(root: str) -> None:
     sys.path.insert(0, root)
     add_shells(root, SHELLS)
     add_absent(ABSENT)
+    # The loaders join it to a folder's name.
+    importlib.import_module("transformers.utils").SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
