@@ -325,10 +325,12 @@ impl Entry {
         self.occupies(tier) && !self.may_go(tier)
     }
 
-    /// True if it is in no list of `tier`, is not counted as held there, and belongs in none, pinned or not.
+    /// True if it is in no list of `tier`, is not counted as held there, and belongs in none, pinned or not: it has no
+    /// copy there, or a clean one with children.
     #[inline]
-    pub(super) fn is_plain_inner(&self, tier: Tier) -> bool {
-        self.place(tier).children > 0 && !self.has(tier, LISTED | DIRTY | HELD)
+    pub(super) fn is_unlisted(&self, tier: Tier) -> bool {
+        let is_leaf = self.place(tier).children == 0 && self.occupies(tier);
+        !is_leaf && !self.has(tier, LISTED | DIRTY | HELD)
     }
 
     /// True if it has children in `tier` and all of them are counted as held.

@@ -10,18 +10,18 @@ use crate::block::BlockKey;
 /// An attacker who chooses keys without knowing the seed cannot aim them at one bucket. It is no keyed MAC: hash values
 /// must not leave the process.
 #[derive(Clone)]
-pub(super) struct KeyHasher {
+pub(crate) struct KeyHasher {
     secrets: [u64; 6],
 }
 
 impl KeyHasher {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut state = seed;
         KeyHasher { secrets: std::array::from_fn(|_| splitmix64(&mut state)) }
     }
 
     #[inline]
-    pub(super) fn hash(&self, key: &BlockKey) -> u64 {
+    pub(crate) fn hash(&self, key: &BlockKey) -> u64 {
         let (words, _) = key.as_bytes().as_chunks::<8>();
         let [s0, s1, s2, s3, s4, s5] = self.secrets;
         let low = fold(u64::from_le_bytes(words[0]) ^ s0, u64::from_le_bytes(words[1]) ^ s1);

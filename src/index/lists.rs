@@ -100,7 +100,7 @@ impl Index {
     /// [`is_held`](super::entry::Entry::is_held) read.
     #[inline]
     pub(super) fn relist(&mut self, id: EntryId, tier: Tier) {
-        if self.entry(id).is_plain_inner(tier) {
+        if self.entry(id).is_unlisted(tier) {
             return;
         }
         self.relist_any(id, tier);

@@ -86,6 +86,7 @@ mod validate;
 mod values;
 mod worth;
 
+pub(crate) use hash::KeyHasher;
 pub use lru::Lru;
 pub use policy::{Policy, Restored, Used};
 pub use rb::Rb;
@@ -98,7 +99,6 @@ use slab::Slab;
 
 use self::{
     entry::{Entry, List, NONE},
-    hash::KeyHasher,
     kept::Kept,
     values::WriteValues,
 };
@@ -212,6 +212,11 @@ impl Index {
     pub fn find(&self, key: &BlockKey) -> Option<EntryId> {
         let hash = self.hasher.hash(key);
         self.map.find(hash, |&id| self.entries[id as usize].key == *key).map(|&id| EntryId(id))
+    }
+
+    /// The hash of its keys.
+    pub(crate) fn hasher(&self) -> &KeyHasher {
+        &self.hasher
     }
 
     /// The key of an entry.

@@ -61,6 +61,17 @@ impl Index {
     /// If no fill is in flight: the caller did not begin one.
     #[must_use = "if it is false the caller keeps the slot"]
     pub fn complete_fill(&mut self, id: EntryId, tier: Tier, slot: u32) -> bool {
+        self.complete(id, tier, slot, 0)
+    }
+
+    /// As [`complete_fill`](Self::complete_fill), and [pins](Self::pin) the copy, which so enters no list only to leave
+    /// it at once.
+    #[must_use = "if it is false the caller keeps the slot"]
+    pub fn complete_fill_pinned(&mut self, id: EntryId, tier: Tier, slot: u32) -> bool {
+        self.complete(id, tier, slot, 1)
+    }
+
+    fn complete(&mut self, id: EntryId, tier: Tier, slot: u32, pins: u32) -> bool {
         let entry = self.entry_mut(id);
         assert!(entry.has(tier, FILLING), "no fill of {tier} is under way for {:?}", entry.key);
         if entry.is_removed() {
@@ -71,7 +82,8 @@ impl Index {
         let demoted = best.is_some_and(|best| best < tier);
         entry.clear(tier, FILLING);
         entry.set(tier, FULL);
-        entry.place_mut(tier).slot = slot;
+        let place = entry.place_mut(tier);
+        (place.slot, place.pins) = (slot, pins);
         self.resident[tier as usize] += 1;
         self.kept.count(self.entries[id.0 as usize].is_kept(), tier, true);
         self.blocks += usize::from(best.is_none());

@@ -2,12 +2,12 @@
 //!
 //! Pure data: `M` is the message that answers a waiter, `U` a block that waits to be verified.
 
+mod table;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    collections::{BTreeMap, HashMap},
-    hash::{BuildHasherDefault, DefaultHasher},
+    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -16,9 +16,10 @@ use std::{
 
 use tokio::sync::oneshot;
 
+use self::table::Table;
 use crate::{
     block::{BlockKey, Tier},
-    index::EntryId,
+    index::{EntryId, KeyHasher},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -96,10 +97,9 @@ pub(crate) struct Started {
     pub(crate) entry: EntryId,
 }
 
-/// Movements in flight, by key and destination. The hasher has fixed keys, for the simulation's sake: the map is small,
-/// as [`Config::movements_max`](crate::Config::movements_max) bounds commands, and writes from memory pin slots.
+/// Movements in flight, by key and destination.
 pub(crate) struct Flights<M, U> {
-    by_target: HashMap<(BlockKey, Tier), Flight<M, U>, BuildHasherDefault<DefaultHasher>>,
+    by_target: Table<Flight<M, U>>,
     /// Movements that may become overdue, by number, the oldest first.
     by_age: BTreeMap<u64, (BlockKey, Tier)>,
     /// The last number that was given. Read without the lock, by the task that watches the clock.
@@ -146,54 +146,54 @@ impl<M, U> Flight<M, U> {
 
 impl<M, U> Flights<M, U> {
     /// No flights. `begun` holds the number of the latest movement from now on.
-    pub(crate) fn new(begun: Arc<AtomicU64>) -> Self {
-        Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun, overdue: 0, gone: Vec::new() }
+    pub(crate) fn new(begun: Arc<AtomicU64>, hasher: KeyHasher) -> Self {
+        Flights { by_target: Table::new(hasher), by_age: BTreeMap::new(), begun, overdue: 0, gone: Vec::new() }
     }
 
     /// True while a movement of `key` to `tier` is in flight.
     pub(crate) fn contains(&self, key: &BlockKey, tier: Tier) -> bool {
-        self.by_target.contains_key(&(*key, tier))
+        self.by_target.get(key, tier).is_some()
     }
 
     /// The entry that the movement of `key` to `tier` moves, while it is in flight.
     pub(crate) fn entry(&self, key: &BlockKey, tier: Tier) -> Option<EntryId> {
-        self.by_target.get(&(*key, tier)).map(|flight| flight.entry)
+        self.by_target.get(key, tier).map(|flight| flight.entry)
     }
 
     /// Notes that the entry of a movement is gone while the movement is in flight: another block may get its id.
     pub(crate) fn forget_entry(&mut self, key: &BlockKey, tier: Tier) {
-        if let Some(flight) = self.by_target.get_mut(&(*key, tier)) {
+        if let Some(flight) = self.by_target.get_mut(key, tier) {
             flight.entry = EntryId::NONE;
         }
     }
 
     /// True if the block of `key` is being written, or will be when the movement in flight ends.
     pub(crate) fn is_written(&self, key: &BlockKey) -> bool {
-        let followed = self.by_target.get(&(*key, Tier::Host)).is_some_and(Flight::is_followed);
+        let followed = self.by_target.get(key, Tier::Host).is_some_and(Flight::is_followed);
         followed || self.contains(key, Tier::Disk)
     }
 
     /// Keys of the blocks that are being written, or will be when the movement in flight ends. In no order.
     pub(crate) fn writes(&self) -> impl Iterator<Item = BlockKey> + '_ {
-        let writes = self.by_target.iter().filter(|((_, tier), flight)| *tier == Tier::Disk || flight.next.is_some());
-        writes.map(|((key, _), _)| *key)
+        let writes = self.by_target.iter().filter(|(_, tier, flight)| *tier == Tier::Disk || flight.next.is_some());
+        writes.map(|(key, ..)| *key)
     }
 
     /// The movement of `key` to `tier`, while it is in flight.
     pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
-        self.by_target.get_mut(&(*key, tier))
+        self.by_target.get_mut(key, tier)
     }
 
     /// As [`get_mut`](Self::get_mut), without the waiters that have left.
     pub(crate) fn get_awaited(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
-        let flight = self.by_target.get_mut(&(*key, tier))?;
+        let flight = self.by_target.get_mut(key, tier)?;
         prune(&mut flight.waiters, &mut self.gone);
         Some(flight)
     }
 
     /// Joins the movement in flight, if there is one.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
-        let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
+        let Some(flight) = self.by_target.get_mut(key, tier) else { return Joined::None };
         if flight.is_unclaimed() {
             return Joined::Unverified;
         }
@@ -206,7 +206,7 @@ impl<M, U> Flights<M, U> {
     /// Requests a write of the block that `key` names when the movement in flight ends, and waits for that write. The
     /// write follows whatever this returns, unless no movement is in flight or it comes from disk.
     pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
-        let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
+        let Some(flight) = self.by_target.get_mut(key, tier) else { return Joined::None };
         if flight.is_unclaimed() {
             return Joined::Unverified;
         }
@@ -222,7 +222,7 @@ impl<M, U> Flights<M, U> {
         entry: EntryId,
         waiters: Vec<oneshot::Sender<M>>,
     ) -> std::result::Result<(), Vec<oneshot::Sender<M>>> {
-        let Some(flight) = self.by_target.get_mut(&(*key, Tier::Disk)) else { return Err(waiters) };
+        let Some(flight) = self.by_target.get_mut(key, Tier::Disk) else { return Err(waiters) };
         let of_entry = if flight.entry == entry { &mut flight.waiters } else { flight.next.get_or_insert_default() };
         if flight.overdue {
             return Err(waiters);
@@ -273,8 +273,7 @@ impl<M, U> Flights<M, U> {
             unverified: None,
             tickets: 0,
         };
-        let earlier = self.by_target.insert((*key, tier), flight);
-        assert!(earlier.is_none(), "one movement per key and tier");
+        assert!(self.by_target.insert(key, tier, flight), "one movement per key and tier");
         self.by_age.insert(number, (*key, tier));
     }
 
@@ -286,7 +285,7 @@ impl<M, U> Flights<M, U> {
 
     /// How urgent the movement of `key` to `tier` is.
     pub(crate) fn urgency(&self, key: &BlockKey, tier: Tier) -> Urgency {
-        match self.by_target.get(&(*key, tier)) {
+        match self.by_target.get(key, tier) {
             Some(Flight { class: Class::Background, number, .. }) => Urgency::Background(*number),
             _ => Urgency::Awaited,
         }
@@ -294,7 +293,7 @@ impl<M, U> Flights<M, U> {
 
     /// How urgent the movement of this number is, which had no waiter.
     pub(crate) fn urgency_of(&self, number: u64) -> Urgency {
-        let flight = self.by_age.get(&number).and_then(|target| self.by_target.get(target));
+        let flight = self.by_age.get(&number).and_then(|(key, tier)| self.by_target.get(key, *tier));
         match flight {
             Some(Flight { class: Class::Awaited, .. }) => Urgency::Awaited,
             _ => Urgency::Background(number),
@@ -303,26 +302,26 @@ impl<M, U> Flights<M, U> {
 
     /// Whether the movement of `key` to `tier` has a waiter.
     pub(crate) fn class(&self, key: &BlockKey, tier: Tier) -> Class {
-        self.by_target.get(&(*key, tier)).map_or(Class::Awaited, |flight| flight.class)
+        self.by_target.get(key, tier).map_or(Class::Awaited, |flight| flight.class)
     }
 
     /// Marks a movement as awaited; returns its number if it was not.
     pub(crate) fn raise(&mut self, key: &BlockKey, tier: Tier) -> Option<u64> {
-        let flight = self.by_target.get_mut(&(*key, tier))?;
+        let flight = self.by_target.get_mut(key, tier)?;
         (std::mem::replace(&mut flight.class, Class::Awaited) == Class::Background).then_some(flight.number)
     }
 
     /// Marks the movement as started. `None` if there is none, or if it has been started already.
     #[must_use = "a movement that is started must be ended"]
     pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> Option<Started> {
-        let flight = self.by_target.get_mut(&(*key, tier)).filter(|flight| !flight.started)?;
+        let flight = self.by_target.get_mut(key, tier).filter(|flight| !flight.started)?;
         flight.started = true;
         Some(Started { number: flight.number, entry: flight.entry })
     }
 
     /// Ends a movement.
     pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished<M> {
-        let Some(flight) = self.by_target.remove(&(*key, tier)) else {
+        let Some(flight) = self.by_target.remove(key, tier) else {
             return Finished { waiters: Vec::new(), next: None };
         };
         match flight.overdue {
@@ -341,8 +340,8 @@ impl<M, U> Flights<M, U> {
         {
             let target = oldest.remove();
             // A block on its way to the device may be waiting for a slot of the host tier.
-            let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&(target.0, tier))?.slot_wanted);
-            let flight = self.by_target.get_mut(&target).expect("every movement by age is in flight");
+            let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&target.0, tier)?.slot_wanted);
+            let flight = self.by_target.get_mut(&target.0, target.1).expect("every movement by age is in flight");
             // It was read in time: the first waiter to be polled ends it.
             if flight.is_unclaimed() {
                 continue;
@@ -363,15 +362,15 @@ impl<M, U> Flights<M, U> {
 
     /// Keys of the blocks that wait to be verified.
     pub(crate) fn unverified(&self) -> Vec<BlockKey> {
-        let waiting = self.by_target.iter().filter(|(_, flight)| flight.is_unclaimed());
-        waiting.map(|((key, _), _)| *key).collect()
+        let waiting = self.by_target.iter().filter(|(_, _, flight)| flight.is_unclaimed());
+        waiting.map(|(key, ..)| *key).collect()
     }
 
     /// Ends all movements.
     pub(crate) fn finish_all(&mut self) -> Vec<Flight<M, U>> {
         self.by_age.clear();
         self.overdue = 0;
-        self.by_target.drain().map(|(_, flight)| flight).collect()
+        self.by_target.drain().collect()
     }
 
     /// Number of movements in flight.

@@ -80,7 +80,12 @@ impl Pin {
     /// Pins `id` if it is resident in `tier`, for a holder of the lock.
     pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
         let slot = state.index.pin(id, tier)?;
-        Some(Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route, is_leased: false })
+        Some(Pin::taken(shared, id, tier, slot, route))
+    }
+
+    /// The owner of a pin that the index has counted.
+    pub(super) fn taken(shared: &Arc<Shared>, id: EntryId, tier: Tier, slot: u32, route: Route) -> Pin {
+        Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route, is_leased: false }
     }
 
     /// Drops it for a holder of the lock.

@@ -160,11 +160,12 @@ impl Shared {
             index.limit_kept(tier, usize::try_from(slots / KEPT_PART).unwrap_or(usize::MAX));
         }
         let ascending_from_the_end = |slots: u32| (0..slots).rev().collect::<Vec<_>>();
+        let flights = Flights::new(Arc::clone(&begun), index.hasher().clone());
         let state = State {
             index,
             free: [ascending_from_the_end(config.device_slots()), ascending_from_the_end(config.host_slots())],
             disk,
-            flights: Flights::new(Arc::clone(&begun)),
+            flights,
             host_checksums: vec![0; config.host_slots() as usize],
             device_checksums: vec![0; config.device_slots() as usize],
             cufile: Health::Retired("there is no CUDA device".into()),

@@ -259,14 +259,14 @@ impl Shared {
         source: Pin,
     ) -> Option<Pin> {
         let (tier, slot) = (filling.tier(), filling.slot());
-        let pin = if state.index.complete_fill(id, tier, slot) {
+        let pin = if state.index.complete_fill_pinned(id, tier, slot) {
             let checksums = match tier {
                 Tier::Device => &mut state.device_checksums,
                 _ => &mut state.host_checksums,
             };
             checksums[slot as usize] = checksum;
             filling.published();
-            Pin::take(self, state, id, tier, route)
+            Some(Pin::taken(self, id, tier, slot, route))
         } else {
             filling.release(state);
             None

@@ -200,8 +200,15 @@ impl Pair {
 
     fn complete(&mut self, pick: u8) {
         let Some((at, tier)) = self.model.filling(pick) else { return };
-        let slot = self.slot();
-        assert_eq!(self.index.complete_fill(self.model.id(at), tier, slot), self.model.complete_fill(at, tier, slot));
+        let (id, slot) = (self.model.id(at), self.slot());
+        let completed = self.model.complete_fill(at, tier, slot);
+        // Every other one is pinned in the same step.
+        if slot % 2 == 0 {
+            assert_eq!(self.index.complete_fill(id, tier, slot), completed);
+        } else {
+            assert_eq!(self.index.complete_fill_pinned(id, tier, slot), completed);
+            assert_eq!(self.model.pin(at, tier), completed.then_some(slot));
+        }
     }
 
     fn pin(&mut self, pick: u8, tier: Tier) {

@@ -5,7 +5,7 @@ use super::*;
 const KEY: BlockKey = BlockKey::new([1; 32]);
 
 fn flights() -> Flights<u8, u8> {
-    Flights::new(Arc::default())
+    Flights::new(Arc::default(), KeyHasher::new(1))
 }
 
 /// A movement of `entry`, whose first waiter is returned with it.
