@@ -11,12 +11,12 @@ mod face;
 mod imports;
 #[path = "tidy/mask.rs"]
 mod mask;
+#[path = "tidy/pages.rs"]
+mod pages;
 #[path = "tidy/rules.rs"]
 mod rules;
 #[path = "tidy/simulated.rs"]
 mod simulated;
-#[path = "tidy/walk.rs"]
-mod walk;
 
 use std::{
     collections::BTreeSet,
@@ -29,9 +29,6 @@ use rules::{Finding, check_rust, check_text, test_modules};
 
 /// Top folders that hold Rust of this project.
 const RUST_FOLDERS: [&str; 8] = ["src", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
-
-/// Files that a fetch from disk may pass through.
-const FETCH_FILES_MAX: usize = 8;
 
 #[test]
 fn rust_files_keep_the_house_rules() {
@@ -142,21 +139,22 @@ fn imports_go_one_way() {
 }
 
 #[test]
-fn the_design_page_names_the_files_that_a_call_passes_through() {
-    let walks = walk::walks(&read(Path::new("docs/design.md")));
-    let titles: Vec<_> = walks.iter().map(|(title, _)| title.as_str()).collect();
-    assert_eq!(walks.len(), 5, "{titles:?}");
-    let code = |file: &str| {
-        let text = fs::read_to_string(root().join("src").join(file)).ok()?;
-        Some(rules::without_tests(&mask::mask(&text)))
+fn pages_are_short_and_name_files_that_are_there() {
+    let tree = tree();
+    let is_page = |file: &&PathBuf| {
+        let ours = ["docs", "README.md", "CONTRIBUTING.md", "SECURITY.md"].iter().any(|place| file.starts_with(place));
+        ours && file.extension().is_some_and(|ext| ext == "md")
     };
-    let wrong: Vec<_> = walks.iter().flat_map(|(title, steps)| walk::check(title, steps, code)).collect();
-    assert!(walks.iter().all(|(_, steps)| steps.iter().any(|step| !step.functions.is_empty())));
-    let (title, fetch) = &walks[0];
-    assert_eq!(title, "Fetch, block on disk");
-    let long = walk::check_length(title, fetch, FETCH_FILES_MAX);
-    assert!(long.is_empty(), "docs/design.md, the path of a call:\n{}", long.join("\n"));
-    assert!(wrong.is_empty(), "docs/design.md, the path of a call:\n{}", wrong.join("\n"));
+    let mut wrong = Vec::new();
+    for file in tree.iter().filter(is_page) {
+        let page = read(file);
+        wrong.extend(file.strip_prefix("docs").ok().and_then(|name| pages::check_length(name.to_str()?, &page)));
+        let missing = pages::missing(&page, &tree);
+        wrong.extend(missing.iter().map(|name| format!("{}: there is no file {name}", file.display())));
+    }
+    assert!(wrong.is_empty(), "{} places to mend:\n{}", wrong.len(), wrong.join("\n"));
+    let limited = pages::KIB_MAX.iter().filter(|(name, _)| tree.contains(&Path::new("docs").join(name))).count();
+    assert_eq!(limited, pages::KIB_MAX.len(), "pages with a limit");
 }
 
 #[test]
