@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 /// Pages that grow with every change, and their largest sizes in KiB. What comes to one takes something away.
-pub const KIB_MAX: [(&str, usize); 3] = [("design.md", 24), ("performance.md", 22), ("policies.md", 7)];
+pub const KIB_MAX: [(&str, usize); 5] =
+    [("design.md", 24), ("gpu.md", 12), ("performance.md", 22), ("policies.md", 7), ("testing.md", 16)];
 
 /// Ends of names of files that this tree may have.
 const KINDS: [&str; 6] = [".rs", ".py", ".c", ".cu", ".csv", ".ptx"];
