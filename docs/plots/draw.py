@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
-from math import ceil
+from math import ceil, log
 from pathlib import Path
+from textwrap import wrap
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
 # Of a panel: its diagram, and the room around it for the title, the ticks and the name of the axis.
-WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 368, 170, 52, 20, 32, 46
-LEGEND, LETTER = 20, 6.4  # the height of a row of names, and about the width of a letter
-NOTE = 15  # the height of a line below the title
+WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 368, 170, 52, 28, 32, 46
+LEGEND, LETTER = 20, 7  # the height of a row of names, and about the width of a letter
+NOTE, NOTE_LETTERS = 15, 60  # of a line below the title: its height, and the letters that have room
+STAND_IN = "no real drives: loop devices over files in memory"  # what the results call stand-in drives
 COLORS = ["#1b6ca8", "#c4602a", "#6b6b6b", "#3a8f5c", "#8a5fa8", "#b5862c", "#b04a5a", "#2f9c9c"]
 DASHES = ["none", "7 3", "2 3"]  # of lines that have a color for the second and third time
 
@@ -36,7 +38,7 @@ def columns(name: str) -> list[list[Panel]]:
     """One panel: the first column is the axis, each other one a line. The head has the title and the notes."""
     lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
     title = next(line for line in lines if line.startswith("# title: ")).removeprefix("# title: ")
-    notes = [line.removeprefix("# note: ") for line in lines if line.startswith("# note: ")]
+    notes = wrapped(line.removeprefix("# note: ") for line in lines if line.startswith("# note: "))
     (axis, *names), *rows = csv.reader(line for line in lines if not line.startswith("#"))
     for row in rows:
         if len(row) != len(names) + 1:
@@ -44,15 +46,23 @@ def columns(name: str) -> list[list[Panel]]:
     return [[(title, notes, axis, {n: {float(row[0]): float(row[i]) for row in rows} for i, n in enumerate(names, 1)})]]
 
 
+def wrapped(notes: Iterable[str]) -> list[str]:
+    """The lines of the notes, none wider than a panel."""
+    return [line for note in notes for line in wrap(note, NOTE_LETTERS)]
+
+
 def ttft(name: str) -> list[list[Panel]]:
-    """Seconds over tokens, a panel for each engine or model that was measured at three lengths or more."""
-    panels: dict[str, Lines] = {}
+    """Seconds over tokens, a panel for each engine or model that was measured at three lengths or more. Below its title is
+    what was measured, and on which machine."""
+    panels: dict[str, tuple[list[str], Lines]] = {}
     with open(RESULTS / name, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            lines = panels.setdefault((row.get("engine") or row["model"]).partition(",")[0], {})
+            what, _, shape = (row.get("engine") or f"{row['model']}, {row['attention']}").partition(", ")
+            machine = row["machine"] + (f" ({STAND_IN})" if "stand-in drives" in row["machine"] else "")
+            _, lines = panels.setdefault(what, (wrapped([f"{shape}; {machine}."]), {}))
             lines.setdefault(row["what"], {})[int(row["tokens"])] = float(row["ms"]) / 1000
-    return [[(f"{name}: seconds to the answer", [], "tokens of the prompt", lines)
-             for name, lines in panels.items() if max(map(len, lines.values())) > 2]]  # fmt: skip
+    return [[(f"{what}: seconds to the answer", notes, "tokens of the prompt", lines)
+             for what, (notes, lines) in panels.items() if max(map(len, lines.values())) > 2]]  # fmt: skip
 
 
 def array(name: str) -> list[list[Panel]]:
@@ -78,7 +88,7 @@ def styles(names: list[str]) -> dict[str, str]:
 
 
 def panel(left: float, top: float, panel: Panel, styles: dict[str, str]) -> Iterator[str]:
-    """One diagram. Places on the axis have equal distances: each is about twice the one before."""
+    """One diagram. The axis is logarithmic, because each place is about twice the one before, and begins above 0."""
     title, notes, axis, lines = panel
     places = sorted({place for points in lines.values() for place in points})
     highest = max(value for points in lines.values() for value in points.values())
@@ -86,7 +96,7 @@ def panel(left: float, top: float, panel: Panel, styles: dict[str, str]) -> Iter
     ticks = ceil(highest / step)
 
     def x(place: float) -> float:
-        return left + WIDTH * places.index(place) / max(len(places) - 1, 1)
+        return left + WIDTH * (log(place / places[0]) / log(places[-1] / places[0]) if len(places) > 1 else 0)
 
     def y(value: float) -> float:
         return top + HEIGHT * (1 - value / (ticks * step))
