@@ -121,10 +121,11 @@ impl ServerConfig {
             let expected = "write_through or by_value: no client asks for the writes that the others wait for";
             return Err(wrong("write_policy", format!("{:?}", self.cache.disk.write_policy), expected));
         }
-        if !self.paths.is_empty() {
-            // The smallest space: of one block, on each path.
-            let least = DiskPath::blocks_on_each(self.capacity_bytes, self.paths.len(), 1);
-            least.map_err(|error| error.with_settings_named(&[("capacity", "capacity_bytes")]))?;
+        // Of the smallest space. How large one may be depends on its blocks, which its client chooses.
+        let least = DiskPath::file_bytes(1, 1) * self.paths.len() as u64;
+        if self.capacity_bytes < least {
+            let expected = format!("{least} bytes or more, for one block on each path");
+            return Err(wrong("capacity_bytes", format!("{} bytes", self.capacity_bytes), expected));
         }
         let disk = if self.paths.is_empty() { 0 } else { self.capacity_bytes };
         Share::check(&self.shares, disk, self.host_bytes).map_err(|(found, expected)| wrong("shares", found, expected))
@@ -161,6 +162,7 @@ mod tests {
         good.validate().expect("good");
         let on_disk = ServerConfig { paths: vec!["a".into()], capacity_bytes: 2 << 20, ..good.clone() };
         on_disk.validate().expect("good");
+        ServerConfig { capacity_bytes: 100 << 40, ..on_disk.clone() }.validate().expect("drives of 100 TiB");
         type Spoil = fn(&mut ServerConfig);
         let by_value = Config::default().write_policy(WritePolicy::ByValue);
         ServerConfig { cache: by_value, ..on_disk.clone() }.validate().expect("good");

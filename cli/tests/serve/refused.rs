@@ -91,6 +91,7 @@ fn more_than_the_machine_has_is_refused_at_the_start() {
     let store = stores();
     let disk = refused(store.path(), ["900TiB", "1MiB"], &[]);
     assert!(disk.contains("--capacity: found 989560464998400 bytes, expected "), "{disk}");
+    assert!(disk.contains(" at most, which the file systems of the paths have"), "{disk}");
     let memory = refused(store.path(), ["1GiB", "900TiB"], &[]);
     assert!(memory.contains("--host-bytes: found 989560464998400 bytes, expected "), "{memory}");
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
