@@ -70,15 +70,9 @@ impl SourceFile {
         // A pipe in the place of a file would wait for its other end.
         let cached = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(fail)?;
         let found = cached.metadata().map_err(fail)?;
-        let (kind, mut end) = (found.file_type(), &cached);
-        let size = match () {
-            () if kind.is_file() => found.len(),
-            () if kind.is_block_device() => end.seek(SeekFrom::End(0)).map_err(fail)?,
-            () => {
-                let found = if kind.is_dir() { "a folder" } else { "a pipe, a socket or a character device" };
-                return Err(Error::NoFile { path: path.to_owned(), found });
-            }
-        };
+        refuse_other_kinds(path, &found)?;
+        let mut end = &cached;
+        let size = if found.is_file() { found.len() } else { end.seek(SeekFrom::End(0)).map_err(fail)? };
         let direct = reopen(&cached, OpenOptions::new().read(true));
         let (path, drive, version) = (path.to_owned(), found.dev(), Version::of(&found));
         Ok(SourceFile(Arc::new(Inner { path, size, drive, version, cached, direct })))
@@ -114,8 +108,9 @@ impl SourceFile {
         }
     }
 
-    /// Reads a range. `to` is longer than the range if direct I/O wants that; it ends where the file does.
-    pub(crate) fn read(&self, way: Way, start: u64, to: &mut [u8]) -> Result<()> {
+    /// Reads a range. `to` is longer than the range if direct I/O wants that; it ends where the file does. Returns the
+    /// way that the bytes took.
+    pub(crate) fn read(&self, way: Way, start: u64, to: &mut [u8]) -> Result<Way> {
         let file = match (&self.0.direct, way) {
             (Some(direct), Way::Direct) => &direct.file,
             _ => &self.0.cached,
@@ -128,14 +123,16 @@ impl SourceFile {
                 Ok(0) => return Err(self.changed()),
                 Ok(read) => done += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The end of a file is read once: what follows a part that is not aligned would be refused.
-                Err(error) if way == Way::Direct && error.raw_os_error() == Some(libc::EINVAL) && done > 0 => {
-                    return self.read(Way::Buffered, start + done as u64, &mut to[done..wanted]);
+                // A file system may take the flag and refuse the read. And the end of a file is read once: what follows
+                // a part that is not aligned would be refused.
+                Err(error) if way == Way::Direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                    let rest = self.read(Way::Buffered, start + done as u64, &mut to[done..wanted])?;
+                    return Ok(if done > 0 { way } else { rest });
                 }
                 Err(error) => return Err(Error::io("read", self.path(), error)),
             }
         }
-        Ok(())
+        Ok(way)
     }
 
     /// Refuses a file that was written to since it was opened.
@@ -153,6 +150,16 @@ impl Version {
     fn of(found: &Metadata) -> Self {
         Version { size: found.len(), modified: (found.mtime(), found.mtime_nsec()) }
     }
+}
+
+/// Refuses what is neither a file nor a block device.
+pub(crate) fn refuse_other_kinds(path: &Path, found: &Metadata) -> Result<()> {
+    let kind = found.file_type();
+    if kind.is_file() || kind.is_block_device() {
+        return Ok(());
+    }
+    let found = if kind.is_dir() { "a folder" } else { "a pipe, a socket or a character device" };
+    Err(Error::NoFile { path: path.to_owned(), found })
 }
 
 /// The same file with direct I/O, if it takes that. By its descriptor: another file may have its path by now.
@@ -184,10 +191,37 @@ fn is_cached(file: &File, start: u64, end: u64) -> bool {
 }
 
 #[cfg(test)]
+impl SourceFile {
+    /// This process's memory as a file: where nothing is mapped a read fails as one of a broken drive does.
+    pub(crate) fn of_memory(size: u64) -> Self {
+        let path = PathBuf::from("/proc/self/mem");
+        let cached = File::open(&path).expect("a process may read its own memory");
+        let version = Version::of(&cached.metadata().expect("it is open"));
+        SourceFile(Arc::new(Inner { path, size, drive: 0, version, cached, direct: None }))
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    #[test]
+    fn a_direct_read_that_is_refused_goes_through_the_page_cache() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let content: Vec<u8> = (0..20_000_u32).map(|n| (n % 251) as u8).collect();
+        let path = folder.path().join("file");
+        std::fs::write(&path, &content).expect("a small file");
+        let file = SourceFile::open(&path).expect("it is there");
+        if file.direct_align().is_none() {
+            return eprintln!("skipped: no direct I/O here");
+        }
+        let mut found = vec![0; 10_000];
+        // No drive takes this offset.
+        assert_eq!(file.read(Way::Direct, 7, &mut found).expect("it is read"), Way::Buffered);
+        assert!(found == content[7..10_007]);
+    }
 
     #[test]
     fn what_is_no_file_is_refused_at_once() {

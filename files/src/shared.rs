@@ -117,7 +117,8 @@ impl Shared {
 
     /// As of [`Transfer::next`](crate::Transfer::next).
     pub(crate) fn next_range(&self, timeout: Duration) -> Option<Option<usize>> {
-        let until = Instant::now() + timeout;
+        // Without an end where it is too far away to be a time.
+        let until = Instant::now().checked_add(timeout);
         let mut state = self.lock();
         loop {
             if let Some(range) = state.done.pop_front() {
@@ -126,7 +127,7 @@ impl Shared {
             if state.result.is_some() {
                 return None;
             }
-            let left = until.saturating_duration_since(Instant::now());
+            let left = until.map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
                 return Some(None);
             }

@@ -58,6 +58,8 @@ impl Options {
 pub struct Transfer {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    /// The process that the threads are in.
+    process: u32,
 }
 
 impl Transfer {
@@ -75,7 +77,7 @@ impl Transfer {
         let pieces = plan::spread(plan::plan(ranges, piece_bytes as u64, align), drives);
         let wanted = options.threads().min(pieces.len()).max(1);
         let shared = Shared::new(ranges, pieces, memory, piece_bytes);
-        let mut transfer = Transfer { shared: Arc::new(shared), threads: Vec::new() };
+        let mut transfer = Transfer { shared: Arc::new(shared), threads: Vec::new(), process: std::process::id() };
         for n in 0..wanted {
             let (shared, carrying) = (Arc::clone(&transfer.shared), Arc::clone(&carry));
             transfer.shared.begin_thread();
@@ -101,6 +103,7 @@ impl Transfer {
     /// # Errors
     /// The first error; [`Error::Cancelled`]. What the ranges' memory holds then is not defined.
     pub fn wait(self) -> Result<Report> {
+        self.check_process()?;
         self.shared.wait()
     }
 
@@ -109,6 +112,14 @@ impl Transfer {
     /// none arrived within `timeout`.
     pub fn next(&self, timeout: Duration) -> Option<Option<usize>> {
         self.shared.next_range(timeout)
+    }
+
+    /// Refuses a forked child, which nothing would wake.
+    fn check_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::Argument("found a transfer of the process that forked this one, expected one of its own".into()))
     }
 
     /// How far it is.
@@ -126,12 +137,19 @@ impl Future for Transfer {
     type Output = Result<Report>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        self.shared.poll(context)
+        match self.check_process() {
+            Ok(()) => self.shared.poll(context),
+            Err(error) => Poll::Ready(Err(error)),
+        }
     }
 }
 
 impl Drop for Transfer {
     fn drop(&mut self) {
+        if self.check_process().is_err() {
+            // A forked child has no such threads to wait for; its memory is a copy.
+            return std::mem::take(&mut self.threads).into_iter().for_each(std::mem::forget);
+        }
         self.cancel();
         for thread in self.threads.drain(..) {
             // A thread that panicked has been counted as an error.
@@ -167,4 +185,60 @@ pub unsafe fn read(files: Vec<SourceFile>, ranges: Vec<Range>, memory: Memory, o
     let drives: Vec<u64> = files.iter().map(SourceFile::drive).collect();
     let reads = Reads { files, page_cache: options.page_cache };
     Transfer::start(&ranges, memory, (align, &drives), options, Arc::new(reads))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Where no process has memory.
+    const NOWHERE: u64 = 0x7fff_ffff_0000_0000;
+
+    proptest! {
+        /// Ranges of a drive that fails at some of them: none of those arrives, those that arrive are right, and the
+        /// end is the system's error.
+        #[test]
+        fn a_drive_that_fails_in_the_middle_is_an_error_and_no_range_looks_read(
+            lens in prop::collection::vec(1..60_000_usize, 1..20),
+            (bad, bad_len, threads) in (0..20_usize, 1..20_000_usize, 1..5_usize),
+        ) {
+            let source: Vec<u8> = (0..1_200_000_u32).map(|n| (n % 251) as u8).collect();
+            let mut target = vec![0xEE_u8; source.len() + 20_000];
+            let (from, to) = (source.as_ptr() as u64, target.as_mut_ptr() as usize);
+            let mut at = 0;
+            let place = |&len: &usize| {
+                at += len;
+                Range { file: 0, offset: from + (at - len) as u64, len, address: to + at - len }
+            };
+            let mut ranges: Vec<Range> = lens.iter().map(place).collect();
+            let bad = bad % (ranges.len() + 1);
+            ranges.insert(bad, Range { file: 0, offset: NOWHERE, len: bad_len, address: to + source.len() });
+            let mut options = Options::default();
+            (options.threads, options.piece_bytes) = (Some(threads), 16 << 10);
+            let files = vec![SourceFile::of_memory(i64::MAX as u64)];
+            // SAFETY: the target is looked at where ranges have arrived, and after the end.
+            let transfer = unsafe { read(files, ranges.clone(), Memory::Host, &options) };
+            let transfer = transfer.expect("they are in the file");
+            let mut arrived = Vec::new();
+            while let Some(range) = transfer.next(Duration::MAX) {
+                arrived.extend(range);
+            }
+            let ended = transfer.wait();
+            match ended {
+                Err(Error::Io { op: "read", source, .. }) => {
+                    prop_assert_eq!(source.raw_os_error(), Some(libc::EIO));
+                }
+                other => prop_assert!(false, "{:?}", other),
+            }
+            prop_assert!(!arrived.contains(&bad), "the range that failed arrived");
+            for range in arrived {
+                let range = ranges[range];
+                let (at, begin) = (range.address - to, (range.offset - from) as usize);
+                prop_assert!(target[at..at + range.len] == source[begin..begin + range.len]);
+            }
+            prop_assert!(target[source.len()..].iter().all(|&byte| byte == 0xEE));
+        }
+    }
 }

@@ -66,8 +66,8 @@ impl Carry for Reads {
         // SAFETY: the caller of the transfer vouches for the range's memory, of which this is a part; no other piece
         // has it.
         let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, (end - start) as usize) };
-        file.read(way, start, target)?;
-        shared.counts.read(way, target.len());
+        let took = file.read(way, start, target)?;
+        shared.counts.read(took, target.len());
         for (from, to) in [(piece.start, start), (end, piece.end)] {
             if from < to {
                 bounced(shared, lane, file, way, align, (piece, from, to))?;
@@ -92,8 +92,8 @@ fn bounced(
 ) -> Result<()> {
     let first = from - from % align;
     let buffer = &mut lane.bounce.bytes()[..(to.next_multiple_of(align) - first) as usize];
-    file.read(way, first, buffer)?;
-    shared.counts.read(way, (to - from) as usize);
+    let took = file.read(way, first, buffer)?;
+    shared.counts.read(took, (to - from) as usize);
     for part in &piece.parts {
         let (begin, end) = (part.offset.max(from), (part.offset + part.len as u64).min(to));
         if begin >= end {

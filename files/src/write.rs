@@ -46,7 +46,8 @@ struct Writes {
 /// leaked before.
 ///
 /// # Errors
-/// [`Error::Io`], also for want of room, before anything is written.
+/// [`Error::Io`], also for want of room, and [`Error::NoFile`] where `path` is something else, before anything is
+/// written.
 ///
 /// # Cancel safety
 /// Dropping the transfer cancels it: the file is then as before, unless the transfer was over.
@@ -68,6 +69,17 @@ pub unsafe fn write(
     let name = path.file_name().ok_or_else(|| {
         Error::Argument(format!("found the path {}, expected one that ends in a file's name", path.display()))
     })?;
+    let replaced = fs::metadata(path).ok();
+    if let Some(found) = &replaced {
+        // A rename would put a file in the place of a device or a pipe.
+        file::refuse_other_kinds(path, found)?;
+        if !found.is_file() {
+            return Err(Error::NoFile {
+                path: path.to_owned(),
+                found: "a block device, which only write_at writes to",
+            });
+        }
+    }
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let mut hidden = std::ffi::OsString::from(".");
     hidden.push(name);
@@ -77,7 +89,7 @@ pub unsafe fn write(
     let cached = open().map_err(|error| Error::io("create", &temporary, error))?;
     // From here on the temporary file is removed unless it takes the name.
     let writes = Writes::of(temporary, Some(path.to_owned()), cached);
-    if let Ok(found) = fs::metadata(path) {
+    if let Some(found) = replaced {
         let mode = Permissions::from_mode(found.permissions().mode());
         writes.cached.set_permissions(mode).map_err(|error| writes.failed("change the permissions of", error))?;
     }
@@ -98,7 +110,7 @@ pub unsafe fn write(
 /// As of [`write`]; ranges do not overlap in the file.
 ///
 /// # Errors
-/// [`Error::Io`].
+/// [`Error::Io`]; [`Error::NoFile`] for what is neither a file nor a block device.
 pub unsafe fn write_at(
     path: impl AsRef<Path>,
     ranges: &[Range],
@@ -111,6 +123,8 @@ pub unsafe fn write_at(
     }
     let cached = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
     let cached = cached.map_err(|error| Error::io("open", path, error))?;
+    let found = cached.metadata().map_err(|error| Error::io("open", path, error))?;
+    file::refuse_other_kinds(path, &found)?;
     start(ranges, memory, options, Writes::of(path.to_owned(), None, cached))
 }
 
