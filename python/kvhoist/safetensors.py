@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 #: Direct I/O reads host memory without a copy where its address and the file's offset agree up to this, in bytes.
 _ALIGN = 4096
 
+#: As long as the format allows a header to be.
+_INDEX_BYTES_MAX = 100_000_000
+
 _TYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
@@ -81,6 +84,10 @@ class _Checkpoint:
                 f" {torch.__version__} has"
             )
         if dtype == "F4":  # Two in a byte.
+            if shape[-1] % 2:
+                raise ArgumentError(
+                    f"{self.file.path}: found the tensor {name} of type F4 and shape {shape}, expected rows of whole bytes"
+                )
             shape = [*shape[:-1], shape[-1] // 2]
         return Entry(name, known, tuple(shape), offset, nbytes)
 
@@ -125,15 +132,29 @@ def checkpoint_files(paths: Any) -> list[str]:
             raise ArgumentError(f"{path}: found a folder without *.safetensors, expected a checkpoint")
         return checkpoint_files(indexes[0]) if indexes else found
     if path.name.endswith(".index.json"):
-        try:
-            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ArgumentError(f"{path}: found no index of a checkpoint ({error!r}), expected a weight_map") from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ArgumentError(f"{path}: found the file {name!r}, expected a name in the index's own folder")
+        names = _names_of(path)
         return [os.fspath(path.parent / name) for name in names]
     return [os.fspath(path)]
+
+
+def _names_of(index: Path) -> list[str]:
+    """The files that an index names."""
+    # As any file: a pipe would wait for its other end.
+    file = _files.File(index)
+    if file.size > _INDEX_BYTES_MAX:
+        raise ArgumentError(f"{index}: found {file.size} bytes, expected an index of at most {_INDEX_BYTES_MAX}")
+    content = bytearray(file.size)
+    file.read_into(content)
+    try:
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ArgumentError(f"{index}: found no index of a checkpoint ({error!r}), expected a weight_map") from None
+    if not names:
+        raise ArgumentError(f"{index}: found no tensor in its weight_map, expected one or more")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise ArgumentError(f"{index}: found the file {name!r}, expected a name in the index's own folder")
+    return names
 
 
 def load_file(path: str | os.PathLike[str], device: Any = "cpu", **settings: Any) -> dict[str, torch.Tensor]:
@@ -184,12 +205,13 @@ def load_files(
 
 
 def _refuse_duplicates(checkpoints: Iterable[_Checkpoint]) -> None:
-    owner: dict[str, str] = {}
+    owner: dict[str, _Checkpoint] = {}
     for one in checkpoints:
         for entry in one.entries:
-            first = owner.setdefault(entry.name, one.file.path)
-            if first is not one.file.path:
-                raise ArgumentError(f"found the tensor {entry.name} in {first} and {one.file.path}, expected it once")
+            first = owner.setdefault(entry.name, one)
+            if first is not one:
+                paths = f"{first.file.path} and {one.file.path}"
+                raise ArgumentError(f"found the tensor {entry.name} in {paths}, expected it once")
 
 
 def _part(nbytes: int, shard: tuple[int, int] | None) -> tuple[int, int]:
@@ -415,6 +437,8 @@ def _serialized(
     # Wide types first, so that all are aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
+        if name == "__metadata__":
+            raise ArgumentError("found a tensor called __metadata__, which the format has for metadata, expected another name")
         if tensor.dtype not in names:
             raise ArgumentError(f"found the tensor {name} of type {tensor.dtype}, expected a type of the format")
         if not tensor.is_contiguous():

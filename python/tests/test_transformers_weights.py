@@ -90,10 +90,37 @@ def test_a_checkpoint_is_a_folder_an_index_or_files(tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     assert same_all(load_files(index), wanted) and same_all(load_files(tmp_path), wanted)
     assert same_all(dict(iterate(tmp_path, wanted=lambda name: name in names[5:30])), {n: wanted[n] for n in names[5:30]})
-    for text in ["{}", "[]", "no json", json.dumps({"weight_map": {"a": "../elsewhere"}})]:
+    maps = [{}, {"a": "../elsewhere"}, {"a": "b\0"}, {"a": 1}, ["a"]]
+    texts = [json.dumps({"weight_map": one}) for one in maps]
+    for text in ["", "{}", "[]", "no json", "[" * 100_000, *texts]:
         index.write_text(text)
         with pytest.raises(ArgumentError, match="index.json"):
             load_files(tmp_path)
+
+
+@pytest.mark.parametrize("again", [lambda path: path, lambda path: str(path), lambda path: path.with_name("link")])
+def test_a_tensor_that_two_files_have_is_an_error(tmp_path, again):
+    save_file({"one": torch.arange(10)}, tmp_path / "first")
+    os.link(tmp_path / "first", tmp_path / "link")
+    path = str(tmp_path / "first")
+    for load in (load_files, lambda paths: list(iterate(paths))):
+        with pytest.raises(ArgumentError, match="tensor one in .*first and .*, expected it once"):
+            load([path, again(tmp_path / "first")])
+        with pytest.raises(ArgumentError, match="tensor one in .*first and .*, expected it once"):
+            load([path, path])
+
+
+def test_an_index_that_is_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(ArgumentError, match="found a pipe"):
+        load_files(tmp_path)
+
+
+def test_half_bytes_that_end_in_the_middle_of_one_are_refused(tmp_path):
+    header = json.dumps({"half": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
+    with pytest.raises(ArgumentError, match="half of type F4"):
+        load_file(tmp_path / "file")
 
 
 def test_a_damaged_or_growing_file_gives_no_tensor(tmp_path):
@@ -118,6 +145,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
     shared = torch.zeros(4, 4)
     for tensors, words in [
         ({"a": shared, "b": shared}, "same memory"),
+        ({"__metadata__": shared}, "another name"),
         ({"a": shared, "b": shared[1:]}, "same memory"),
         ({"a": shared.t()[1:]}, "contiguous"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
