@@ -1,7 +1,8 @@
 """KV of prompts in blocks of tokens, in one store for each kind of attention. Needs torch, and no engine.
 
 A block has the keys and values of so many tokens in all layers of its group: for each layer the keys, `[heads, tokens,
-dim]`, then the values. The key of a block is the digest of all tokens to its end.
+dim]`, then the values. A block of recurrent states has those of all layers after its last token. The key of a block is
+the digest of all tokens to its end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import os
 import threading
 from array import array
@@ -20,7 +22,7 @@ from typing import Any, Callable, Generator, Iterable, Sequence
 
 import torch
 
-from .cache import Cache, slot_bytes
+from .cache import Cache, slot_bytes, store_bytes
 from .chunks import Place
 from .config import config_error, parse_bytes
 from .errors import Error, UnavailableError
@@ -32,6 +34,8 @@ STAGING_BYTES = 512 << 20
 #: Loads that are under way at once, each into its part of that memory: while one ends, drives work for the other. Each
 #: part costs launches of every layer's copies: many small ones cost more than they gain.
 PARTS = 2
+#: Blocks of tokens for which room is made for one of recurrent states: they are stored at the ends of turns only.
+BLOCKS_A_STATE = 32
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ class Group:
         """A folder's."""
         return "full" if self.reach is None else f"window-{self.reach}"
 
+    def block_bytes(self, block_tokens: int) -> int:
+        """Bytes of a block."""
+        return block_tokens * sum(layer.token_bytes for layer in self.layers)
+
     def first_token(self, tokens: int) -> int:
         """The first token that is needed to go on after so many."""
         return 0 if self.reach is None else max(0, tokens - self.reach)
@@ -79,6 +87,43 @@ class Group:
             yield layer, parts[0], parts[1]
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """One recurrent state of a layer, of one row."""
+
+    index: int
+    #: Which of the layer's states, and `conv` or `recurrent`.
+    state: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """The recurrent states of all layers: what follows needs those after its last token, and no others."""
+
+    layers: tuple[StateShape, ...]
+    reach = 1
+    name = "state"
+
+    def block_bytes(self, _block_tokens: int) -> int:
+        """Bytes of a block: each state begins at a multiple of 16."""
+        return sum(-(-math.prod(layer.shape) * layer.dtype.itemsize // 16) * 16 for layer in self.layers)
+
+    def first_token(self, tokens: int) -> int:
+        """The first token whose block is needed to go on after so many."""
+        return max(0, tokens - self.reach)
+
+    def views(self, blocks: torch.Tensor) -> Iterable[tuple[StateShape, torch.Tensor]]:
+        """Each state in blocks of bytes: `[blocks, *shape]`."""
+        at = 0
+        for layer in self.layers:
+            nbytes = math.prod(layer.shape) * layer.dtype.itemsize
+            yield layer, blocks[:, at : at + nbytes].view(layer.dtype).unflatten(1, layer.shape)
+            at += -(-nbytes // 16) * 16
+
+
 def chain(tokens: Sequence[int], block_tokens: int, keys: list[bytes]) -> list[bytes]:
     """Extends the keys of a prompt's first blocks by those of its further whole blocks."""
     for at in range(len(keys) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
@@ -91,14 +136,19 @@ class PrefixStore:
     """The stores of all groups, and the memory that blocks pass through. From any thread."""
 
     def __init__(
-        self, groups: Sequence[Group], block_tokens: int, place: Place, paths: Sequence[str] | None,
+        self, groups: Sequence[Group | StateGroup], block_tokens: int, place: Place, paths: Sequence[str] | None,
         device: torch.device, devices: dict[int, torch.device], sizes: dict[str, Any], settings: dict[str, Any],
     ) -> None:  # fmt: skip
         """Opens the stores. `device` has the staging memory, `devices` each layer; `sizes` are `capacity` and
         `host_bytes` of all together, `settings` those of the caches."""
         self.devices = devices
         self.groups, self.block_tokens, self.device = tuple(groups), block_tokens, device
-        self.block_bytes = [block_tokens * sum(layer.token_bytes for layer in group.layers) for group in groups]
+        self.has_states = any(isinstance(group, StateGroup) for group in groups)
+        self.block_bytes = [group.block_bytes(block_tokens) for group in groups]
+        weights = [
+            nbytes / BLOCKS_A_STATE if isinstance(group, StateGroup) else nbytes
+            for group, nbytes in zip(groups, self.block_bytes)
+        ]
         self.lock = threading.Lock()
         self.caches: list[Cache] = []
         #: Blocks that could not be read, by group: misses until they are stored again.
@@ -107,11 +157,11 @@ class PrefixStore:
         self._loads = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
         reached = settings.get("device") in ("cuda", "simulated")
         try:
-            for group, nbytes in zip(self.groups, self.block_bytes):
-                share = nbytes / sum(self.block_bytes)
+            for group, nbytes, weight in zip(self.groups, self.block_bytes, weights):
+                share = weight / sum(weights)
+                least = {"host_bytes": 2 * slot_bytes(nbytes), "capacity": len(paths or ()) * store_bytes(2, nbytes)}
                 sized = {
-                    name: max(int(parse_bytes(size, name) * share), 2 * slot_bytes(nbytes))
-                    for name, size in sizes.items()
+                    name: max(int(parse_bytes(size, name) * share), least[name]) for name, size in sizes.items()
                 }
                 folders = None
                 if paths is not None:
@@ -144,16 +194,19 @@ class PrefixStore:
             if group.reach is None:
                 tokens = min(tokens, size * next((n for n, here in enumerate(present) if not here), len(present)))
         tokens = min(tokens, size * len(keys))
+        if self.has_states:
+            tokens -= tokens % size
+        last = [(group, present) for group, present in zip(self.groups, found) if group.reach is not None]
         while tokens > 0:
             end = -(-tokens // size)
-            if all(all(present[group.first_token(tokens) // size : end]) for group, present in zip(self.groups, found)):
+            if all(all(present[group.first_token(tokens) // size : end]) for group, present in last):
                 break
             tokens = (end - 1) * size
         return tokens
 
     # Movement
 
-    def load(self, keys: Sequence[bytes], tokens: int, put: Callable[[Group, torch.Tensor, int], None]) -> bool:
+    def load(self, keys: Sequence[bytes], tokens: int, put: Callable[[Any, torch.Tensor, int], None]) -> bool:
         """Loads what `tokens` of a prompt need. `put` gets blocks as bytes, `[blocks, bytes]`, and the number of the
         first. False where a block was not there; what was put then is of no use."""
         end = -(-tokens // self.block_tokens)
@@ -195,24 +248,46 @@ class PrefixStore:
             wait([load for *_, load in under_way])
 
     def store(
-        self, keys: Sequence[bytes], first: int, last: int, fill: Callable[[Group, torch.Tensor, int], bool]
+        self, keys: Sequence[bytes], first: int, last: int, fill: Callable[[Any, torch.Tensor, int], bool]
     ) -> None:
-        """Stores blocks of a prompt that are not there. `fill` writes blocks from a number on, or returns False where
-        it has not the bytes. Failures are logged: what is not stored is a miss later."""
+        """Stores blocks of a prompt that are not there, without states. `fill` writes blocks from a number on, or
+        returns False where it has not the bytes. Failures are logged: what is not stored is a miss later."""
         for n, group in enumerate(self.groups):
-            cache = self.caches[n]
-            for start, end in _runs([not here for here in cache.contains_each(list(keys[first:last]))], first):
-                for at, until, piece in self._pieces(n, start, end, 1):
-                    if not fill(group, piece, at):
-                        continue
-                    self._settle()
-                    parent = keys[at - 1] if at else None
-                    try:
-                        cache.store(list(keys[at:until]), self._places(n, piece), parent=parent)
-                    except Error as error:
-                        logger.warning("kvhoist: %d blocks of a prefix were not stored: %s", until - at, error)
-                        return
-                    self._bad[n].difference_update(keys[at:until])
+            if not isinstance(group, StateGroup):
+                self._store(n, group, keys, first, last, fill)
+
+    def store_states(self, keys: Sequence[bytes], fill: Callable[[Any, torch.Tensor, int], bool]) -> bool:
+        """Stores the states after the last of these blocks. False where they were there, or there are none."""
+        if not self.has_states or self.caches[-1].contains(keys[-1]):
+            return False
+        self._store(len(self.groups) - 1, self.groups[-1], keys, len(keys) - 1, len(keys), fill)
+        return True
+
+    def forget_states(self, key: bytes) -> None:
+        """Removes the states of a block: those of a later one serve whatever goes on from there."""
+        try:
+            self.caches[-1].remove(key)
+        except Error as error:
+            logger.warning("kvhoist: states of a prefix were not removed: %s", error)
+
+    def _store(
+        self, n: int, group: Group | StateGroup, keys: Sequence[bytes], first: int, last: int,
+        fill: Callable[[Any, torch.Tensor, int], bool],
+    ) -> None:  # fmt: skip
+        cache = self.caches[n]
+        for start, end in _runs([not here for here in cache.contains_each(list(keys[first:last]))], first):
+            for at, until, piece in self._pieces(n, start, end, 1):
+                if not fill(group, piece, at):
+                    continue
+                self._settle()
+                # States have no parents: those of a shorter prefix are not worth more than those of a longer one.
+                parent = keys[at - 1] if at and isinstance(group, Group) else None
+                try:
+                    cache.store(list(keys[at:until]), self._places(n, piece), parent=parent)
+                except Error as error:
+                    logger.warning("kvhoist: %d blocks of a prefix were not stored: %s", until - at, error)
+                    return
+                self._bad[n].difference_update(keys[at:until])
 
     def _pieces(self, n: int, first: int, last: int, parts: int) -> Iterable[tuple[int, int, torch.Tensor]]:
         """Ranges of blocks that fit into one of so many parts of the staging memory, each with the next part as blocks."""

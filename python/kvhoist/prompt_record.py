@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
 
 from .errors import ArgumentError
-from .prefix_store import Group, PrefixStore, chain
+from .prefix_store import Group, PrefixStore, StateGroup, StateShape, chain
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ class Row:
     keys: list[bytes] = field(default_factory=list)
     #: Blocks that are stored, or were given up.
     stored: int = 0
+    #: The block whose states were stored last while tokens were generated.
+    last_states: bytes | None = None
 
 
 @dataclass
@@ -67,10 +69,15 @@ class PromptRecord:
 
     def __init__(self, cache: Any, store: PrefixStore, known: Known) -> None:
         self.cache, self.store, self.known = cache, store, known
-        #: Columns that were loaded, and columns whose tokens are known.
-        self.loaded = self.columns = 0
+        #: Columns that were loaded, columns that the model need not be given, and columns whose tokens are known.
+        self.loaded = self.prepared = self.columns = 0
         self._stores = True
-        self._sliding = {layer.index for group in store.groups if group.reach is not None for layer in group.layers}
+        self._sliding = {
+            layer.index
+            for group in store.groups
+            if isinstance(group, Group) and group.reach is not None
+            for layer in group.layers
+        }
         #: Of sliding layers: the keys and values of this forward, with those before that its window reaches.
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ids: torch.Tensor | None = None
@@ -101,12 +108,27 @@ class PromptRecord:
                     buffers.fill()
                     break
                 columns = self._longest(columns)
-        self.loaded = self.columns = max(columns, 0)
+        self.loaded = self.prepared = self.columns = max(columns, 0)
         for row in self.known.rows:
             row.stored = max(0, self.loaded - row.pad) // self.store.block_tokens
 
+    @torch.no_grad()
+    def prepare(self, model: Any, input_ids: torch.Tensor) -> None:
+        """Computes on to the last whole block before the last token, where its states can be stored."""
+        until = (input_ids.shape[1] - 1) // self.store.block_tokens * self.store.block_tokens
+        if self.columns < until and self.store.has_states and not self._padded():
+            model(input_ids[:, self.columns : until], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.prepared = self.columns
+
+    def _padded(self) -> bool:
+        return any(row.pad for row in self.known.rows)
+
     def _longest(self, columns: int) -> int:
         """Columns, up to a number, that can be loaded for all rows."""
+        if self.store.has_states and self._padded():
+            # Whether a model's states see padding is its own affair.
+            self.forget("a batch with padding has recurrent states")
+            return 0
         while columns > 0:
             fewest = min(row.pad + self.store.longest(row.keys, max(0, columns - row.pad)) for row in self.known.rows)
             if fewest >= columns:
@@ -130,8 +152,8 @@ class PromptRecord:
         elif model.training or torch.is_autocast_enabled(ids.device.type):
             why = "the model is in training or under autocast"
         if why is not None:
-            if self.loaded and start == self.loaded:
-                raise ArgumentError(f"found {self.loaded} loaded tokens, expected none: {why}")
+            if self.prepared and start == self.prepared:
+                raise ArgumentError(f"found {self.prepared} loaded tokens, expected none: {why}")
             return self.forget(why)
         assert ids is not None
         if len(ids) != len(self.known.rows):
@@ -224,10 +246,28 @@ class PromptRecord:
         if blocks <= row.stored:
             return
         chain(row.tokens, self.store.block_tokens, row.keys)
-        self.store.store(
-            row.keys, row.stored, blocks, lambda group, piece, first: self._gather(at, row, group, piece, first)
-        )
+
+        def gather(group: Group | StateGroup, piece: torch.Tensor, first: int) -> bool:
+            if isinstance(group, StateGroup):
+                return self._gather_states(at, group, piece)
+            return self._gather(at, row, group, piece, first)
+
+        self.store.store(row.keys, row.stored, blocks, gather)
         row.stored = blocks
+        generated = self.columns > self.known.input_ids.shape[1]
+        if self.columns - row.pad == blocks * self.store.block_tokens and self.store.store_states(row.keys, gather):
+            if row.last_states is not None:
+                self.store.forget_states(row.last_states)
+            row.last_states = row.keys[-1] if generated else None
+
+    def _gather_states(self, at: int, group: StateGroup, piece: torch.Tensor) -> bool:
+        for shape, into in group.views(piece):
+            layer = self.cache.layers[shape.index]
+            source = (layer.conv_states if shape.kind == "conv" else layer.recurrent_states)[shape.state]
+            if layer.record_past or source is None or source.shape[1:] != shape.shape or source.dtype != shape.dtype:
+                return False
+            into.copy_(source[at].detach())
+        return True
 
     def _gather(self, at: int, row: Row, group: Group, piece: torch.Tensor, first: int) -> bool:
         size = self.store.block_tokens
@@ -265,8 +305,14 @@ class _Buffers:
         self._cache, self._store, self._columns = cache, store, columns
         padded = any(row.pad for row in rows)
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor, int, Group]] = {}
+        self._states: list[tuple[StateShape, torch.Tensor]] = []
         devices = store.devices
         for group in store.groups:
+            if isinstance(group, StateGroup):
+                for state in group.layers:
+                    made = torch.empty((len(rows), *state.shape), dtype=state.dtype, device=devices[state.index])
+                    self._states.append((state, made))
+                continue
             # From the first block that any row needs of this group.
             begin = min(
                 row.pad + group.first_token(max(0, columns - row.pad)) // store.block_tokens * store.block_tokens
@@ -283,7 +329,11 @@ class _Buffers:
         """Takes blocks of one row."""
         size = self._store.block_tokens
 
-        def take(group: Group, piece: torch.Tensor, first: int) -> None:
+        def take(group: Group | StateGroup, piece: torch.Tensor, first: int) -> None:
+            if isinstance(group, StateGroup):
+                for (_, into), (_, source) in zip(self._states, group.views(piece)):
+                    into[at].copy_(source[0])
+                return
             pieces = {piece.device: piece}
             for layer in group.layers:
                 device = self._tensors[layer.index][0].device
@@ -305,6 +355,14 @@ class _Buffers:
             first = group.first_token(self._columns)
             _fill(self._cache.layers[index], keys[:, :, first - begin : self._columns - begin],
                   values[:, :, first - begin : self._columns - begin], self._columns)  # fmt: skip
+        for shape, state in self._states:
+            layer, n = self._cache.layers[shape.index], shape.state
+            if shape.kind == "conv":
+                layer.lazy_initialization(conv_states=state, state_idx=n)
+                layer.conv_states[n].copy_(state)
+                layer.has_previous_state[n] = True
+            else:
+                layer.update_recurrent_state(state, state_idx=n)
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:

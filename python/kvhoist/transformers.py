@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
     StaticCache,
 )
@@ -28,7 +29,16 @@ from .cache import _paths
 from .chunks import Place
 from .config import config_error
 from .model_identity import model_identity, model_state, refuse_rope_by_length
-from .prefix_store import Group, LayerShape, PrefixStore, block_tokens_of, chain, staging_device
+from .prefix_store import (
+    Group,
+    LayerShape,
+    PrefixStore,
+    StateGroup,
+    StateShape,
+    block_tokens_of,
+    chain,
+    staging_device,
+)
 from .prompt_record import Known, PromptRecord
 from .versions import Supported
 
@@ -40,6 +50,10 @@ _supported = Supported(transformers, (5, 17), (5, 23), "kvhoist.transformers")
 _supported.check()
 
 
+#: What a layer may keep: KV that can be cut at a token, recurrent states, or both.
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
 class _Prefixed:
     """What the caches of a `PrefixCache` have beside those of transformers: a record of their tokens."""
 
@@ -47,7 +61,12 @@ class _Prefixed:
 
     @property
     def prefix_length(self) -> int:
-        """Columns of `input_ids`, padding included, that were loaded: the model computes the others."""
+        """Columns of `input_ids`, padding included, that are there: the model computes the others."""
+        return self.record.prepared
+
+    @property
+    def loaded_length(self) -> int:
+        """Those of them that were loaded. The others were computed by the call: the last whole block of a hybrid."""
         return self.record.loaded
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # noqa: ANN001, ANN201
@@ -156,7 +175,7 @@ class PrefixCache:
             hook.remove()
         self.store.close()
 
-    def _probe(self) -> tuple[list[Group], dict[int, torch.device]]:
+    def _probe(self) -> tuple[list[Group | StateGroup], dict[int, torch.device]]:
         """What each layer keeps of a token, and where: one is computed."""
         cache, device = DynamicCache(config=self._config), self.model.get_input_embeddings().weight.device
         with torch.no_grad():
@@ -164,17 +183,20 @@ class PrefixCache:
                 input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=cache, use_cache=True
             )
         layers: dict[int | None, list[LayerShape]] = {}
+        states: list[StateShape] = []
         devices = {}
         for index, layer in enumerate(cache.layers):
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                if type(layer) is LinearAttentionLayer and not any(
-                    [*layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values()]
-                ):
-                    continue  # A layer without attention.
-                expected = "layers whose KV can be cut at a token: a recurrent state belongs to one length only"
-                raise config_error(f"layer {index}", type(layer).__name__, expected)
-            if not layer.is_initialized:
-                continue  # It uses another layer's KV.
+            if type(layer) not in _LAYERS:
+                names = ", ".join(kind.__name__ for kind in _LAYERS)
+                raise config_error(f"layer {index}", type(layer).__name__, f"one of {names}")
+            if isinstance(layer, LinearAttentionLayer):
+                for kind, kept in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                    for n, state in kept.items():
+                        if state is not None:
+                            states.append(StateShape(index, n, kind, tuple(state.shape[1:]), state.dtype))
+                            devices[index] = state.device
+            if not getattr(layer, "is_initialized", False):
+                continue  # It has states only, or uses another layer's KV.
             _, heads, _, key_dim = layer.keys.shape
             reach = layer.sliding_window - 1 if layer.is_sliding else None
             shape = LayerShape(index, heads, key_dim, layer.values.shape[3], layer.keys.dtype)
@@ -184,7 +206,34 @@ class PrefixCache:
             raise config_error(
                 "model", type(self.model).__name__, "one with attention, whose layers keep keys and values"
             )
-        return [Group(tuple(some), reach) for reach, some in layers.items()], devices
+        groups: list[Group | StateGroup] = [Group(tuple(some), reach) for reach, some in layers.items()]
+        if states:
+            self._check_continuation()
+            groups.append(StateGroup(tuple(states)))
+        return groups, devices
+
+    @torch.no_grad()
+    def _check_continuation(self) -> None:
+        """Raises ConfigError for a model whose forward of several tokens does not go on from its states."""
+        device = self.model.get_input_embeddings().weight.device
+        ids, after = torch.arange(1, 25, device=device)[None] % self._config.vocab_size, 16
+
+        def answer(at: int, keep: bool = True) -> torch.Tensor:
+            """The last logits, of a prompt that is given in two parts."""
+            cache = DynamicCache(config=self._config)
+            if at:
+                self.model(ids[:, :at], past_key_values=cache, use_cache=True)
+            for layer in cache.layers if not keep else ():
+                if isinstance(layer, LinearAttentionLayer):
+                    LinearAttentionLayer.reset(layer)
+            return self.model(ids[:, at:], past_key_values=cache, use_cache=True).logits.float()[:, after - 24 :]
+
+        whole = answer(0)
+        kept, forgotten = ((answer(after, keep) - whole).abs().max() for keep in (True, False))
+        # The order of sums moves logits far less than states do.
+        if not kept < forgotten / 16:
+            expected = "one that answers the same when a prompt's tokens are given in two parts"
+            raise config_error("model", type(self.model).__name__, expected)
 
     # A prompt
 
@@ -212,6 +261,7 @@ class PrefixCache:
         cache.record = PromptRecord(cache, self.store, known)
         if not self.model.training and not torch.is_autocast_enabled(input_ids.device.type):
             cache.record.load()
+            cache.record.prepare(self.model, input_ids)
         return cache
 
     def _before(self, _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

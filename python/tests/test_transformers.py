@@ -357,15 +357,6 @@ def test_rope_that_depends_on_the_length_is_refused(store_dir, rope):
         opened(model, store_dir)
 
 
-def test_recurrent_states_are_refused(store_dir):
-    settings = {**tiny.COMMON, "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
-                "mamba_expand": 2, "attn_layer_indices": [1], "mamba_n_groups": 1}  # fmt: skip
-    model = transformers.BambaForCausalLM(transformers.BambaConfig(**settings)).eval()
-    with pytest.raises(ConfigError, match="layer 0: found 'LinearAttentionLayer'.*recurrent state"):
-        opened(model, store_dir)
-    assert not blocks(store_dir)
-
-
 # What the model is given
 
 
