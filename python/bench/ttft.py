@@ -7,7 +7,8 @@ Needs a CUDA device, torch, transformers and kvhoist. The models have random wei
 fewer layers than the real ones say so in their names. A time is that of `PrefixCache`'s call, the forward over the
 tokens that are left, and the first token on the host. Beside it, in the same run, the bare copy of the same bytes from
 pinned memory to the GPU, and the bare read of as many bytes of the same files by 32 threads with O_DIRECT, in pieces of
-4 MiB; both with the time of one token added.
+4 MiB; both with the time of one token added. From host memory also layer by layer (`layerwise`), and with a turn of
+`--new-tokens` behind the stored prompt, where the time of that turn with its prefix in place is added instead.
 
 Rows on standard output and in FILE: docs/results/README.md names the columns.
 """
@@ -191,9 +192,11 @@ class Bench:
         self.folders = [os.path.join(path, name) for path in given.path]
         for folder in self.folders:
             os.makedirs(folder, mode=0o700)
-        #: By length: the first token, the time of one token, and the bytes that are loaded.
+        self.new_tokens = given.new_tokens
+        #: By length: the first token, the time of one token and of a new turn, and the bytes that are loaded.
         self.tokens: dict[int, int] = {}
         self.single: dict[int, float] = {}
+        self.added: dict[int, float] = {}
         self.nbytes: dict[int, int] = {}
 
     def opened(self, host_bytes: str) -> PrefixCache:
@@ -205,12 +208,21 @@ class Bench:
         past = DynamicCache(config=self.model.config)
         return first_token(self.model, ids, past), past
 
-    def hit(self, prefixes: PrefixCache, ids: torch.Tensor) -> int:
+    def hit(self, prefixes: PrefixCache, ids: torch.Tensor, layerwise: bool = False) -> int:
         """The first token with it; a prompt that was not stored is no hit."""
-        past = prefixes(ids)
-        if past.prefix_length < ids.shape[1] - ids.shape[1] % prefixes.block_tokens - 1:
+        past = prefixes(ids, layerwise=layerwise)
+        stored = self.stored_length(ids)
+        if past.prefix_length < stored - stored % prefixes.block_tokens - 1:
             print(f"# found {past.prefix_length} of {ids.shape[1]} tokens", file=sys.stderr, flush=True)
         return first_token(self.model, ids, past)
+
+    def stored_length(self, ids: torch.Tensor) -> int:
+        """Tokens of a prompt that were stored: all but a new turn."""
+        return max(n for n in self.prompts if n <= ids.shape[1])
+
+    def turn(self, n: int) -> torch.Tensor:
+        """A prompt and a new turn, another at each call."""
+        return torch.cat([self.prompts[n], torch.randint(10, 128_000, (1, self.new_tokens), device="cuda")], 1)
 
     @torch.no_grad()
     def recompute(self, n: int) -> None:
@@ -220,6 +232,14 @@ class Bench:
         self.rows.add(times, **self.always, tokens=n, what="recomputed")
         step = {"past_key_values": past, "logits_to_keep": 1}
         self.single[n] = min(milliseconds(lambda: int(self.model(ids[:, -1:], **step).logits.argmax()), 3)[0])
+        if self.new_tokens:
+            turn = self.turn(n)[:, n:]
+
+            def added() -> int:
+                past.crop(n)
+                return int(self.model(turn, **step).logits.argmax())
+
+            self.added[n] = min(milliseconds(added, 3)[0])
 
     def store(self, prefixes: PrefixCache, n: int) -> None:
         """A row: the first prompt pays for its store."""
@@ -227,14 +247,19 @@ class Bench:
         self.nbytes[n] = kept_bytes(prefixes, n)
         self.rows.add(times, **self.always, tokens=n, what="recomputed and stored", bytes=self.nbytes[n])
 
-    def load(self, prefixes: PrefixCache, n: int, runs: int) -> tuple[list[float], bool]:
+    def load(self, prefixes: PrefixCache, n: int, runs: int, layerwise: bool = False) -> tuple[list[float], bool]:
         """The times of hits, and whether the first token is the recomputed one."""
-        times, token = milliseconds(lambda: self.hit(prefixes, self.prompts[n]), runs)
+        times, token = milliseconds(lambda: self.hit(prefixes, self.prompts[n], layerwise), runs)
         return times, token == self.tokens[n]
 
-    def add(self, n: int, what: str, times: list[float], bare: list[float], same: bool) -> None:
-        """A row of hits beside bare movements of the same bytes and one token."""
-        bare = [one + self.single[n] for one in bare]
+    def turns(self, prefixes: PrefixCache, n: int, layerwise: bool) -> list[float]:
+        """The times to the first token of new turns behind a stored prompt."""
+        turns = [self.turn(n) for _ in range(self.runs)]
+        return milliseconds(lambda: self.hit(prefixes, turns.pop(), layerwise), self.runs)[0]
+
+    def add(self, n: int, what: str, times: list[float], bare: list[float], same: bool | None, more: float) -> None:
+        """A row of hits beside bare movements of the same bytes and what is computed then."""
+        bare = [one + more for one in bare]
         self.rows.add(times, bare, **self.always, tokens=n, what=what, bytes=self.nbytes[n], same_token=same)
 
     def run(self, host_bytes: str, small_host_bytes: str) -> None:
@@ -245,8 +270,12 @@ class Bench:
                 self.recompute(n)
                 self.store(prefixes, n)
                 bare = bare_copy(self.nbytes[n], self.runs)
-                times, same = self.load(prefixes, n, self.runs)
-                self.add(n, "host memory", times, bare, same)
+                for layerwise, how in ((False, ""), (True, ", layer by layer")):
+                    times, same = self.load(prefixes, n, self.runs, layerwise)
+                    self.add(n, f"host memory{how}", times, bare, same, self.single[n])
+                    if self.new_tokens:
+                        what = f"host memory, {self.new_tokens} new tokens{how}"
+                        self.add(n, what, self.turns(prefixes, n, layerwise), bare, None, self.added[n])
                 gc.collect()
                 torch.cuda.empty_cache()
         # The host tier is empty after a restart: each prompt comes from the drives once.
@@ -261,7 +290,7 @@ class Bench:
                     same.append(right)
                 reader.close()
         for n, (times, bare, same) in loads.items():
-            self.add(n, "drives, after a restart", times, bare, all(same))
+            self.add(n, "drives, after a restart", times, bare, all(same), self.single[n])
         for folder in self.folders:
             shutil.rmtree(folder)
 
@@ -284,6 +313,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="2048,4096,8192,16384,32768,65536,131072")
     parser.add_argument("--tokens-max", type=int, default=65_536, help="the longest prompt of all models but the first")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=0, help="of a turn behind each stored prompt")
     parser.add_argument("--block-tokens", type=int, default=64)
     parser.add_argument("--capacity", default="40GiB", help="on the drives, of one model")
     parser.add_argument("--host-bytes", default="20GiB", help="of the host tier, as much as the longest prompt's KV")

@@ -26,6 +26,7 @@ from .cache import Cache, slot_bytes, store_bytes
 from .chunks import Place
 from .config import config_error, parse_bytes
 from .errors import Error, UnavailableError
+from .prefix_layers import Arriving
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class PrefixStore:
         self._bad: list[set[bytes]] = [set() for _ in groups]
         self._regions: list[Any] = []
         self._loads = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
-        reached = settings.get("device") in ("cuda", "simulated")
+        self._reached = settings.get("device") in ("cuda", "simulated")
         try:
             for group, nbytes, weight in zip(self.groups, self.block_bytes, weights):
                 share = weight / sum(weights)
@@ -176,11 +177,13 @@ class PrefixStore:
             most = max(self.block_bytes)
             self.staging = torch.empty(max(1, STAGING_BYTES // most) * most, dtype=torch.uint8, device=device)
             for cache in self.caches:
-                register = cache.register_device if reached else cache.register_host
-                self._regions.append(register(self.staging.data_ptr(), self.staging.numel()))
+                self._regions.append(self._register(cache)(self.staging.data_ptr(), self.staging.numel()))
         except BaseException:
             self.close()
             raise
+
+    def _register(self, cache: Cache) -> Callable[[int, int], Any]:
+        return cache.register_device if self._reached else cache.register_host
 
     # Lookup
 
@@ -222,6 +225,14 @@ class PrefixStore:
                     put(group, piece, first)
                     self._settle()
         return True
+
+    def arriving(self, n: int, keys: Sequence[bytes], tokens: int) -> tuple[int, Arriving]:
+        """Begins to load what `tokens` of a prompt need of a group, layer by layer: the number of the first block, and
+        its load. Raises UnavailableError where not all of it is in host memory."""
+        group = self.groups[n]
+        first, end = group.first_token(tokens) // self.block_tokens, -(-tokens // self.block_tokens)
+        register = self._register(self.caches[n])
+        return first, Arriving(self.caches[n], register, group, keys[first:end], self.block_tokens, self.device)
 
     def _loaded(
         self, n: int, keys: Sequence[bytes], first: int, last: int

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Mapping
 
 import torch
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
 
-from .errors import ArgumentError
-from .prefix_store import Group, PrefixStore, StateGroup, StateShape, chain
+from .errors import ArgumentError, CopyError
+from .prefix_buffers import PrefixBuffers, Row
+from .prefix_store import Group, PrefixStore, StateGroup, chain
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +21,6 @@ _INPUTS = frozenset(
     "input_ids attention_mask position_ids past_key_values use_cache cache_position logits_to_keep labels return_dict "
     "output_attentions output_hidden_states output_router_logits".split()
 )
-
-
-@dataclass
-class Row:
-    """One prompt: its padding, its tokens, and the keys of its whole blocks."""
-
-    pad: int
-    tokens: list[int]
-    keys: list[bytes] = field(default_factory=list)
-    #: Blocks that are stored, or were given up.
-    stored: int = 0
-    #: The block whose states were stored last while tokens were generated.
-    last_states: bytes | None = None
 
 
 @dataclass
@@ -81,6 +69,7 @@ class PromptRecord:
         #: Of sliding layers: the keys and values of this forward, with those before that its window reaches.
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ids: torch.Tensor | None = None
+        self._buffers: PrefixBuffers | None = None
 
     def forget(self, why: str) -> None:
         """Stores nothing from here on."""
@@ -91,8 +80,8 @@ class PromptRecord:
 
     # Loading
 
-    def load(self) -> None:
-        """Loads the longest prefix that all rows have into the cache's layers."""
+    def load(self, layerwise: bool) -> None:
+        """Loads the longest prefix that all rows have into the cache's layers; `layerwise` only begins to, if it can."""
         with self.store.lock:
             columns = self._longest(self.known.input_ids.shape[1] - 1)
             while columns > 0:
@@ -100,9 +89,13 @@ class PromptRecord:
                     row.pad + -(-(columns - row.pad) // self.store.block_tokens) * self.store.block_tokens
                     for row in self.known.rows
                 )
-                buffers = _Buffers(self.cache, self.store, self.known.rows, columns, width)
+                buffers = PrefixBuffers(self.cache, self.store, self.known.rows, columns, width)
+                if layerwise and buffers.begin():
+                    self._buffers = buffers
+                    buffers.fill()
+                    break
                 if all(
-                    self.store.load(row.keys, columns - row.pad, buffers.put(row_at, row))
+                    self.store.load(row.keys, columns - row.pad, buffers.put(row_at))
                     for row_at, row in enumerate(self.known.rows)
                 ):
                     buffers.fill()
@@ -135,6 +128,21 @@ class PromptRecord:
                 break
             columns = fewest
         return columns if any(columns > row.pad for row in self.known.rows) else 0
+
+    def arrive(self, layer: int) -> None:
+        """Before a layer's KV is looked at: what the current stream does next waits for it."""
+        if self._buffers is not None:
+            if torch.compiler.is_compiling():
+                raise ArgumentError("layerwise: found a compiled model, expected one that is not")
+            self._buffers.arrive(layer)
+
+    def arrive_all(self) -> None:
+        """Waits for all layers. Raises CopyError where a block is not there: what the model computed is of no use."""
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None and (failed := buffers.end()):
+            self.forget("blocks could not be loaded")
+            why = next((str(result) for result in failed if result is not False), "they were not there any more")
+            raise CopyError(f"found {len(failed)} blocks of a prefix that could not be loaded: {why}; compute again")
 
     # A forward
 
@@ -224,6 +232,7 @@ class PromptRecord:
 
     def end(self) -> None:
         """After a forward: stores whole blocks of what it computed."""
+        self.arrive_all()
         ids, self._ids = self._ids, None
         if ids is None:
             return
@@ -296,92 +305,6 @@ class PromptRecord:
         if isinstance(layer, StaticSlidingWindowLayer) and keys is layer.keys and self.columns <= keys.shape[2]:
             return keys, values, 0
         return keys, values, self.columns - keys.shape[2]
-
-
-class _Buffers:
-    """The keys and values of a prefix on their way into a cache's layers."""
-
-    def __init__(self, cache: Any, store: PrefixStore, rows: list[Row], columns: int, width: int) -> None:
-        self._cache, self._store, self._columns = cache, store, columns
-        padded = any(row.pad for row in rows)
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor, int, Group]] = {}
-        self._states: list[tuple[StateShape, torch.Tensor]] = []
-        devices = store.devices
-        for group in store.groups:
-            if isinstance(group, StateGroup):
-                for state in group.layers:
-                    made = torch.empty((len(rows), *state.shape), dtype=state.dtype, device=devices[state.index])
-                    self._states.append((state, made))
-                continue
-            # From the first block that any row needs of this group.
-            begin = min(
-                row.pad + group.first_token(max(0, columns - row.pad)) // store.block_tokens * store.block_tokens
-                for row in rows
-            ) if not padded else 0  # fmt: skip
-            make = torch.zeros if padded else torch.empty
-            for layer in group.layers:
-                shape, device = (len(rows), layer.heads, width - begin), devices[layer.index]
-                keys = make((*shape, layer.key_dim), dtype=layer.dtype, device=device)
-                values = make((*shape, layer.value_dim), dtype=layer.dtype, device=device)
-                self._tensors[layer.index] = keys, values, begin, group
-
-    def put(self, at: int, row: Row) -> Any:
-        """Takes blocks of one row."""
-        size = self._store.block_tokens
-
-        def take(group: Group | StateGroup, piece: torch.Tensor, first: int) -> None:
-            if isinstance(group, StateGroup):
-                for (_, into), (_, source) in zip(self._states, group.views(piece)):
-                    into[at].copy_(source[0])
-                return
-            pieces = {piece.device: piece}
-            for layer in group.layers:
-                device = self._tensors[layer.index][0].device
-                if device not in pieces:
-                    pieces[device] = piece.to(device)
-            views = {device: list(group.views(some, size)) for device, some in pieces.items()}
-            for n, layer in enumerate(group.layers):
-                keys, values, begin, _ = self._tensors[layer.index]
-                _, keys_from, values_from = views[keys.device][n]
-                here = row.pad + first * size - begin
-                for into, source in ((keys, keys_from), (values, values_from)):
-                    into[at, :, here : here + len(piece) * size].unflatten(1, (len(piece), size)).copy_(source)
-
-        return take
-
-    def fill(self) -> None:
-        """Gives the layers their keys and values."""
-        for index, (keys, values, begin, group) in self._tensors.items():
-            first = group.first_token(self._columns)
-            _fill(self._cache.layers[index], keys[:, :, first - begin : self._columns - begin],
-                  values[:, :, first - begin : self._columns - begin], self._columns)  # fmt: skip
-        for shape, state in self._states:
-            layer, n = self._cache.layers[shape.index], shape.state
-            if shape.kind == "conv":
-                layer.lazy_initialization(conv_states=state, state_idx=n)
-                layer.conv_states[n].copy_(state)
-                layer.has_previous_state[n] = True
-            else:
-                layer.update_recurrent_state(state, state_idx=n)
-
-
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-    """Gives a layer the keys and values of its last tokens, of `length` in all."""
-    if not layer.is_initialized:
-        layer.lazy_initialization(keys, values)
-    if isinstance(layer, StaticSlidingWindowLayer):
-        # A window that is full has a token more than attention reaches: it is dropped before it is looked at.
-        skip = max(0, min(length, layer.max_cache_len) - keys.shape[2])
-        layer.keys[:, :, skip : skip + keys.shape[2]] = keys
-        layer.values[:, :, skip : skip + keys.shape[2]] = values
-        layer.cumulative_length_int = length
-        layer.cumulative_length.fill_(min(length, layer.max_cache_len))
-    elif isinstance(layer, StaticLayer):
-        layer.update(keys, values)
-    else:
-        layer.keys, layer.values = keys, values
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = length
 
 
 def _same(one: Any, other: Any) -> bool:

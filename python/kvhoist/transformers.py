@@ -70,6 +70,7 @@ class _Prefixed:
         return self.record.loaded
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # noqa: ANN001, ANN201
+        self.record.arrive(layer_idx)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             self.record.seen(layer_idx, keys, values)
@@ -77,24 +78,28 @@ class _Prefixed:
 
     # Rows that are no longer what was recorded.
 
+    def _changes(self, why: str) -> None:
+        self.record.arrive_all()
+        self.record.forget(why)
+
     def reorder_cache(self, *args: Any) -> None:
-        self.record.forget("its rows were reordered")
+        self._changes("its rows were reordered")
         super().reorder_cache(*args)  # type: ignore[misc]
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        self.record.forget("tokens were removed from it")
+        self._changes("tokens were removed from it")
         super().crop(*args, **kwargs)  # type: ignore[misc]
 
     def batch_repeat_interleave(self, *args: Any) -> None:
-        self.record.forget("its rows were repeated")
+        self._changes("its rows were repeated")
         super().batch_repeat_interleave(*args)  # type: ignore[misc]
 
     def batch_select_indices(self, *args: Any) -> None:
-        self.record.forget("rows were selected")
+        self._changes("rows were selected")
         super().batch_select_indices(*args)  # type: ignore[misc]
 
     def reset(self) -> None:
-        self.record.forget("it was reset")
+        self._changes("it was reset")
         super().reset()  # type: ignore[misc]
 
 
@@ -243,9 +248,14 @@ class PrefixCache:
         attention_mask: torch.Tensor | None = None,
         *,
         max_length: int | None = None,
+        layerwise: bool = False,
         **more: Any,
     ) -> Cache:
-        """A cache for these prompts. `more` are the further inputs of the model: none that changes KV is allowed."""
+        """A cache for these prompts. `more` are the further inputs of the model: none that changes KV is allowed.
+
+        With `layerwise` the layers may arrive while the model computes with it: before that, nothing but the model may
+        look at them. A forward then raises CopyError if a block did not arrive.
+        """
         if unknown := sorted(name for name, value in more.items() if value is not None):
             raise errors.ArgumentError(f"{unknown[0]}: found a value, expected tokens only: a key does not tell it")
         if model_state(self.model) != self._state:
@@ -260,7 +270,7 @@ class PrefixCache:
             cache = _StaticPrefixCache(self._config, max_length)
         cache.record = PromptRecord(cache, self.store, known)
         if not self.model.training and not torch.is_autocast_enabled(input_ids.device.type):
-            cache.record.load()
+            cache.record.load(layerwise)
             cache.record.prepare(self.model, input_ids)
         return cache
 
