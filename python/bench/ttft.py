@@ -72,10 +72,18 @@ def config(name: str) -> transformers.PreTrainedConfig:
             num_key_value_heads=8, head_dim=64, use_sliding_window=True, sliding_window=128,
             layer_types=["sliding_attention", "full_attention"] * 18,
         )  # fmt: skip
+    if name == "hybrid-36-mamba2-4-attention":
+        # As Granite 4.0's small hybrids: Mamba 2 with 64 heads of 64 and states of 128, dense.
+        return transformers.GraniteMoeHybridConfig(
+            **common, hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, num_key_value_heads=4,
+            layer_types=(["mamba"] * 9 + ["attention"]) * 4, mamba_n_heads=64, mamba_d_head=64, mamba_d_state=128,
+            mamba_expand=2, mamba_n_groups=1, num_local_experts=0, shared_intermediate_size=8192,
+        )  # fmt: skip
     sys.exit(f"--models: found {name!r}, expected one of {', '.join(MODELS)}")
 
 
-MODELS = ["llama-8b", "llama-70b-8-of-80-layers", "mla-16-heads-27-dense-layers", "gpt-oss-120b-kv"]
+MODELS = ["llama-8b", "llama-70b-8-of-80-layers", "mla-16-heads-27-dense-layers", "gpt-oss-120b-kv",
+          "hybrid-36-mamba2-4-attention"]  # fmt: skip
 
 
 def milliseconds(call: Callable[[], Any], runs: int) -> tuple[list[float], Any]:
@@ -299,6 +307,8 @@ def kept_bytes(prefixes: PrefixCache, tokens: int) -> int:
     """Bytes that are loaded for so many tokens."""
     store = prefixes.store
     end = -(-(tokens - 1) // store.block_tokens)
+    if store.has_states:
+        end, tokens = (tokens - 1) // store.block_tokens, (tokens - 1) // store.block_tokens * store.block_tokens + 1
     blocks = [end - group.first_token(tokens - 1) // store.block_tokens for group in store.groups]
     return sum(count * nbytes for count, nbytes in zip(blocks, store.block_bytes))
 
