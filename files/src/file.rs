@@ -9,14 +9,22 @@ use std::{
     },
     path::{Path, PathBuf},
     sync::Arc,
+    thread,
+    time::Duration,
 };
 
-use rustix::fs::{AtFlags, StatxFlags, statx};
+use rustix::{
+    fs::{AtFlags, StatxFlags, statx},
+    time::{ClockId, clock_gettime},
+};
 
 use crate::{Error, Result};
 
 /// Where the system does not say what direct I/O wants: what every drive takes.
 const ALIGN: u64 = 4096;
+
+/// A tick of the clock that changes are stamped with, in milliseconds, at most.
+const TICK_MS_MAX: u32 = 10;
 
 /// A file to be read. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -35,10 +43,13 @@ struct Inner {
 }
 
 /// What changes with each write to a file.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 struct Version {
     size: u64,
     modified: (i64, i64),
+    /// Of the last change of anything but its bytes too: no writer can set it back.
+    changed: (i64, i64),
+    links: u64,
 }
 
 /// The same file, past the page cache.
@@ -71,6 +82,7 @@ impl SourceFile {
         let cached = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(fail)?;
         let found = cached.metadata().map_err(fail)?;
         refuse_other_kinds(path, &found)?;
+        Version::of(&found).wait_for_the_next_tick();
         let mut end = &cached;
         let size = if found.is_file() { found.len() } else { end.seek(SeekFrom::End(0)).map_err(fail)? };
         let direct = reopen(&cached, OpenOptions::new().read(true));
@@ -138,7 +150,7 @@ impl SourceFile {
     /// Refuses a file that was written to since it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let now = self.0.cached.metadata().map_err(|error| Error::io("read", self.path(), error))?;
-        if Version::of(&now) == self.0.version { Ok(()) } else { Err(self.changed()) }
+        if self.0.version.lasts_until(&Version::of(&now)) { Ok(()) } else { Err(self.changed()) }
     }
 
     fn changed(&self) -> Error {
@@ -148,7 +160,35 @@ impl SourceFile {
 
 impl Version {
     fn of(found: &Metadata) -> Self {
-        Version { size: found.len(), modified: (found.mtime(), found.mtime_nsec()) }
+        Version {
+            size: found.len(),
+            modified: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+            links: found.nlink(),
+        }
+    }
+
+    /// Whether a file was of this version until `now`. One that lost its name to another is as it was.
+    fn lasts_until(&self, now: &Version) -> bool {
+        let is_as_long = (self.size, self.modified) == (now.size, now.modified);
+        is_as_long && (self.changed == now.changed || now.links < self.links)
+    }
+
+    /// Returns once a change has another time than the last one had. Before Linux 6.13 all changes of a tick have the
+    /// same (4 ms, as a rule); other file systems' servers have clocks of their own, and are not waited for.
+    fn wait_for_the_next_tick(&self) {
+        for _ in 0..TICK_MS_MAX {
+            if self.is_before_this_tick() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn is_before_this_tick(&self) -> bool {
+        // The clock that changes are stamped with.
+        let now = clock_gettime(ClockId::RealtimeCoarse);
+        self.changed < (now.tv_sec, now.tv_nsec)
     }
 }
 
@@ -221,6 +261,26 @@ mod tests {
         // No drive takes this offset.
         assert_eq!(file.read(Way::Direct, 7, &mut found).expect("it is read"), Way::Buffered);
         assert!(found == content[7..10_007]);
+    }
+
+    /// A writer that sets the time of its write back, as `cp -p` and `touch -r` do, and one that is quick.
+    #[test]
+    fn a_change_in_place_is_seen_whatever_time_its_writer_sets_and_however_soon_it_comes() {
+        for parent in [env!("CARGO_MANIFEST_DIR"), "/dev/shm"] {
+            let folder = tempfile::tempdir_in(parent).expect("a folder");
+            let path = folder.path().join("file");
+            for turn in 0..20_u8 {
+                std::fs::write(&path, [turn; 100]).expect("a small file");
+                let written = std::fs::metadata(&path).expect("it is there").modified().expect("a time");
+                let file = SourceFile::open(&path).expect("it is there");
+                assert!(file.0.version.is_before_this_tick(), "the next change may have the same time");
+                file.check_unchanged().expect("nothing changed");
+                let writer = OpenOptions::new().write(true).open(&path).expect("it is there");
+                writer.write_all_at(b"x", 50).expect("in place");
+                writer.set_modified(written).expect("its owner may");
+                assert!(matches!(file.check_unchanged(), Err(Error::Changed { .. })));
+            }
+        }
     }
 
     #[test]

@@ -55,8 +55,8 @@ pub fn header(file: &SourceFile) -> Result<Header> {
     let len = u64::from_le_bytes(len);
     if len > HEADER_BYTES_MAX {
         return Err(refuse(format!(
-            "found a header of {len} bytes, expected at most {HEADER_BYTES_MAX}: this is no safetensors file, or a \
-             damaged one"
+            "found a header of {len} bytes, expected at most {HEADER_BYTES_MAX} (header too large): this is no \
+             safetensors file, or a damaged one"
         )));
     }
     let data_offset = LEN_BYTES + len;

@@ -145,8 +145,9 @@ impl Shared {
         Poll::Pending
     }
 
-    pub(crate) fn progress(&self) -> Progress {
-        let is_over = self.lock().result.is_some();
+    /// `is_forked`: no thread came along into this process.
+    pub(crate) fn progress(&self, is_forked: impl FnOnce() -> bool) -> Progress {
+        let is_over = is_forked() || self.lock().result.is_some();
         Progress { bytes: self.counts.arrived.load(Ordering::Relaxed), bytes_total: self.bytes_total, is_over }
     }
 

@@ -111,6 +111,8 @@ impl Transfer {
     /// order of the files. `None` after the last, or at an error, which [`wait`](Self::wait) returns; `Some(None)` if
     /// none arrived within `timeout`.
     pub fn next(&self, timeout: Duration) -> Option<Option<usize>> {
+        // A lock that another thread held at a fork stays locked in the child.
+        self.check_process().ok()?;
         self.shared.next_range(timeout)
     }
 
@@ -124,7 +126,7 @@ impl Transfer {
 
     /// How far it is.
     pub fn progress(&self) -> Progress {
-        self.shared.progress()
+        self.shared.progress(|| self.check_process().is_err())
     }
 
     /// Begins no more requests. Those under way end as they would.

@@ -39,7 +39,7 @@ struct Writes {
 ///
 /// They are written to a temporary file in the same folder, which is flushed and takes the name once it is complete:
 /// until then, and after an error, a crash or a cancellation, `path` is as it was. A file that is replaced passes its
-/// permissions on.
+/// permissions on. A symbolic link is followed, as by `cp`: its file is replaced, and it stays.
 ///
 /// # Safety
 /// The pieces must be readable, and nothing may write to them, until the transfer has ended. A transfer must not be
@@ -58,7 +58,7 @@ pub unsafe fn write(
     options: &Options,
 ) -> Result<Transfer> {
     options.check()?;
-    let path = path.as_ref();
+    let path = &follow(path.as_ref())?;
     let mut offset = 0;
     let place = |&(address, len): &(usize, usize)| {
         let range = Range { file: 0, offset, len, address };
@@ -101,6 +101,14 @@ pub unsafe fn write(
         }
     }
     start(&ranges, memory, options, writes)
+}
+
+/// The file that a path names: a rename would replace a link, and not what it names.
+fn follow(path: &Path) -> Result<PathBuf> {
+    if fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
+        return fs::canonicalize(path).map_err(|error| Error::io("follow the link", path, error));
+    }
+    Ok(path.to_owned())
 }
 
 /// Writes ranges of an existing file in place, and flushes it. After an error, a crash or a cancellation some of their

@@ -215,6 +215,27 @@ fn what_is_no_file_is_not_written_to() {
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "a temporary file stays");
 }
 
+/// As by `cp`. A link that names nothing may name a place that nobody meant to write to.
+#[test]
+fn a_link_that_is_written_to_stays_and_its_file_is_replaced() {
+    let (folder, elsewhere) = (folder(), folder());
+    let (link, file) = (folder.path().join("link"), elsewhere.path().join("file"));
+    symlink(&file, &link).expect("a link");
+    let source = bytes(5000);
+    let pieces = [(source.as_ptr() as usize, source.len())];
+    // SAFETY: `source` stays as it is until the end.
+    let found = unsafe { write(&link, &pieces, Memory::Host, &Options::default()) };
+    assert!(matches!(found, Err(Error::Io { op: "follow the link", .. })), "{found:?}");
+    fs::write(&file, b"old").expect("a small file");
+    // SAFETY: as above.
+    let transfer = unsafe { write(&link, &pieces, Memory::Host, &Options::default()) };
+    transfer.expect("it begins").wait().expect("there is room");
+    assert!(fs::read_link(&link).expect("it is a link") == file && fs::read(&file).expect("it is there") == source);
+    for one in [&folder, &elsewhere] {
+        assert_eq!(fs::read_dir(one.path()).expect("a folder").count(), 1, "a temporary file stays");
+    }
+}
+
 fn make_pipe(path: &Path) {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).expect("no zero");
     // SAFETY: a path that ends in a zero.
@@ -238,7 +259,9 @@ fn a_forked_child_neither_waits_for_its_parents_transfer_nor_hangs_when_it_drops
         // SAFETY: an alarm and an exit. A child that hangs is ended by the alarm.
         unsafe {
             libc::alarm(20);
-            let is_refused = matches!(transfer.wait(), Err(Error::Argument(_)));
+            // What has arrived before the fork is not told: only the parent may know that it is whole.
+            let is_over = transfer.next(Duration::MAX).is_none() && transfer.progress().is_over;
+            let is_refused = is_over && matches!(transfer.wait(), Err(Error::Argument(_)));
             libc::_exit(if is_refused { 0 } else { 1 });
         }
     }
@@ -249,8 +272,30 @@ fn a_forked_child_neither_waits_for_its_parents_transfer_nor_hangs_when_it_drops
     transfer.wait().expect("the parent's own goes on");
 }
 
+/// The format fills headers with blanks.
 #[test]
-fn headers_at_and_past_the_formats_limit_are_refused_with_what_was_found() {
+fn a_header_as_long_as_the_format_allows_is_read_and_one_byte_more_is_refused() {
+    let folder = folder();
+    let path = folder.path().join("model.safetensors");
+    let text = br#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}"#;
+    for (len, is_read) in [(100_000_000_u64, true), (100_000_001, false)] {
+        let mut content = len.to_le_bytes().to_vec();
+        content.extend(text);
+        content.resize(8 + len as usize, b' ');
+        content.extend(b"123");
+        fs::write(&path, &content).expect("there is room");
+        let found = safetensors::header(&SourceFile::open(&path).expect("it is there"));
+        match found {
+            Ok(header) => assert!(is_read && header.tensors[0].offset == 8 + len && header.tensors[0].len == 3),
+            Err(error) => {
+                assert!(!is_read && error.to_string().contains("found a header of 100000001 bytes"), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn headers_past_the_formats_limit_or_the_files_end_are_refused_with_what_was_found() {
     let folder = folder();
     let path = folder.path().join("model.safetensors");
     for (len, words) in [

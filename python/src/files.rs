@@ -2,14 +2,14 @@
 
 use std::{
     path::PathBuf,
-    sync::Mutex,
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use kvhoist_files::{Error, Memory, Options, Range, Report, SourceFile, Transfer, safetensors};
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::{buffer::Buffer, errors, wait::interruptible};
+use crate::{buffer::Buffer, errors, process::ProcessLocal, wait::interruptible};
 
 /// How long a wait for a range does not look for signals.
 const SIGNALS_EVERY: Duration = Duration::from_millis(50);
@@ -83,7 +83,7 @@ impl FileSource {
 /// Ranges on their way.
 #[pyclass(frozen, module = "kvhoist._native")]
 pub struct FileTransfer {
-    transfer: Mutex<Option<Transfer>>,
+    transfer: ProcessLocal<Mutex<Option<Transfer>>>,
     /// What keeps their memory. Dropped after the transfer.
     _kept: Py<PyAny>,
 }
@@ -94,14 +94,16 @@ impl FileTransfer {
     #[pyo3(signature = (seconds = f64::INFINITY))]
     fn next_range(&self, py: Python<'_>, seconds: f64) -> PyResult<Option<isize>> {
         let begun = Instant::now();
+        let lock = self.lock(py)?;
         loop {
-            let found = py.detach(|| match &*self.lock() {
+            let found = py.detach(|| match &*lock() {
                 Some(transfer) => transfer.next(SIGNALS_EVERY),
                 None => None,
             });
             match found {
                 Some(None) if begun.elapsed().as_secs_f64() >= seconds => return Ok(Some(-1)),
-                Some(None) => self.unless_interrupted(py)?,
+                // Ended if a signal handler raises: its memory may be gone with the exception.
+                Some(None) => py.check_signals().inspect_err(|_| py.detach(|| drop(lock().take())))?,
                 Some(Some(range)) => return Ok(Some(range as isize)),
                 None => return Ok(None),
             }
@@ -110,7 +112,8 @@ impl FileTransfer {
 
     /// Waits for the end, and returns what was moved and how.
     fn wait(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let Some(transfer) = py.detach(|| self.lock().take()) else {
+        let lock = self.lock(py)?;
+        let Some(transfer) = py.detach(|| lock().take()) else {
             return Err(errors::argument(py, "transfer", "one that was waited for", "one wait"));
         };
         let report = interruptible(py, transfer)?.map_err(|error| to_python(py, &error))?;
@@ -118,14 +121,17 @@ impl FileTransfer {
     }
 
     /// Begins no more requests.
-    fn cancel(&self, py: Python<'_>) {
-        py.detach(|| self.lock().iter().for_each(Transfer::cancel));
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        let lock = self.lock(py)?;
+        py.detach(|| lock().iter().for_each(Transfer::cancel));
+        Ok(())
     }
 
     /// Bytes that have arrived, and all.
-    fn progress(&self, py: Python<'_>) -> Option<(u64, u64)> {
-        let progress = py.detach(|| self.lock().as_ref().map(Transfer::progress))?;
-        Some((progress.bytes, progress.bytes_total))
+    fn progress(&self, py: Python<'_>) -> PyResult<Option<(u64, u64)>> {
+        let lock = self.lock(py)?;
+        let progress = py.detach(|| lock().as_ref().map(Transfer::progress));
+        Ok(progress.map(|progress| (progress.bytes, progress.bytes_total)))
     }
 }
 
@@ -133,22 +139,24 @@ impl FileTransfer {
     /// A transfer whose memory `kept` keeps.
     fn of(py: Python<'_>, transfer: kvhoist_files::Result<Transfer>, kept: Py<PyAny>) -> PyResult<Self> {
         let transfer = transfer.map_err(|error| to_python(py, &error))?;
-        Ok(FileTransfer { transfer: Mutex::new(Some(transfer)), _kept: kept })
+        Ok(FileTransfer { transfer: ProcessLocal::new(Mutex::new(Some(transfer))), _kept: kept })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Transfer>> {
-        self.transfer.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    /// Ends the transfer if a signal handler raises: its memory may be gone with the exception.
-    fn unless_interrupted(&self, py: Python<'_>) -> PyResult<()> {
-        py.check_signals().inspect_err(|_| py.detach(|| drop(self.lock().take())))
+    /// What locks the transfer; an error in a forked child, whose parent may have held the lock.
+    fn lock(&self, py: Python<'_>) -> PyResult<impl Fn() -> MutexGuard<'_, Option<Transfer>>> {
+        let Some(transfer) = self.transfer.here() else {
+            let message = "found a transfer of the process that forked this one, expected one of its own: its threads \
+                           did not come along; read again in the child";
+            return Err(errors::exception(py, "ForkError", message));
+        };
+        Ok(|| transfer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Drop for FileTransfer {
     fn drop(&mut self) {
-        let transfer = self.lock().take();
+        let Some(transfer) = self.transfer.here() else { return };
+        let transfer = transfer.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Its threads need no interpreter, and others need not wait for them.
         _ = Python::try_attach(|py| py.detach(|| drop(transfer)));
     }
