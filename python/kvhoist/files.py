@@ -208,6 +208,7 @@ def write(path: str | os.PathLike[str], sources: Sequence[Any], **settings: Any)
     """Writes a file of these pieces of memory, one after the other.
 
     It has the name once it is complete and flushed: until then, and after an error or a crash, ``path`` is as before.
+    A symbolic link is followed: its file is replaced.
     Settings as of :func:`read_many`.
     """
     places = [place_of(source, writable=False) for source in sources]

@@ -11,18 +11,19 @@ them. A file's header passes the checks of the safetensors library.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 import torch
 
 from . import files as _files
-from .errors import ArgumentError
+from .errors import ArgumentError, IoError
 
 __all__ = ["iterate", "load_file", "load_files", "safe_open", "save_file"]
 
@@ -117,9 +118,25 @@ def _device(device: Any) -> torch.device:
     return found
 
 
-def checkpoint_files(paths: Any) -> list[str]:
-    """The files of a checkpoint: of a path, of a list of them, of an index (``*.safetensors.index.json``), or of a
-    folder, whose index counts if it has one."""
+def _open_all(paths: Any) -> list[_Checkpoint]:
+    """The files of a checkpoint, which have what its index says, and each tensor once."""
+    checkpoints = []
+    for file, names in checkpoint_files(paths):
+        one = _Checkpoint(file)
+        missing = names - {entry.name for entry in one.entries}
+        if missing:
+            raise ArgumentError(
+                f"{file}: found no tensor {min(missing)}, expected it by the index of its folder ({len(missing)} of"
+                f" {len(names)} are missing): the index and the file are not of one checkpoint"
+            )
+        checkpoints.append(one)
+    _refuse_duplicates(checkpoints)
+    return checkpoints
+
+
+def checkpoint_files(paths: Any) -> list[tuple[str, set[str]]]:
+    """The files of a checkpoint, each with the tensors that an index says it has: of a path, of a list of them, of an
+    index (``*.safetensors.index.json``), or of a folder, whose index counts if it has one."""
     if not isinstance(paths, (str, os.PathLike)):
         return [file for path in paths for file in checkpoint_files(path)]
     path = Path(paths)
@@ -130,31 +147,32 @@ def checkpoint_files(paths: Any) -> list[str]:
         found = [os.fspath(file) for file in sorted(path.glob("*.safetensors"))]
         if not indexes and not found:
             raise ArgumentError(f"{path}: found a folder without *.safetensors, expected a checkpoint")
-        return checkpoint_files(indexes[0]) if indexes else found
+        return checkpoint_files(indexes[0]) if indexes else [(file, set()) for file in found]
     if path.name.endswith(".index.json"):
-        names = _names_of(path)
-        return [os.fspath(path.parent / name) for name in names]
-    return [os.fspath(path)]
+        return [(os.fspath(path.parent / file), names) for file, names in sorted(_read_index(path).items())]
+    return [(os.fspath(path), set())]
 
 
-def _names_of(index: Path) -> list[str]:
-    """The files that an index names."""
+def _read_index(index: Path) -> dict[str, set[str]]:
+    """The files that an index names, with the tensors of each."""
     # As any file: a pipe would wait for its other end.
-    file = _files.File(index)
-    if file.size > _INDEX_BYTES_MAX:
-        raise ArgumentError(f"{index}: found {file.size} bytes, expected an index of at most {_INDEX_BYTES_MAX}")
-    content = bytearray(file.size)
-    file.read_into(content)
+    source = _files.File(index)
+    if source.size > _INDEX_BYTES_MAX:
+        raise ArgumentError(f"{index}: found {source.size} bytes, expected an index of at most {_INDEX_BYTES_MAX}")
+    content = bytearray(source.size)
+    source.read_into(content)
+    files: dict[str, set[str]] = {}
     try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
+        for name, file in json.loads(content)["weight_map"].items():
+            files.setdefault(file, set()).add(name)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(f"{index}: found no index of a checkpoint ({error!r}), expected a weight_map") from None
-    if not names:
+    if not files:
         raise ArgumentError(f"{index}: found no tensor in its weight_map, expected one or more")
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-            raise ArgumentError(f"{index}: found the file {name!r}, expected a name in the index's own folder")
-    return names
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            raise ArgumentError(f"{index}: found the file {file!r}, expected a name in the index's own folder")
+    return files
 
 
 def load_file(path: str | os.PathLike[str], device: Any = "cpu", **settings: Any) -> dict[str, torch.Tensor]:
@@ -173,35 +191,91 @@ def load_files(
     """All tensors of a checkpoint: of a file, several, a folder or an index.
 
     ``shard=(rank, world)``: each of ``world`` processes reads a part of each file and gets the rest from the others
-    through ``torch.distributed`` (``group``, or all): a node's drives are read once. All of them call this with the same files.
-    A tensor that several files have is an error.
+    through ``torch.distributed`` (``group``, or all): a node's drives are read once. All of them call this with the same files;
+    where one fails, all raise its error. A tensor that several files have is an error, and so is one that the index says a
+    file has and that is not there.
     """
     target = _device(device)
-    checkpoints = [_Checkpoint(path) for path in checkpoint_files(paths)]
-    _refuse_duplicates(checkpoints)
-    buffers = [one.buffer(one.data_offset, one.end, target) for one in checkpoints]
+
+    def read() -> _Parts:
+        return _read_part(_open_all(paths), target, shard, settings)
+
+    if shard is None or shard[1] == 1:
+        found = read()
+    else:
+        found = _on_all_ranks(read, shard, target, group)
+        _share(found.buffers, shard[1], group)
+    found.tensors.update((entry.name, entry.view(flat)) for entry, flat in found.misaligned)
+    return found.tensors
+
+
+class _Parts(NamedTuple):
+    """What a rank has of a checkpoint."""
+
+    #: The bytes of each file, of which other ranks may have read parts.
+    buffers: list[torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    #: Tensors that are copied once all of their bytes are there.
+    misaligned: list[tuple[Entry, torch.Tensor]]
+    #: What is the same on all ranks: each file's name, and where its tensors begin and end.
+    files: list[tuple[str, int, int]]
+
+
+def _read_part(
+    checkpoints: list[_Checkpoint], device: torch.device, shard: tuple[int, int] | None, settings: dict[str, Any]
+) -> _Parts:
+    """Reads a rank's part of each file."""
+    files = [(os.path.basename(one.file.path), one.data_offset, one.end) for one in checkpoints]
+    found = _Parts([one.buffer(one.data_offset, one.end, device) for one in checkpoints], {}, [], files)
     reads = []
-    for one, buffer in zip(checkpoints, buffers):
+    for one, buffer in zip(checkpoints, found.buffers):
         begin, end = _part(len(buffer), shard)
         if end > begin:
             reads.append((one.file, one.data_offset + begin, buffer[begin:end]))
     transfer = _files.start_reads(reads, settings)
-    tensors: dict[str, torch.Tensor] = {}
-    copied: list[tuple[Entry, torch.Tensor]] = []
     # Meanwhile: some ten microseconds a tensor.
-    for one, buffer in zip(checkpoints, buffers):
+    for one, buffer in zip(checkpoints, found.buffers):
         for entry in one.entries:
             flat = buffer[entry.offset - one.data_offset :][: entry.nbytes]
             if entry.is_aligned(flat):
-                tensors[entry.name] = entry.view(flat)
+                found.tensors[entry.name] = entry.view(flat)
             else:
-                copied.append((entry, flat))
+                found.misaligned.append((entry, flat))
     result = _files.finish(transfer, settings)
     logger.info("kvhoist: %d files of a checkpoint: %s", len(checkpoints), result)
-    if shard is not None and shard[1] > 1:
-        _share(buffers, shard[1], group)
-    tensors.update((entry.name, entry.view(flat)) for entry, flat in copied)
-    return tensors
+    return found
+
+
+def _on_all_ranks(
+    read: Callable[[], _Parts], shard: tuple[int, int], device: torch.device, group: Any
+) -> _Parts:
+    """What this rank has read, if all have: a rank that failed would leave the others waiting for its part."""
+    import torch.distributed as dist
+
+    rank, world = shard
+    if not dist.is_initialized() or dist.get_world_size(group) != world:
+        size = dist.get_world_size(group) if dist.is_initialized() else "no"
+        raise ArgumentError(f"shard: found {size} processes in torch.distributed's group, expected {world}")
+    found, failure = None, None
+    try:
+        if dist.get_rank(group) != rank:
+            raise ArgumentError(f"shard: found {shard} in rank {dist.get_rank(group)} of the group, expected its own number")
+        found = read()
+    except Exception as error:
+        failure = error
+    told: list[Any] = [None] * world
+    # NCCL sends from the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(told, (failure and f"{type(failure).__name__}: {failure}", found and found.files), group)
+    if failure is not None:
+        raise failure
+    for other, (problem, files) in enumerate(told):
+        if problem is not None:
+            raise IoError(f"rank {other} of {world} has not read its part: {problem}")
+        if files != told[0][1]:
+            raise ArgumentError(f"found other files in rank {other} of {world} than in rank 0, expected the same in all")
+    assert found is not None
+    return found
 
 
 def _refuse_duplicates(checkpoints: Iterable[_Checkpoint]) -> None:
@@ -229,9 +303,6 @@ def _share(buffers: Iterable[torch.Tensor], world: int, group: Any) -> None:
     """Gives each rank what the others have read."""
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_world_size(group) != world:
-        found = dist.get_world_size(group) if dist.is_initialized() else "no"
-        raise ArgumentError(f"shard: found {found} processes in torch.distributed's group, expected {world}")
     for buffer in buffers:
         for rank in range(world):
             begin, end = _part(len(buffer), (rank, world))
@@ -255,8 +326,7 @@ def iterate(
     Settings as of :func:`kvhoist.files.read_many`.
     """
     target = _device(device)
-    checkpoints = [_Checkpoint(path) for path in checkpoint_files(paths)]
-    _refuse_duplicates(checkpoints)
+    checkpoints = _open_all(paths)
     windows = _windows(checkpoints, window_bytes, wanted)
     under_way: deque[tuple[list[Entry], list[torch.Tensor], Any]] = deque()
     progress = settings.pop("progress", None)
@@ -411,8 +481,8 @@ def save_file(
 ) -> _files.Result:
     """Writes tensors of one device to a file, which has its name once it is complete and flushed.
 
-    Tensors that share memory are refused, as the safetensors library refuses them; settings as of
-    :func:`kvhoist.files.read_many`.
+    Tensors that share memory are refused, as the safetensors library refuses them. A symbolic link is followed: its file is
+    replaced. Settings as of :func:`kvhoist.files.read_many`.
     """
     head, parts = _serialized(tensors, metadata or {})
     devices = {part.device for part in parts if part.numel()}
@@ -445,6 +515,8 @@ def _serialized(
             raise ArgumentError(f"found the tensor {name} with strides {tensor.stride()}, expected a contiguous one")
         shape = list(tensor.shape)
         if names[tensor.dtype] == "F4":
+            if not shape:
+                raise ArgumentError(f"found the tensor {name} of type F4 and no dimension, expected one or more")
             shape[-1] *= 2
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": names[tensor.dtype], "shape": shape, "data_offsets": [offset, end]}

@@ -120,11 +120,11 @@ impl FileTransfer {
         to_dict(py, &report)
     }
 
-    /// Begins no more requests.
-    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
-        let lock = self.lock(py)?;
-        py.detach(|| lock().iter().for_each(Transfer::cancel));
-        Ok(())
+    /// Begins no more requests. A forked child has none to begin.
+    fn cancel(&self, py: Python<'_>) {
+        if let Ok(lock) = self.lock(py) {
+            py.detach(|| lock().iter().for_each(Transfer::cancel));
+        }
     }
 
     /// Bytes that have arrived, and all.
@@ -143,7 +143,7 @@ impl FileTransfer {
     }
 
     /// What locks the transfer; an error in a forked child, whose parent may have held the lock.
-    fn lock(&self, py: Python<'_>) -> PyResult<impl Fn() -> MutexGuard<'_, Option<Transfer>>> {
+    fn lock<'a>(&'a self, py: Python<'_>) -> PyResult<impl Fn() -> MutexGuard<'a, Option<Transfer>>> {
         let Some(transfer) = self.transfer.here() else {
             let message = "found a transfer of the process that forked this one, expected one of its own: its threads \
                            did not come along; read again in the child";

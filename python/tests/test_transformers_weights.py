@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import multiprocessing
 import os
 import random
+import signal
 
 import pytest
 
@@ -17,13 +19,20 @@ import safetensors.torch  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
 
-from kvhoist import ArgumentError, IoError  # noqa: E402
+from kvhoist import ArgumentError, ForkError, IoError  # noqa: E402
 from kvhoist.safetensors import iterate, load_file, load_files, safe_open, save_file  # noqa: E402
 
 TYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
+
+#: Every type of the format, with the bits of an element.
+FORMAT = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
 
 
 def some(seed, count=40, most=5000):
@@ -108,6 +117,52 @@ def test_a_tensor_that_two_files_have_is_an_error(tmp_path, again):
             load([path, again(tmp_path / "first")])
         with pytest.raises(ArgumentError, match="tensor one in .*first and .*, expected it once"):
             load([path, path])
+
+
+def test_an_index_and_its_files_are_of_one_checkpoint(tmp_path):
+    save_file({"a": torch.zeros(3), "b": torch.ones(3)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.zeros(3)}, tmp_path / "model-2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    loads = (load_files, lambda paths: list(iterate(paths)), lambda paths: next(iterate(paths)))
+    for wrong, words in [
+        ({"a": 1, "b": 1, "c": 2, "d": 2}, r"model-2.safetensors: found no tensor d, .*1 of 2 are missing"),
+        ({"a": 1, "b": 2, "c": 1}, r"model-1.safetensors: found no tensor c"),  # The file of another one.
+        ({"a": 1, "e": 3}, r"model-3.safetensors"),
+    ]:
+        names = {name: f"model-{n}.safetensors" for name, n in wrong.items()}
+        index.write_text(json.dumps({"weight_map": names}))
+        for load in loads:
+            with pytest.raises((ArgumentError, IoError), match=words):
+                load(tmp_path)
+    # A file may have more than an index names, as the library's own readers take it.
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "c": "model-2.safetensors"}}))
+    assert load_files(tmp_path).keys() == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("code, bits", FORMAT.items())
+def test_every_type_of_the_format_is_loaded_and_saved_or_refused_by_its_name(tmp_path, code, bits):
+    data = random.Random(code).randbytes(bits) if code != "BOOL" else b"\0\1" * 4  # Eight elements.
+    header = json.dumps({"one": {"dtype": code, "shape": [2, 4], "data_offsets": [0, len(data)]}}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    if code.startswith("F6_"):  # torch has none.
+        for load in (load_file, safe_open, lambda path: next(iterate(path))):
+            with pytest.raises(ArgumentError, match=f"tensor one of type {code}, expected a type that torch .* has"):
+                load(tmp_path / "file")
+        return
+    found = load_file(tmp_path / "file")["one"]
+    assert found.contiguous().view(torch.uint8).numpy().tobytes() == data
+    assert found.shape == ((2, 2) if code == "F4" else (2, 4)) and found.dtype.itemsize == max(bits // 8, 1)
+    assert found.dtype == load_by_library(tmp_path / "file")["one"].dtype
+    save_file({"one": found}, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes()[-len(data) :] == data
+    with safe_open(tmp_path / "again") as again:
+        assert same(again.get_tensor("one"), found)
+    head = json.loads((tmp_path / "again").read_bytes()[8 : -len(data)])
+    assert head == {"one": {"dtype": code, "shape": [2, 4], "data_offsets": [0, len(data)]}}
+
+
+def load_by_library(path):
+    return safetensors.torch.load_file(path)
 
 
 def test_an_index_that_is_a_pipe_is_refused_at_once(tmp_path):
@@ -209,6 +264,63 @@ def test_ranks_read_a_part_each_and_get_all(tmp_path):
     assert all(found[n] == {name: tensor.tolist() for name, tensor in wanted.items()} for n in range(3))
     with pytest.raises(ArgumentError, match="shard"):
         load_files(tmp_path / "file", shard=(3, 3))
+
+
+def fail_in_one_rank(rank, world, folder, answers):
+    import torch.distributed as dist
+
+    # Long, so that a rank that waits for the failed one is seen to.
+    limit = datetime.timedelta(seconds=200)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=limit)
+    found = []
+    name = ["file", "damaged", "file"][rank]
+    for path, shard in [(name, (rank, world)), (["file", "file", "other"][rank], (rank, world)), ("file", (0, world))]:
+        try:
+            load_files(f"{folder}/{path}", shard=shard)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    answers.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_is_an_error_of_all_that_names_it(tmp_path):
+    save_file({"one": torch.arange(100_000)}, tmp_path / "file")
+    save_file({"one": torch.arange(100_001)}, tmp_path / "other")
+    (tmp_path / "damaged").write_bytes((tmp_path / "file").read_bytes()[:-1])
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=fail_in_one_rank, args=(n, 3, os.fspath(tmp_path), answers)) for n in range(3)]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (damaged, others, numbers) in found.items():
+        cut = "ArgumentError: " + os.fspath(tmp_path / "damaged") + ": found"
+        wanted = cut if rank == 1 else "IoError: rank 1 of 3 has not read its part: " + cut
+        assert damaged.startswith(wanted), damaged
+        assert others == "ArgumentError: found other files in rank 2 of 3 than in rank 0, expected the same in all"
+        assert numbers.startswith("IoError: rank 1 of 3" if rank == 0 else f"ArgumentError: shard: found (0, 3) in rank {rank}")
+
+
+def test_a_forked_child_that_goes_on_with_its_parents_tensors_gets_an_error(tmp_path):
+    save_file({f"t{n}": torch.zeros(1000) for n in range(20)}, tmp_path / "file")
+    found = iterate(tmp_path / "file", window_bytes=8000)
+    next(found)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            next(found)
+        except ForkError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(found)) == 19
 
 
 def test_a_model_answers_with_weights_that_were_loaded(tmp_path):
