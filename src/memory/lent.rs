@@ -171,11 +171,14 @@ impl AlignedBuf {
     /// # Panics
     /// If it is not: lengths are constants of this crate, never from users or files.
     pub fn zeroed(len: usize) -> Self {
-        let layout = Self::layout(len);
+        Self::try_zeroed(len).unwrap_or_else(|| handle_alloc_error(Self::layout(len)))
+    }
+
+    /// As [`zeroed`](Self::zeroed); `None` where the system has no memory for it.
+    pub(crate) fn try_zeroed(len: usize) -> Option<Self> {
         // SAFETY: the layout has a non-zero size, asserted in `layout`.
-        let ptr = unsafe { alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(ptr) else { handle_alloc_error(layout) };
-        AlignedBuf { ptr, len }
+        let ptr = unsafe { alloc_zeroed(Self::layout(len)) };
+        NonNull::new(ptr).map(|ptr| AlignedBuf { ptr, len })
     }
 
     fn layout(len: usize) -> Layout {

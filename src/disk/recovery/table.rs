@@ -62,9 +62,16 @@ pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
     pages: &mut P,
 ) -> Result<()> {
     let chunks = chunks(stripe);
-    // Reversed, because buffers are taken from the end. A small store takes no more memory than its table.
-    let first = chunks.iter().take(CHUNKS_IN_FLIGHT).rev();
-    let mut buffers: Vec<AlignedBuf> = first.map(|chunk| AlignedBuf::zeroed(chunk.bytes)).collect();
+    // A small store takes no more memory than its table; a system that is short of memory gives what it has.
+    let first = chunks.iter().take(CHUNKS_IN_FLIGHT);
+    let mut buffers: Vec<AlignedBuf> = first.map_while(|chunk| AlignedBuf::try_zeroed(chunk.bytes)).collect();
+    if buffers.is_empty() && !chunks.is_empty() {
+        let found =
+            format!("a record table that is read in parts of {CHUNK_BYTES} bytes, for which the system had no memory");
+        return Err(Error::config("disks.blocks", found, "a system with more memory"));
+    }
+    // Buffers are taken from the end.
+    buffers.reverse();
     let mut chunks = chunks.into_iter();
     let mut reads = FuturesOrdered::new();
     let mut unreadable = 0;
