@@ -114,7 +114,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// The node's service is unreachable, or refused or failed the call ([`Client`](crate::service::Client)).
+    /// The node's service is unreachable, or refused or failed the call (`kvhoist_service::Client`).
     #[error("service: {text}")]
     Service {
         /// What the caller can do about it.
@@ -161,12 +161,32 @@ pub enum ServiceFault {
     Version,
     /// The peer violated the protocol; the connection is closed.
     Protocol,
-    /// The service did not let go of the memory of a call in time, and may still read and write it: until
-    /// [`unregister`](crate::service::Client::unregister) has returned Ok, whatever the memory holds is not to be used.
+    /// The service did not let go of the memory of a call in time, and may still read and write it: until the client's
+    /// `unregister` has returned Ok, whatever the memory holds is not to be used.
     Abandoned,
 }
 
 impl ServiceFault {
+    /// All faults, in the order of their numbers in the protocol: a new one goes to the end.
+    #[doc(hidden)]
+    pub const ALL: [ServiceFault; 15] = [
+        ServiceFault::Away,
+        ServiceFault::Draining,
+        ServiceFault::Busy,
+        ServiceFault::Timeout,
+        ServiceFault::Canceled,
+        ServiceFault::Argument,
+        ServiceFault::Memory,
+        ServiceFault::Capacity,
+        ServiceFault::Refused,
+        ServiceFault::Io,
+        ServiceFault::Unavailable,
+        ServiceFault::Permission,
+        ServiceFault::Version,
+        ServiceFault::Protocol,
+        ServiceFault::Abandoned,
+    ];
+
     /// True if the same call may succeed later without any change.
     pub fn is_transient(self) -> bool {
         matches!(self, ServiceFault::Away | ServiceFault::Draining | ServiceFault::Busy | ServiceFault::Timeout)
@@ -194,17 +214,20 @@ fn timeout_advice(leases: u64, reservations: u64, slots: u64, setting: &str) -> 
 
 impl Error {
     /// An [`Error::Config`]: `field` is `found`, and was to be `expected`.
-    pub(crate) fn config(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+    #[doc(hidden)]
+    pub fn config(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
         Error::Config { field, found: found.to_string(), expected: expected.into() }
     }
 
     /// An [`Error::Argument`]: `what` is `found`, and was to be `expected`.
-    pub(crate) fn argument(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+    #[doc(hidden)]
+    pub fn argument(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
         Error::Argument { what, found: found.to_string(), expected: expected.into() }
     }
 
     /// An [`Error::Store`]: what was `found` at `path`, what was `expected`, and the `action` to take.
-    pub(crate) fn store(
+    #[doc(hidden)]
+    pub fn store(
         path: impl Into<PathBuf>,
         found: impl ToString,
         expected: impl Into<String>,
@@ -214,7 +237,8 @@ impl Error {
     }
 
     /// An [`Error::Unavailable`] of `tier`.
-    pub(crate) fn unavailable(tier: &'static str, reason: impl ToString) -> Self {
+    #[doc(hidden)]
+    pub fn unavailable(tier: &'static str, reason: impl ToString) -> Self {
         Error::Unavailable { tier, reason: reason.to_string() }
     }
 
@@ -241,18 +265,21 @@ impl Error {
     }
 
     /// An [`Error::Service`]: what the caller can do about it, and what was found, expected, and is to be done.
-    pub(crate) fn service(fault: ServiceFault, text: impl ToString) -> Self {
+    #[doc(hidden)]
+    pub fn service(fault: ServiceFault, text: impl ToString) -> Self {
         Error::Service { fault, text: text.to_string() }
     }
 
     /// An [`Error::Io`] of `op` on `path`.
-    pub(crate) fn io(op: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
+    #[doc(hidden)]
+    pub fn io(op: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         Error::Io { op, path: path.into(), source: Arc::new(source) }
     }
 
     /// Renames settings for a layer that gives them other names: `("disks.blocks", "capacity")` makes the error mention
     /// `capacity`. Replaces the error's field, and names in backticks in its text.
-    pub(crate) fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
+    #[doc(hidden)]
+    pub fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
         let known = |old: &'static str| names.iter().find(|(name, _)| *name == old).map_or(old, |(_, new)| new);
         let rename = |text: &mut String| {
             for (old, new) in names {
@@ -297,6 +324,13 @@ impl Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    proptest::proptest! {
+        #[test]
+        fn every_fault_of_the_service_is_in_the_list(fault: ServiceFault) {
+            assert!(ServiceFault::ALL.contains(&fault));
+        }
+    }
 
     #[test]
     fn settings_are_called_what_the_layer_calls_them() {

@@ -18,11 +18,11 @@ static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// The process that made a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Home(u32);
+pub struct Home(u32);
 
 impl Home {
     /// This process. Costs one load after the first call.
-    pub(crate) fn here() -> Self {
+    pub fn here() -> Self {
         static WATCH: Once = Once::new();
         WATCH.call_once(|| {
             // SAFETY: the handler only increments a counter, which is allowed in the forked child of a multithreaded
@@ -45,7 +45,7 @@ impl Home {
 
     /// False in a forked child of that process.
     #[inline]
-    pub(crate) fn is_here(self) -> bool {
+    pub fn is_here(self) -> bool {
         self.0 == FORKS.load(Ordering::Relaxed)
     }
 }

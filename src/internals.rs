@@ -10,26 +10,15 @@ pub use crate::{
     device::cuda as gpu,
 };
 
-/// The state of a service, for the program that runs it, and the bytes on its socket.
+/// What the node's service (`kvhoist-service`) takes beyond the public API, with the hidden methods of its types.
 pub mod service {
-    pub use crate::service::report::{OpenSpace, ServiceReport};
-
-    #[cfg(feature = "sim")]
-    pub mod seams {
-        pub use crate::service::seams::*;
-    }
-
-    pub mod protocol {
-        pub use crate::service::protocol::*;
-    }
-}
-
-pub mod error {
-    /// The error with the names that a layer's users know its settings by: `("disks.blocks", "capacity")` makes it
-    /// mention `capacity`. Replaces the error's field, and names in backticks in its text.
-    pub fn with_settings_named(error: crate::Error, names: &[(&'static str, &'static str)]) -> crate::Error {
-        error.with_settings_named(names)
-    }
+    pub use crate::{
+        cache::{MemoryOwner, Parked},
+        config::HeldFile,
+        fork::Home,
+        memory::{Guard, MemoryKind},
+        shield::shield,
+    };
 }
 
 macro_rules! export {

@@ -48,7 +48,6 @@ mod memory;
 mod metrics;
 mod mover;
 mod runtime;
-pub mod service;
 mod shield;
 mod size;
 mod state;
@@ -64,8 +63,8 @@ pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath, EngineMode,
     Eviction, HostConfig, Limits, StorageKind, WritePolicy,
 };
-pub use error::Error;
-pub use memory::Memory;
+pub use error::{Error, ServiceFault};
+pub use memory::{Memory, SharedMemory};
 pub use metrics::Durations;
 
 /// The CUDA devices of this machine. Only with the cargo feature `cuda`.

@@ -16,7 +16,7 @@ use std::{
 
 /// Polls `future` with a waker that catches panics of the caller's waker. Costs one allocation per poll: for futures
 /// that usually wait.
-pub(crate) async fn shield<F: Future>(future: F) -> F::Output {
+pub async fn shield<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     poll_fn(|context| {
         let waker = Waker::from(Arc::new(Shield { waker: Some(context.waker().clone()) }));

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use kvhoist::internals::error::with_settings_named;
-
 use crate::shown::plain;
 
 /// What the exit statuses mean, for the end of every help text.
@@ -88,7 +86,7 @@ impl fmt::Display for Failure {
 impl From<kvhoist::Error> for Failure {
     fn from(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config, Io, Store};
-        let error = with_settings_named(error, &FLAGS);
+        let error = error.with_settings_named(&FLAGS);
         let text = error.to_string();
         match error {
             Config { .. } | Argument { .. } | Store { .. } | Io { op: "open" | "create", .. } => Failure::usage(text),

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use kvhoist::service::Server;
+use kvhoist_service::Server;
 use serde_json::json;
 
 use crate::{failure::Failure, output::OutputFile, shown::shown};

@@ -33,7 +33,7 @@ fn log_filter(given: Option<&str>, default: &str) -> Result<EnvFilter, Failure> 
     EnvFilter::try_new(given).ok().filter(|_| known).ok_or_else(|| {
         Failure::usage(format!(
             "KVHOIST_LOG: found {given:?}, expected off, error, warn, info, debug or trace, or a level for each \
-             module, such as warn,kvhoist::service=debug"
+             module, such as warn,kvhoist_service=debug"
         ))
     })
 }

@@ -14,10 +14,8 @@ use std::{
     thread,
 };
 
-use kvhoist::{
-    Config,
-    service::{Server, ServerConfig, Share, default_socket},
-};
+use kvhoist::Config;
+use kvhoist_service::{Server, ServerConfig, Share, default_socket};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,

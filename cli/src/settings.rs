@@ -12,8 +12,8 @@ use kvhoist::{
         config::{SETTING_NAMES, expected_by},
         size,
     },
-    service::Share,
 };
+use kvhoist_service::Share;
 use serde_json::{Map, Value, json};
 
 use crate::{failure::Failure, json, shown::shown};
@@ -168,9 +168,8 @@ pub fn disks(
     capacity: u64,
     block_bytes: usize,
 ) -> Result<Vec<DiskPath>, Failure> {
-    let blocks = DiskPath::blocks_on_each(capacity, paths.len(), block_bytes as u64).map_err(|error| {
-        Failure::usage(kvhoist::internals::error::with_settings_named(error, &[("capacity", name)]).to_string())
-    })?;
+    let blocks = DiskPath::blocks_on_each(capacity, paths.len(), block_bytes as u64)
+        .map_err(|error| Failure::usage(error.with_settings_named(&[("capacity", name)]).to_string()))?;
     Ok(paths.iter().map(|path| DiskPath::with_blocks(path.as_ref(), blocks)).collect())
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::service::{ServiceStatus, default_socket, status};
+use kvhoist_service::{ServiceStatus, default_socket, status};
 
 use crate::{failure::Failure, shown::shown};
 

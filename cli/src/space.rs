@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvhoist::service::{SpaceStatus, remove_space};
+use kvhoist_service::{SpaceStatus, remove_space};
 
 use crate::{
     failure::{EXIT_STATUS, Failure},

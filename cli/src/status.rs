@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{
-    Durations, Route, Tier,
-    service::{ClientStatus, ServiceStatus, SpaceStatus},
-};
+use kvhoist::{Durations, Route, Tier};
+use kvhoist_service::{ClientStatus, ServiceStatus, SpaceStatus};
 use serde_json::{Value, json};
 
 use crate::{

@@ -9,10 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist::{
-    Durations, Route,
-    service::{ServiceStatus, SpaceStatus},
-};
+use kvhoist::{Durations, Route};
+use kvhoist_service::{ServiceStatus, SpaceStatus};
 use terminal_size::{Height, Width, terminal_size_of};
 
 use crate::{
@@ -198,10 +196,8 @@ impl Figure<'_> {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::{
-        BlockKey, Cache, Config, DirectIo, DiskPath, block_on,
-        service::{ClientStatus, SpaceStats},
-    };
+    use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, block_on};
+    use kvhoist_service::{ClientStatus, SpaceStats};
 
     use super::*;
 

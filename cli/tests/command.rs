@@ -373,7 +373,7 @@ fn a_log_filter_that_selects_nothing_is_refused() {
         let said = text(&output.stderr);
         assert!(said.contains("KVHOIST_LOG: found") && said.contains("expected off, error"), "{filter}: {said}");
     }
-    for filter in ["off", "info", "warn,kvhoist::service=debug"] {
+    for filter in ["off", "info", "warn,kvhoist_service=debug"] {
         assert!(text(&run(filter).stderr).contains("/nonexistent: found no store"), "{filter}");
     }
 }

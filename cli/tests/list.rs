@@ -6,10 +6,8 @@ use std::{
     process::{Command, Output},
 };
 
-use kvhoist::{
-    BlockKey, Cache, Config, DirectIo, DiskPath, block_on,
-    service::{Client, ClientOptions, Server, ServerConfig},
-};
+use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, block_on};
+use kvhoist_service::{Client, ClientOptions, Server, ServerConfig};
 use serde_json::Value;
 
 const BLOCK_BYTES: usize = 4096;

@@ -22,10 +22,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    BlockKey, Segment, block_on,
-    service::{Client, ClientOptions, SharedMemory},
-};
+use kvhoist::{BlockKey, Segment, SharedMemory, block_on};
+use kvhoist_service::{Client, ClientOptions};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -12,10 +12,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    BlockKey, Error, Memory, Segment, block_on,
-    service::{Client, ClientOptions, ClientRegion, ServiceFault},
-};
+use kvhoist::{BlockKey, Error, Memory, Segment, ServiceFault, block_on};
+use kvhoist_service::{Client, ClientOptions, ClientRegion};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,

@@ -20,7 +20,8 @@ use futures_util::{
     future::select,
     stream::{self, Stream},
 };
-use kvhoist::{BlockKey, Error, Segment, block_on, service::Client};
+use kvhoist::{BlockKey, Error, Segment, block_on};
+use kvhoist_service::Client;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::{mpsc, oneshot};
 

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{
-    Cache, Config, DiskPath, Durations, Error, Route, Stats, Tier, internals::machine::drive_wear, service::SpaceStats,
-};
+use kvhoist::{Cache, Config, DiskPath, Durations, Error, Route, Stats, Tier, internals::machine::drive_wear};
+use kvhoist_service::SpaceStats;
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList},

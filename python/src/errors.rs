@@ -5,7 +5,7 @@
 
 use std::{io, sync::Arc};
 
-use kvhoist::{Error, internals::error::with_settings_named, service::ServiceFault};
+use kvhoist::{Error, ServiceFault};
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
 use crate::keys::type_name;
@@ -38,7 +38,7 @@ const SETTINGS: [(&str, &str); 6] = [
 
 /// The exception for an engine's error.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    let error = &with_settings_named(error.clone(), &SETTINGS);
+    let error = &error.clone().with_settings_named(&SETTINGS);
     let name = match error {
         Error::Config { .. } => "ConfigError",
         Error::Argument { .. } => "ArgumentError",

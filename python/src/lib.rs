@@ -72,10 +72,10 @@ fn parse_bytes(text: &str) -> Option<u64> {
     kvhoist::internals::size::parse_bytes(text)
 }
 
-/// As [`kvhoist::service::default_socket`].
+/// As [`kvhoist_service::default_socket`].
 #[pyfunction]
 fn default_socket() -> String {
-    kvhoist::service::default_socket().to_string_lossy().into_owned()
+    kvhoist_service::default_socket().to_string_lossy().into_owned()
 }
 
 /// As [`kvhoist::DiskPath::file_bytes`].

@@ -22,7 +22,6 @@ const KEY_BYTES: usize = 32;
 /// # Ok::<(), kvhoist::Error>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct BlockKey([u8; KEY_BYTES]);
 
 impl BlockKey {

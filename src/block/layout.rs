@@ -22,7 +22,8 @@ unsafe impl Sync for Segment {}
 
 impl Segment {
     /// The addresses; an error about `what` if they are none.
-    pub(crate) fn addresses(&self, what: &'static str) -> Result<Range<usize>> {
+    #[doc(hidden)]
+    pub fn addresses(&self, what: &'static str) -> Result<Range<usize>> {
         let start = self.ptr as usize;
         match start.checked_add(self.len) {
             Some(end) if start != 0 && self.len > 0 => Ok(start..end),
@@ -31,7 +32,8 @@ impl Segment {
     }
 
     /// Refuses segments that are not one block long in all.
-    pub(crate) fn check_block(segments: &[Segment], block_bytes: usize) -> Result<()> {
+    #[doc(hidden)]
+    pub fn check_block(segments: &[Segment], block_bytes: usize) -> Result<()> {
         let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
         if bytes == Some(block_bytes) {
             return Ok(());

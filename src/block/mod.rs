@@ -20,7 +20,6 @@ use std::fmt;
 
 /// A level of the hierarchy, fastest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 #[non_exhaustive]
 pub enum Tier {
     /// GPU HBM, or host memory that plays the device.

@@ -40,7 +40,8 @@ impl Cache {
     }
 
     /// Releases the first `count` blocks of a chain whose other blocks an earlier call released.
-    pub(crate) fn release_first(&self, keys: &[BlockKey], count: usize) -> usize {
+    #[doc(hidden)]
+    pub fn release_first(&self, keys: &[BlockKey], count: usize) -> usize {
         self.inner.shared.release(keys, count)
     }
 

@@ -27,11 +27,10 @@ mod turns;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
-pub(crate) use park::Parked;
+pub use park::Parked;
 pub use queue::CompletionQueue;
 pub use region::pin_region;
-pub(crate) use regions::MemoryOwner;
-pub use regions::Region;
+pub use regions::{MemoryOwner, Region};
 pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;

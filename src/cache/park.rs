@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// The parked slots of a cache. Dropping it puts them back into use.
-pub(crate) struct Parked {
+pub struct Parked {
     shared: Arc<Shared>,
     slots: Vec<Filling>,
 }
@@ -17,7 +17,7 @@ pub(crate) struct Parked {
 impl Parked {
     /// Parks up to `slots` slots, as far as they are available at once: free ones, and those of the coldest blocks.
     /// Returns how many it parked. Some 100 ns a slot, and the time in which the system takes the memory back.
-    pub(crate) fn park(&mut self, slots: usize) -> usize {
+    pub fn park(&mut self, slots: usize) -> usize {
         let mut parked = self.shared.park(slots);
         let count = parked.len();
         self.slots.append(&mut parked);
@@ -25,7 +25,7 @@ impl Parked {
     }
 
     /// Puts up to `slots` slots back into use. Returns how many they were.
-    pub(crate) fn unpark(&mut self, slots: usize) -> usize {
+    pub fn unpark(&mut self, slots: usize) -> usize {
         let slots = slots.min(self.slots.len());
         let left = self.slots.len() - slots;
         self.shared.unpark(self.slots.split_off(left));
@@ -41,12 +41,14 @@ impl Drop for Parked {
 
 impl Cache {
     /// None of its slots, to be parked.
-    pub(crate) fn parked(&self) -> Parked {
+    #[doc(hidden)]
+    pub fn parked(&self) -> Parked {
         Parked { shared: Arc::clone(self.shared()), slots: Vec::new() }
     }
 
     /// Hits and evictions of the host tier so far.
-    pub(crate) fn host_use(&self) -> (u64, u64) {
+    #[doc(hidden)]
+    pub fn host_use(&self) -> (u64, u64) {
         let metrics = self.shared().metrics.tier(Tier::Host);
         (metrics.hits.get(), metrics.evictions.get())
     }

@@ -89,7 +89,8 @@ impl Cache {
     }
 
     /// As [`add_region`](Self::add_region), for an owner that may have several.
-    pub(crate) fn add_region_of(&self, memory: Memory, whose: MemoryOwner) -> Result<Region> {
+    #[doc(hidden)]
+    pub fn add_region_of(&self, memory: Memory, whose: MemoryOwner) -> Result<Region> {
         if matches!(memory.kind, MemoryKind::Device) {
             self.need_device()?;
         }
@@ -97,7 +98,8 @@ impl Cache {
     }
 
     /// One who will register memory, by a name for the log.
-    pub(crate) fn memory_owner(&self, name: String) -> MemoryOwner {
+    #[doc(hidden)]
+    pub fn memory_owner(&self, name: String) -> MemoryOwner {
         MemoryOwner(self.shared().lenders.add(name))
     }
 
@@ -109,7 +111,8 @@ impl Cache {
     ///
     /// # Cancel safety
     /// The region may be pinned all the same.
-    pub(crate) async fn pin_region(&self, region: &Region) -> Result<bool> {
+    #[doc(hidden)]
+    pub async fn pin_region(&self, region: &Region) -> Result<bool> {
         let held = self.inner.regions.hold_one(region)?;
         let RegionInner { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
@@ -201,7 +204,8 @@ impl Cache {
 
     /// As [`load_into`](Self::load_into), of blocks that others load at the same time: each is read once for all who
     /// wait for it, into host memory, where it is pinned until it is copied to the last of them.
-    pub(crate) async fn load_shared(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+    #[doc(hidden)]
+    pub async fn load_shared(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
         let mut jobs = self.jobs(keys, None, segments, None)?;
         jobs.iter_mut().for_each(|job| job.is_shared = true);
         self.load_jobs(jobs).await

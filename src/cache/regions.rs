@@ -42,7 +42,7 @@ debug_fields!(Region, region => len: region.inner.len, memory: region.inner.memo
 
 /// One whose memory is registered, in any number of regions: what is stored from them is charged to it.
 #[derive(Clone)]
-pub(crate) struct MemoryOwner(pub(super) Arc<Lender>);
+pub struct MemoryOwner(pub(super) Arc<Lender>);
 
 /// Regions that may be registered at once.
 const REGIONS_MAX: usize = 4096;

@@ -61,7 +61,8 @@ pub struct HostConfig {
     /// released the memory: a stalled disk can delay it past `deadline_ms`.
     pub bypass: bool,
     /// Host slots may be parked: their memory comes and goes, so the ring does not register it.
-    pub(crate) parks: bool,
+    #[doc(hidden)]
+    pub parks: bool,
 }
 
 impl Default for HostConfig {
@@ -135,10 +136,11 @@ impl Default for DeviceConfig {
 
 /// A file that each ring of a cache holds open.
 #[derive(Debug, Clone)]
-pub(crate) struct HeldFile(Arc<OwnedFd>);
+pub struct HeldFile(Arc<OwnedFd>);
 
 impl HeldFile {
-    pub(crate) fn new(file: Arc<OwnedFd>) -> Self {
+    /// Of a descriptor that others may hold too.
+    pub fn new(file: Arc<OwnedFd>) -> Self {
         HeldFile(file)
     }
 
@@ -194,9 +196,11 @@ pub struct DiskConfig {
     /// no more blocks (writes). At least 1.
     pub failures_max: u32,
     /// Held open by each ring until the ring's operations have ended, however this process ends.
-    pub(crate) rings_hold: Option<HeldFile>,
+    #[doc(hidden)]
+    pub rings_hold: Option<HeldFile>,
     /// How long an open waits for a store that is locked: a process that was killed keeps it until its I/O has ended.
-    pub(crate) lock_wait: Duration,
+    #[doc(hidden)]
+    pub lock_wait: Duration,
 }
 
 impl Default for DiskConfig {

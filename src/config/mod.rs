@@ -7,8 +7,7 @@ pub(crate) mod sizing;
 mod validate;
 
 pub use choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, StorageKind, WritePolicy};
-pub(crate) use groups::HeldFile;
-pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HostConfig, Limits};
+pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HeldFile, HostConfig, Limits};
 pub use settings::{SETTING_NAMES, expected_by};
 
 use crate::block::{IO_ALIGN, Tier};

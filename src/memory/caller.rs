@@ -5,8 +5,8 @@ use std::{os::fd::OwnedFd, sync::Arc};
 use super::{Guard, SharedMemory};
 use crate::block::Segment;
 
-/// A caller's memory, to be registered with [`Cache::register`](crate::Cache::register) or
-/// [`Client::register`](crate::service::Client::register) as the source and target of loads and stores.
+/// A caller's memory, to be registered with [`Cache::register`](crate::Cache::register), or
+/// with a client of the node's service, as the source and target of loads and stores.
 ///
 /// # Safety
 /// The unsafe constructors share one contract, which the caller keeps from the call of `register` until `unregister`
@@ -25,15 +25,24 @@ pub struct Memory {
 
 /// What the memory is, and how another process gets it.
 #[derive(Debug)]
-pub(crate) enum MemoryKind {
+pub enum MemoryKind {
+    /// Host memory of this process.
     Host,
+    /// Device memory.
     Device,
-    Memfd { fd: OwnedFd, offset: u64 },
+    /// A mapping of a memfd.
+    Memfd {
+        /// The memfd.
+        fd: OwnedFd,
+        /// Where in it the mapping begins.
+        offset: u64,
+    },
+    /// Memory that is kept mapped for as long as it is registered.
     Shared(Arc<SharedMemory>),
 }
 
 impl Memory {
-    /// Host memory. A [`Client`](crate::service::Client) cannot pass it to the service, and copies its blocks through a
+    /// Host memory. A client of the service cannot pass it to the service, and copies its blocks through a
     /// buffer of its own.
     ///
     /// # Safety
@@ -42,7 +51,7 @@ impl Memory {
         Memory::of(start, len, MemoryKind::Host)
     }
 
-    /// Device memory, by device addresses; with a simulated device, host memory. A [`Client`](crate::service::Client)
+    /// Device memory, by device addresses; with a simulated device, host memory. A client of the service
     /// refuses it.
     ///
     /// # Safety
@@ -90,8 +99,15 @@ impl Memory {
     }
 
     /// Memory that may be taken away, as its guard knows: nothing is stored from it any more then.
-    pub(crate) fn guarded(self, guard: Option<Guard>) -> Self {
+    #[doc(hidden)]
+    pub fn guarded(self, guard: Option<Guard>) -> Self {
         Memory { guard, ..self }
+    }
+
+    /// The range, what it is, and whether it is to be pinned.
+    #[doc(hidden)]
+    pub fn into_parts(self) -> (Segment, MemoryKind, bool) {
+        (self.range, self.kind, self.pinned)
     }
 
     fn of(ptr: *mut u8, len: usize, kind: MemoryKind) -> Self {

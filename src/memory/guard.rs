@@ -79,7 +79,7 @@ impl Node {
 
 /// Guards a range of memory until it [ends](Self::end), and knows what became of it for as long as anybody has it.
 #[derive(Clone)]
-pub(crate) struct Guard(Arc<Guarded>);
+pub struct Guard(Arc<Guarded>);
 
 /// A node that is in use.
 struct Guarded(&'static Node);
@@ -91,7 +91,7 @@ impl Guard {
     ///
     /// # Errors
     /// Where the system takes no handler.
-    pub(crate) fn new(start: *mut u8, len: usize) -> io::Result<Self> {
+    pub fn new(start: *mut u8, len: usize) -> io::Result<Self> {
         install()?;
         let free = FREE.lock().expect("nothing panics under it").pop();
         let node = free.unwrap_or_else(add_node);
@@ -101,12 +101,12 @@ impl Guard {
     }
 
     /// Whether a page of the range was taken away while it was touched here. Before anybody reads a zero in its place.
-    pub(crate) fn is_spoiled(&self) -> bool {
+    pub fn is_spoiled(&self) -> bool {
         self.0.0.state.load(Ordering::Acquire) != SOUND
     }
 
     /// Guards nothing from now on. Before the memory is unmapped: the addresses may soon be another's.
-    pub(crate) fn end(&self) {
+    pub fn end(&self) {
         self.0.0.set(0, 0);
     }
 }

@@ -12,10 +12,9 @@ mod readable;
 mod shared;
 
 pub use arena::Arena;
-pub use caller::Memory;
-pub(crate) use caller::MemoryKind;
+pub use caller::{Memory, MemoryKind};
 pub use device::{BUFFER_ALIGN, DeviceMemory};
-pub(crate) use guard::Guard;
+pub use guard::Guard;
 #[cfg(test)]
 pub(crate) use guard::tests::Memory as GuardedMemory;
 pub use lent::{AlignedBuf, IoBuf, Lent};

@@ -13,7 +13,7 @@ use rustix::{
 
 use crate::error::{Error, Result};
 
-/// A memfd, sealed against shrinking, mapped as a whole, for a [`Client`](crate::service::Client) to register.
+/// A memfd, sealed against shrinking, mapped as a whole, for a client of the node's service to register.
 ///
 /// The memory is zero at first and begins at a page. The system frees it when this value has been dropped and the
 /// service has unmapped it. The service writes to it while blocks are loaded, so there is no reference to its bytes:

@@ -30,10 +30,9 @@ const BUCKETS: usize = Durations::BOUNDS_SECONDS.len() + 1;
 /// # Ok(()) });
 /// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct Durations {
-    pub(crate) buckets: [u64; BUCKETS],
-    pub(crate) sum_ns: u64,
+    buckets: [u64; BUCKETS],
+    sum_ns: u64,
 }
 
 impl Durations {
@@ -47,6 +46,12 @@ impl Durations {
         }
         bounds
     };
+
+    /// From the counts of the buckets and the sum of the durations.
+    #[doc(hidden)]
+    pub fn from_counts(buckets: [u64; Durations::BOUNDS_SECONDS.len() + 1], sum_ns: u64) -> Self {
+        Durations { buckets, sum_ns }
+    }
 
     /// Number of movements.
     pub fn count(&self) -> u64 {

@@ -14,8 +14,7 @@ pub struct Group {
 pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
-        ("internals", "cache device error service"),
-        ("service", "cache config machine memory metrics block error fork shield size"),
+        ("internals", "cache device config memory fork shield"),
         (
             "cache",
             "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \

@@ -1,9 +1,8 @@
 //! What the examples of the documentation begin with, so that they show the call that they are about.
 
-use kvhoist::{
-    BlockKey, Cache, DirectIo, Error, PrefixChain, Segment, block_on,
-    service::{Client, ClientOptions, Server, ServerConfig},
-};
+use kvhoist::{BlockKey, Cache, Error, block_on};
+#[cfg(feature = "service")]
+pub use service::{with_client, with_stored};
 
 /// Runs an example with a cache in host memory.
 pub fn with_cache(example: impl AsyncFnOnce(&Cache) -> Result<(), Error>) {
@@ -24,36 +23,42 @@ pub fn with_block(example: impl AsyncFnOnce(&Cache, BlockKey) -> Result<(), Erro
     });
 }
 
-/// Runs an example with a client of a service that has host memory and a disk.
-pub fn with_client(example: impl AsyncFnOnce(&Client) -> Result<(), Error>) {
-    let dir = tempfile::tempdir().expect("a directory");
-    let mut config = ServerConfig::new(dir.path().join("socket"));
-    (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
-    config.paths.push(dir.path().to_owned());
-    config.cache = config.cache.direct_io(DirectIo::Prefer);
-    let server = Server::start(config).expect("a service");
-    block_on(async {
-        let client = Client::connect(server.socket(), ClientOptions::new("model", 4096)).await?;
-        example(&client).await?;
-        drop(client);
-        Ok::<_, Error>(())
-    })
-    .expect("the example runs");
-    server.drain();
-    server.wait().expect("the service ends");
-}
+#[cfg(feature = "service")]
+mod service {
+    use kvhoist::{BlockKey, DirectIo, Error, PrefixChain, Segment, block_on};
+    use kvhoist_service::{Client, ClientOptions, Server, ServerConfig};
 
-/// As [`with_client`], with the keys of two blocks, the first of which is stored.
-pub fn with_stored(example: impl AsyncFnOnce(&Client, &[BlockKey]) -> Result<(), Error>) {
-    with_client(async |client| {
-        let keys = PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-        let mut block = vec![7; client.block_bytes()];
-        let place = Segment { ptr: block.as_mut_ptr(), len: block.len() };
-        // SAFETY: the block lives until the call has ended, and nobody writes to it before.
-        let loan = unsafe { client.lend(&[place]) };
-        for stored in loan.store_from(&keys[..1], None, &[vec![place]]).await? {
-            stored?;
-        }
-        example(client, &keys).await
-    });
+    /// Runs an example with a client of a service that has host memory and a disk.
+    pub fn with_client(example: impl AsyncFnOnce(&Client) -> Result<(), Error>) {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut config = ServerConfig::new(dir.path().join("socket"));
+        (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
+        config.paths.push(dir.path().to_owned());
+        config.cache = config.cache.direct_io(DirectIo::Prefer);
+        let server = Server::start(config).expect("a service");
+        block_on(async {
+            let client = Client::connect(server.socket(), ClientOptions::new("model", 4096)).await?;
+            example(&client).await?;
+            drop(client);
+            Ok::<_, Error>(())
+        })
+        .expect("the example runs");
+        server.drain();
+        server.wait().expect("the service ends");
+    }
+
+    /// As [`with_client`], with the keys of two blocks, the first of which is stored.
+    pub fn with_stored(example: impl AsyncFnOnce(&Client, &[BlockKey]) -> Result<(), Error>) {
+        with_client(async |client| {
+            let keys = PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+            let mut block = vec![7; client.block_bytes()];
+            let place = Segment { ptr: block.as_mut_ptr(), len: block.len() };
+            // SAFETY: the block lives until the call has ended, and nobody writes to it before.
+            let loan = unsafe { client.lend(&[place]) };
+            for stored in loan.store_from(&keys[..1], None, &[vec![place]]).await? {
+                stored?;
+            }
+            example(client, &keys).await
+        });
+    }
 }

@@ -36,10 +36,8 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::{
-        BlockKey, Cache, Config, DirectIo, DiskPath, Stats, WritePolicy, block_on, internals::service::OpenSpace,
-        service::ServiceStatus,
-    };
+    use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Stats, WritePolicy, block_on};
+    use kvhoist_service::{ServiceStatus, internals::OpenSpace};
 
     use super::*;
     use crate::http::{drives::Drive, figures::collect};

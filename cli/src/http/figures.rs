@@ -1,10 +1,7 @@
 //! The metrics of a running service: names, descriptions and samples, for every format that exports them.
 
-use kvhoist::{
-    Config, Route, Stats, Tier, TierStats,
-    internals::service::OpenSpace,
-    service::{ClientStatus, ServiceStatus},
-};
+use kvhoist::{Config, Route, Stats, Tier, TierStats};
+use kvhoist_service::{ClientStatus, ServiceStatus, internals::OpenSpace};
 
 use super::drives::Drive;
 

@@ -23,9 +23,9 @@ use axum::{
     response::{Html, IntoResponse, Response},
     routing::get,
 };
-use kvhoist::{
-    internals::service::{OpenSpace, ServiceReport},
-    service::{Server, ServiceStatus},
+use kvhoist_service::{
+    Server, ServiceStatus,
+    internals::{OpenSpace, ServiceReport},
 };
 use tokio::sync::Mutex;
 
@@ -194,7 +194,7 @@ async fn page() -> impl IntoResponse {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::service::{SpaceStats, SpaceStatus};
+    use kvhoist_service::{SpaceStats, SpaceStatus};
 
     use super::*;
 

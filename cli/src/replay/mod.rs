@@ -20,7 +20,7 @@ use std::{
     time::Instant,
 };
 
-use kvhoist::{Cache, Config, Stats, internals::error::with_settings_named};
+use kvhoist::{Cache, Config, Stats};
 
 use crate::{
     failure::Failure,
@@ -90,7 +90,7 @@ async fn replay(
     let opened = Cache::open(config.clone()).await;
     let cache = opened.map_err(|error| match args.capacity {
         // In the words of the flag that was given.
-        Some(_) => with_settings_named(error, &[("disks.blocks", "--capacity")]),
+        Some(_) => error.with_settings_named(&[("disks.blocks", "--capacity")]),
         None => error,
     })?;
     place.keep();

@@ -7,10 +7,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    block_on,
-    service::{Client, ClientOptions},
-};
+use kvhoist::block_on;
+use kvhoist_service::{Client, ClientOptions};
 use opentelemetry_proto::tonic::{
     collector::metrics::v1::ExportMetricsServiceRequest,
     common::v1::{KeyValue, any_value::Value},

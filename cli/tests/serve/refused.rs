@@ -8,10 +8,8 @@ use std::{
     process::{Command, Stdio},
 };
 
-use kvhoist::{
-    block_on,
-    service::{Client, ClientOptions},
-};
+use kvhoist::block_on;
+use kvhoist_service::{Client, ClientOptions};
 
 use super::{BLOCK_BYTES, kvhoist, stores, text};
 

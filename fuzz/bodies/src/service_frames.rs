@@ -1,6 +1,6 @@
 //! Frames of the service's protocol: bytes from a hostile peer.
 
-use kvhoist::internals::service::protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome};
+use kvhoist_service::internals::protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome};
 
 use crate::memory::bounded;
 

@@ -7,9 +7,9 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    internals::service::seams::{self, Wire},
-    service::{Client, ClientOptions},
+use kvhoist_service::{
+    Client, ClientOptions,
+    internals::seams::{self, Wire},
 };
 use tokio::{
     task::{JoinHandle, spawn_local},

@@ -2,10 +2,8 @@
 
 use std::{cell::RefCell, rc::Rc, time::Duration};
 
-use kvhoist::{
-    BlockKey, Error, Segment,
-    service::{Client, ServiceFault},
-};
+use kvhoist::{BlockKey, Error, Segment, ServiceFault};
+use kvhoist_service::Client;
 use tokio::time::{sleep, timeout};
 
 use super::{

@@ -2,7 +2,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::internals::service::{protocol::ServiceStatus, seams::Service};
+use kvhoist_service::internals::{protocol::ServiceStatus, seams::Service};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{actor::Process, memory::Memory, plan::PATIENCE, run::Run, stream::lock};

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, collections::VecDeque, io};
 
-use kvhoist::internals::service::seams::Caller;
+use kvhoist_service::internals::seams::Caller;
 use tokio::sync::Notify;
 
 /// Connections that wait to be accepted.

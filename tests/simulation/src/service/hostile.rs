@@ -2,13 +2,10 @@
 
 use std::{future::poll_fn, os::fd::BorrowedFd, rc::Rc, sync::Arc, time::Duration};
 
-use kvhoist::{
-    BlockKey,
-    internals::service::{
-        protocol::{Blocks, Hello, Place, RegionKind, Request},
-        seams::{Came, Wire},
-    },
-    service::SharedMemory,
+use kvhoist::{BlockKey, SharedMemory};
+use kvhoist_service::internals::{
+    protocol::{Blocks, Hello, Place, RegionKind, Request},
+    seams::{Came, Wire},
 };
 use tokio::{task::spawn_local, time::sleep};
 

@@ -11,13 +11,10 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    Cache, Config, Error, Tier,
-    internals::service::{
-        protocol::Failure,
-        seams::{Later, Mapped, System, map},
-    },
-    service::ServiceFault,
+use kvhoist::{Cache, Config, Error, ServiceFault, Tier};
+use kvhoist_service::internals::{
+    protocol::Failure,
+    seams::{Later, Mapped, System, map},
 };
 use tokio::sync::Semaphore;
 

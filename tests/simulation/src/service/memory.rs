@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use kvhoist::{
-    Error, Segment,
-    service::{Client, ClientRegion, SharedMemory},
-};
+use kvhoist::{Error, Segment, SharedMemory};
+use kvhoist_service::{Client, ClientRegion};
 
 use crate::sim::Rng;
 

@@ -2,10 +2,8 @@
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
-use kvhoist::{
-    Error,
-    internals::service::seams::{self, Service},
-};
+use kvhoist::Error;
+use kvhoist_service::internals::seams::{self, Service};
 use tokio::{
     task::{JoinHandle, LocalSet, spawn_local},
     time::{sleep, timeout},

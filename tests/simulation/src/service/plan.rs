@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{Config, DiskPath, Eviction, WritePolicy, service::ServerConfig};
+use kvhoist::{Config, DiskPath, Eviction, WritePolicy};
+use kvhoist_service::ServerConfig;
 
 use crate::{
     plan::pick,

@@ -7,11 +7,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use kvhoist::{
-    Error,
-    internals::service::seams::{Peer, Wire},
-    service::ServiceFault,
-};
+use kvhoist::{Error, ServiceFault};
+use kvhoist_service::internals::seams::{Peer, Wire};
 use tokio::time::Instant;
 
 use super::{

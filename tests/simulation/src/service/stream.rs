@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::internals::service::{
+use kvhoist_service::internals::{
     protocol::{HEADER_BYTES, Header, Hello, Welcome},
     seams::{Came, Coming, Descriptor, Lent, Wire},
 };

@@ -1,0 +1,239 @@
+//! Blocks between a client's memory and its space, some at a time.
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    cell::{Cell, RefCell},
+    ops::Range,
+    rc::Rc,
+    sync::Arc,
+};
+
+use kvhoist::{BlockKey, Cache, Segment};
+use tokio::{
+    sync::{Notify, Semaphore},
+    task::{JoinSet, yield_now},
+};
+
+use super::{
+    budget::Account,
+    protocol::{BlockResult, Blocks, Failure, Way},
+    regions::{Regions, shrunk},
+    spaces::Space,
+};
+use crate::error::{Result, ServiceFault};
+
+/// Blocks that are given to the cache in one call.
+const BLOCKS_PER_CALL: usize = 32;
+/// Places that are worked through for one connection before the others have their turn: some 20 us, where each lies in
+/// another region. A block that has more is not divided.
+const PLACES_PER_TURN: usize = 64;
+
+/// A client's cancellation of a request.
+#[derive(Clone, Default)]
+pub(super) struct Cancel(Rc<(Cell<bool>, Notify)>);
+
+impl Cancel {
+    pub(super) fn cancel(&self) {
+        self.0.0.set(true);
+        self.0.1.notify_one();
+    }
+
+    async fn canceled(&self) {
+        while !self.0.0.get() {
+            self.0.1.notified().await;
+        }
+    }
+}
+
+/// Moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
+pub(super) struct Movers {
+    cache: Cache,
+    pub(super) regions: Regions,
+    /// A permit a block.
+    permits: Arc<Semaphore>,
+    per_call: usize,
+    /// One request of the connection at a time works through its places.
+    turns: Semaphore,
+    /// Places since the others had their turn.
+    places: Cell<usize>,
+    /// Blocks in flight.
+    moving: Cell<u64>,
+}
+
+impl Movers {
+    /// `client`: its name for the log. `account`: what the regions of the connection are charged to.
+    pub(super) fn new(space: &Space, bytes_in_flight_max: u64, client: String, account: Rc<Account>) -> Self {
+        let cache = space.cache.clone();
+        let block_bytes = cache.config().block_bytes as u64;
+        let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
+        let movements_max = cache.config().limits.movements_max as usize;
+        Movers {
+            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders), client, account),
+            cache,
+            permits: Arc::new(Semaphore::new(blocks)),
+            per_call: BLOCKS_PER_CALL.min(blocks).min(movements_max),
+            turns: Semaphore::new(1),
+            places: Cell::new(0),
+            moving: Cell::new(0),
+        }
+    }
+
+    pub(super) fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// Bytes of blocks in flight.
+    pub(super) fn bytes_in_flight(&self) -> u64 {
+        self.moving.get() * self.cache.config().block_bytes as u64
+    }
+
+    /// Waits for the connection's turn to work through so many places.
+    async fn turn(&self, places: usize) {
+        let _others_wait = self.turns.acquire().await.expect("nobody closes it");
+        let so_far = self.places.get() + places;
+        if so_far < PLACES_PER_TURN {
+            return self.places.set(so_far);
+        }
+        yield_now().await;
+        self.places.set(places.min(PLACES_PER_TURN - 1));
+    }
+
+    /// Checks the places of all blocks.
+    async fn check(&self, blocks: &Blocks) -> Result<(), Failure> {
+        let block_bytes = self.cache.config().block_bytes as u64;
+        for block in 0..blocks.places.blocks() {
+            let (mut bytes, mut left) = (0, blocks.places.count(block..block + 1));
+            let mut places = blocks.places.of(block..block + 1);
+            while left > 0 {
+                let turn = left.min(PLACES_PER_TURN);
+                self.turn(turn).await;
+                bytes += self.regions.check(places.by_ref().take(turn))?;
+                left -= turn;
+            }
+            if bytes != block_bytes {
+                let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
+                return Err(Failure::new(ServiceFault::Argument, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// The end of a call's blocks that begin with `first`.
+    fn last(&self, blocks: &Blocks, first: usize) -> (usize, usize) {
+        let most = (first + self.per_call).min(blocks.keys.len());
+        let mut last = first + 1;
+        while last < most && blocks.places.count(first..last + 1) <= PLACES_PER_TURN {
+            last += 1;
+        }
+        (last, blocks.places.count(first..last))
+    }
+
+    /// Moves blocks; a result for each, in order. After a cancellation no more blocks begin; those in flight complete.
+    ///
+    /// # Errors
+    /// Before anything moves, for places that are wrong.
+    ///
+    /// # Cancel safety
+    /// No more blocks begin. Movements in flight continue, and hold their regions until they end.
+    pub(super) async fn run(
+        self: Rc<Self>,
+        way: Way,
+        blocks: Blocks,
+        cancel: Cancel,
+    ) -> Result<Vec<BlockResult>, Failure> {
+        self.check(&blocks).await?;
+        let count = blocks.keys.len();
+        let results: Rc<RefCell<Vec<Option<BlockResult>>>> = Rc::new(RefCell::new(vec![None; count]));
+        let blocks = Rc::new(blocks);
+        let mut calls = JoinSet::new();
+        let mut next = 0;
+        while next < count {
+            let first = next;
+            let (last, places) = self.last(&blocks, first);
+            next = last;
+            let permits = Arc::clone(&self.permits).acquire_many_owned((last - first) as u32);
+            let permits = tokio::select! { biased;
+                () = cancel.canceled() => break,
+                permits = permits => permits.expect("nobody closes it"),
+            };
+            self.turn(places).await;
+            let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
+            calls.spawn_local(async move {
+                let ended = this.call(way.of_part(&blocks.keys, first), &blocks, first..last).await;
+                results.borrow_mut()[first..last].iter_mut().zip(ended).for_each(|(at, ended)| *at = Some(ended));
+                drop(permits);
+            });
+            while calls.try_join_next().is_some() {}
+        }
+        while calls.join_next().await.is_some() {}
+        let canceled = || Failure::new(ServiceFault::Canceled, "canceled before the block was begun");
+        Ok(results.take().into_iter().map(|ended| ended.unwrap_or_else(|| Err(canceled()))).collect())
+    }
+
+    /// One call of the cache, for some of the blocks.
+    async fn call(&self, way: Way, blocks: &Blocks, part: Range<usize>) -> Vec<BlockResult> {
+        let (keys, places) = (&blocks.keys[part.clone()], &blocks.places);
+        let refuse = |failure: Failure| vec![Err(failure); keys.len()];
+        let segments = part.clone().map(|block| self.regions.segments(places.of(block..block + 1)));
+        let segments: Vec<Vec<Segment>> = match segments.collect() {
+            Ok(segments) => segments,
+            Err(failure) => return refuse(failure),
+        };
+        let guarded = self.regions.guarded(places.of(part));
+        let _moving = Moving::new(&self.moving, keys.len() as u64);
+        // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
+        // and a region that leaves is waited for.
+        let ended = match way {
+            Way::Load if self.regions.lenders() > 1 => self.cache.load_shared(keys, &segments).await,
+            Way::Load => self.cache.load_into(keys, &segments).await,
+            Way::Store(parent) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
+        };
+        let spoiled = guarded.iter().filter(|(_, lent)| lent.is_spoiled()).map(|(region, _)| *region);
+        let spoiled: Vec<u32> = spoiled.collect();
+        if let Some(first) = spoiled.first() {
+            if matches!(way, Way::Store(_)) {
+                self.forget(keys).await;
+            }
+            // What is written there is the service's memory.
+            for region in &spoiled {
+                self.regions.release(*region).await;
+            }
+            return refuse(shrunk(*first));
+        }
+        match ended {
+            Ok(results) => results.into_iter().map(told).collect(),
+            Err(error) => refuse(Failure::from(&error)),
+        }
+    }
+
+    /// Removes blocks whose bytes may be the guard's zeros.
+    async fn forget(&self, keys: &[BlockKey]) {
+        for key in keys {
+            if let Err(error) = self.cache.remove(key).await {
+                tracing::warn!(%error, "a block of memory that was taken away stays");
+            }
+        }
+    }
+}
+
+fn told(result: Result<bool>) -> BlockResult {
+    result.map_err(|error| Failure::from(&error))
+}
+
+/// Counts blocks for as long as it lives.
+struct Moving<'a>(&'a Cell<u64>, u64);
+
+impl<'a> Moving<'a> {
+    fn new(count: &'a Cell<u64>, blocks: u64) -> Self {
+        count.set(count.get() + blocks);
+        Moving(count, blocks)
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - self.1);
+    }
+}

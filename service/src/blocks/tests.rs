@@ -1,0 +1,151 @@
+//! Loads of clients that share a space.
+
+use std::rc::Rc;
+
+use futures_util::FutureExt;
+use kvhoist::{BlockKey, Config, DirectIo, SharedMemory};
+use tokio::task::{JoinSet, LocalSet};
+
+use super::{Cancel, Movers, PLACES_PER_TURN, Way};
+use crate::{
+    budget::Budget,
+    config::ServerConfig,
+    error::ServiceFault,
+    protocol::{Blocks, Place},
+    spaces::{Space, Spaces, Wanted},
+    system::Machine,
+};
+
+const BLOCK_BYTES: usize = 4096;
+const BLOCKS: u8 = 8;
+
+fn key(block: u8) -> BlockKey {
+    BlockKey::new([block; 32])
+}
+
+/// A client with room for all blocks.
+fn client(space: &Space) -> Rc<Movers> {
+    let budget = Rc::new(Budget::new(&ServerConfig::new("unused")));
+    let movers = Movers::new(space, 1 << 20, "a client".into(), budget.account(1));
+    let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
+    let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
+    movers.regions.add(1, &fd, 0, pool.len() as u64).expect("registered");
+    Rc::new(movers)
+}
+
+fn wanted() -> Wanted {
+    let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
+    Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0 }
+}
+
+fn blocks() -> Blocks {
+    let offset = |block| u64::from(block) * BLOCK_BYTES as u64;
+    let place = |block| [Place { region: 1, len: BLOCK_BYTES as u32, offset: offset(block) }];
+    Blocks { keys: (0..BLOCKS).map(key).collect(), places: (0..BLOCKS).map(place).collect() }
+}
+
+#[tokio::test]
+async fn a_block_that_too_many_want_costs_no_other_block() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let mut config = ServerConfig::new(folder.path().join("socket"));
+    config.paths = vec![folder.path().to_owned()];
+    (config.capacity_bytes, config.host_bytes) = (16 << 20, 2 * BLOCK_BYTES as u64);
+    config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer).waiters_max(8);
+    config.move_host = false;
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(wanted()).await.expect("attached");
+        let (one, other) = (client(&space), client(&space));
+        let stored = Rc::clone(&one).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
+        assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
+        // Its movement cannot end: no slot is free. It has as many waiters as it may have.
+        let leases = space.cache.fetch_many(&[key(6), key(7)]).await;
+        let first = key(0);
+        let mut waits = std::array::from_fn::<_, 8, _>(|_| Box::pin(space.cache.fetch(&first)));
+        assert!(waits.iter_mut().all(|waits| waits.now_or_never().is_none()), "all slots are pinned");
+        assert_eq!(space.cache.prefetch(&[first]).expect("open"), 0, "too many waiters");
+        let load = Rc::clone(&one).run(Way::Load, blocks(), Cancel::default());
+        let release = async {
+            // Until the load has passed the block over, and has begun.
+            while space.cache.stats().busy < 2 {
+                tokio::task::yield_now().await;
+            }
+            drop(leases);
+        };
+        let (loaded, ()) = tokio::join!(load, release);
+        let loaded = loaded.expect("its places");
+        assert!(loaded[0].is_err(), "too many waiters");
+        assert!(loaded[1..].iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
+        for waits in waits {
+            assert!(waits.await.expect("served").is_some());
+        }
+        one.regions.release_all().await;
+        other.regions.release_all().await;
+        drop((one, other, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Lists as long as a request may have: wrong at their ends, so that nothing moves.
+fn long_lists() -> Blocks {
+    let place = |offset| Place { region: 1, len: 1, offset };
+    let mut places: Vec<Vec<Place>> = (0..16).map(|_| (0..BLOCK_BYTES as u64).map(place).collect()).collect();
+    places[15][4095].region = 77;
+    Blocks { keys: (0..16).map(key).collect(), places: places.iter().collect() }
+}
+
+#[tokio::test]
+async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through() {
+    let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(wanted()).await.expect("attached");
+        let movers = client(&space);
+        let mut requests = JoinSet::new();
+        for _ in 0..4 {
+            let run = Rc::clone(&movers).run(Way::Load, long_lists(), Cancel::default());
+            requests.spawn_local(async move { run.await.expect_err("a region that is not there") });
+        }
+        let (mut turns, mut ended) = (0, 0);
+        while ended < 4 {
+            tokio::task::yield_now().await;
+            turns += 1;
+            while requests.try_join_next().is_some() {
+                ended += 1;
+            }
+        }
+        // Each turn is one connection's, whatever it has in flight.
+        let least = 4 * 16 * BLOCK_BYTES / PLACES_PER_TURN;
+        assert!(turns >= least, "{turns} turns of another, expected {least} or more");
+        movers.regions.release_all().await;
+        drop((movers, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
+    let mut config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    (config.region_bytes_total_max, config.regions_total_max) = (Some(1 << 20), Some(16));
+    let budget = Rc::new(Budget::new(&config));
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(wanted()).await.expect("attached");
+        let movers = Movers::new(&space, 1 << 20, "a client".into(), budget.account(1));
+        let pool = SharedMemory::new(16 << 10).expect("memory");
+        let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
+        for _ in 0..100 {
+            let refused = movers.regions.add(1, &fd, 8 << 10, 16 << 10).expect_err("past its end");
+            assert_eq!(refused.fault, ServiceFault::Memory, "{}", refused.text);
+        }
+        for number in [1, 2] {
+            movers.regions.add(number, &fd, 0, 16 << 10).expect("there is room");
+        }
+        movers.regions.release_all().await;
+        drop((movers, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}

@@ -1,0 +1,124 @@
+//! How a client's thread connects: the handshake, the space, and all memory that it had lent before.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use tokio::time::timeout;
+
+use super::{
+    options::ClientOptions,
+    places::Lent,
+    worker::{Dial, Worker, away, nonsense},
+};
+use crate::{
+    error::{Error, Result},
+    link::{Link, LinkError, Receiver, Sender},
+    protocol::{Hello, Limits, RegionKind, Reply, Request, Welcome},
+    query::{cannot_connect, refused},
+};
+
+/// A request's id, on a connection that has no other request.
+const ONLY_ID: u64 = 1;
+
+impl<D: Dial> Worker<D> {
+    /// Connects, attaches, and registers memory that was registered before. It has a deadline.
+    pub(super) async fn connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
+        let deadline = self.options.deadline;
+        match timeout(deadline, self.try_to_connect(lent)).await {
+            Ok(connected) => connected,
+            Err(_) => Err(away(&self.socket, format!("it did not answer for {deadline:?}"))),
+        }
+    }
+
+    async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
+        let failed = |error: std::io::Error| match error.kind() {
+            std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
+            _ => away(&self.socket, error),
+        };
+        let mut link = Link::new((self.dial)().await.map_err(failed)?);
+        link.sender.push(Hello::ours().encode(), None);
+        let welcome = loop {
+            if let Some(bytes) = link.receiver.take_bytes::<{ Welcome::BYTES }>() {
+                break Welcome::decode(&bytes).map_err(|error| nonsense(&error.to_string()))?;
+            }
+            self.transfer(&mut link).await?;
+        };
+        if welcome.answer.is_err() {
+            return Err(refused(&welcome, self.reply(&mut link).await.ok().map(|(_, reply)| Ok(reply))));
+        }
+        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, shared, .. } = &self.options;
+        let attach = Request::Attach {
+            namespace: namespace.clone(),
+            block_bytes: *block_bytes as u64,
+            capacity_bytes: *capacity_bytes,
+            host_bytes: *host_bytes,
+            shared: *shared,
+        };
+        match self.ask(&mut link, &attach, None).await? {
+            Reply::Attached { block_bytes, .. } if block_bytes == self.options.block_bytes as u64 => {}
+            Reply::Failed(failure) => return Err(failure.into()),
+            other => return Err(nonsense(&format!("{other:?} to an attach request"))),
+        }
+        for lent in lent {
+            match self.ask(&mut link, &register(lent), Some(Arc::clone(&lent.fd))).await? {
+                Reply::Registered { .. } => {}
+                Reply::Failed(failure) => {
+                    tracing::warn!(reason = %failure.text, "the service refused memory that it had before");
+                    return Err(failure.into());
+                }
+                other => return Err(nonsense(&format!("{other:?} to a register request"))),
+            }
+        }
+        let Link { receiver, sender } = link;
+        Ok((receiver, sender, welcome.limits))
+    }
+
+    /// Asks, and waits for the reply, on a connection without calls.
+    async fn ask(&self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
+        link.sender.push(request.encode(ONLY_ID), fd);
+        match self.reply(link).await? {
+            (ONLY_ID, reply) => Ok(reply),
+            (_, Reply::Goodbye(failure)) => Err(failure.into()),
+            (found, _) => Err(nonsense(&format!("a reply to request {found}, expected {ONLY_ID}"))),
+        }
+    }
+
+    /// The next reply, with its id.
+    async fn reply(&self, link: &mut Link) -> Result<(u64, Reply)> {
+        loop {
+            let reply = link.receiver.next_frame(|header, body| Reply::decode(header.kind, body));
+            match reply.map_err(|error| self.broken(error))? {
+                Some(reply) => return Ok(reply),
+                None => self.transfer(link).await?,
+            }
+        }
+    }
+
+    fn broken(&self, error: LinkError) -> Error {
+        match error {
+            LinkError::Gone(error) => away(&self.socket, error.to_string()),
+            LinkError::Nonsense(text) => nonsense(&text),
+        }
+    }
+
+    /// Waits until the socket can send or has received, and does both.
+    async fn transfer(&self, link: &mut Link) -> Result<()> {
+        let moved = async {
+            // A service that has hung up may have said why: that is read first.
+            let _found_by_receive = link.sender.flush();
+            link.ready(true).await?;
+            link.receiver.receive().map(drop)
+        };
+        moved.await.map_err(|error| self.broken(error))
+    }
+}
+
+/// How memory is registered.
+pub(super) fn register(lent: &Lent) -> Request {
+    Request::Register {
+        region: lent.number,
+        kind: RegionKind::Host,
+        pin: lent.pin,
+        offset: lent.offset,
+        len: lent.len as u64,
+    }
+}

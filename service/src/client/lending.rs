@@ -1,0 +1,185 @@
+//! Memory that a client lends to the service.
+
+use std::{
+    ops::Range,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, atomic::Ordering},
+};
+
+use kvhoist::{Memory, SharedMemory, internals::service::MemoryKind};
+
+use super::{
+    bounce::Bounce,
+    calls::{Client, unexpected},
+    connect::register,
+    order::What,
+    places::{Lent, Places, Users},
+};
+use crate::{
+    error::{Error, Result},
+    protocol::{Reply, Request},
+};
+
+/// Memory that a client has registered. [`Client::unregister`] takes it back; dropping this value changes nothing.
+#[derive(Debug)]
+pub struct ClientRegion {
+    /// The client that has it, in this process.
+    client: u64,
+    number: u32,
+    pinned: bool,
+    /// Users of memory that the service does not have.
+    users: Option<Users>,
+}
+
+impl ClientRegion {
+    /// Whether the service has it mapped. Blocks of memory that it has not go through a bounce buffer, one copy more.
+    pub fn is_shared(&self) -> bool {
+        self.users.is_none()
+    }
+
+    /// Whether the service's kernel keeps it pinned, which saves work for each transfer.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+}
+
+impl Client {
+    /// Registers memory, to be the source and target of [`load_into`](Client::load_into) and
+    /// [`store_from`](Client::store_from), until it is unregistered.
+    ///
+    /// The service maps [`SharedMemory`] and the memory of a [memfd](Memory::memfd). Blocks of other
+    /// [host](Memory::host) memory go through a bounce buffer of [`bounce_bytes`](super::ClientOptions::bounce_bytes),
+    /// with one copy more, made in the polls of the calls; it is not pinned.
+    ///
+    /// # Errors
+    /// [`Error::Service`]: [`ServiceFault::Memory`] if the service cannot map it, [`ServiceFault::Busy`] beyond its
+    /// limits, [`ServiceFault::Away`]. [`Error::Argument`] for no memory, for memory that is registered already, and
+    /// for device memory.
+    ///
+    /// [`ServiceFault::Memory`]: kvhoist::ServiceFault::Memory
+    /// [`ServiceFault::Busy`]: kvhoist::ServiceFault::Busy
+    /// [`ServiceFault::Away`]: kvhoist::ServiceFault::Away
+    ///
+    /// # Cancel safety
+    /// The service gives the memory back by itself.
+    ///
+    /// ```
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
+    /// use std::sync::Arc;
+    /// use kvhoist::{Memory, SharedMemory};
+    ///
+    /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let lent = unsafe { Memory::shared(pool.clone()) };
+    /// let region = client.register(lent).await?;
+    /// assert!(region.is_shared());
+    /// # Ok(()) });
+    /// ```
+    pub async fn register(&self, memory: impl Into<Memory>) -> Result<ClientRegion> {
+        let (range, kind, pinned) = memory.into().into_parts();
+        let at = range.addresses("region")?;
+        match kind {
+            MemoryKind::Shared(memory) => {
+                self.register_range(at, (memory.as_fd(), 0), pinned, Some(Arc::clone(&memory))).await
+            }
+            MemoryKind::Memfd { fd, offset } => self.register_range(at, (fd.as_fd(), offset), pinned, None).await,
+            MemoryKind::Host => self.register_copied(at),
+            MemoryKind::Device => Err(Error::argument(
+                "memory",
+                "device memory",
+                "host memory; load into it, and copy from there to the device",
+            )),
+        }
+    }
+
+    /// Registers memory that cannot be passed to the service.
+    fn register_copied(&self, at: Range<usize>) -> Result<ClientRegion> {
+        self.check_free(&at)?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        let users = self.inner.places.add_copied(number, at.start, at.len());
+        Ok(ClientRegion { client: self.inner.id, number, pinned: false, users: Some(users) })
+    }
+
+    fn check_free(&self, at: &Range<usize>) -> Result<()> {
+        if self.inner.places.is_free(at.start, at.len()) {
+            return Ok(());
+        }
+        let found = format!("{} bytes at {:#x}, part of which is registered", at.len(), at.start);
+        Err(Error::argument("region", found, "each range registered once"))
+    }
+
+    /// The bounce buffer, which the first call that needs it makes and lends to the service.
+    pub(super) async fn bounce(&self) -> Result<&Bounce> {
+        let make = || async {
+            let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
+            // Never unregistered: it is lent for as long as the client lives.
+            // SAFETY: a slot of the buffer belongs to one call, until the service has answered it.
+            let lent = unsafe { Memory::shared(Arc::clone(bounce.memory())) };
+            self.register(lent.pinned(true)).await?;
+            Ok(bounce)
+        };
+        self.inner.bounce.get_or_try_init(make).await
+    }
+
+    pub(super) fn places(&self) -> &Places {
+        &self.inner.places
+    }
+
+    async fn register_range(
+        &self,
+        at: Range<usize>,
+        (fd, offset): (BorrowedFd<'_>, u64),
+        pin: bool,
+        memory: Option<Arc<SharedMemory>>,
+    ) -> Result<ClientRegion> {
+        self.check_free(&at)?;
+        let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        let lent = Lent { number, start: at.start, len: at.len(), offset, pin, fd: Arc::new(fd) };
+        match self.call(register(&lent), What::Register(lent.clone()), None).await? {
+            Reply::Registered { pinned } => {
+                self.inner.places.add(&lent, memory);
+                Ok(ClientRegion { client: self.inner.id, number, pinned, users: None })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Takes memory back: resolves when the service does not use it any longer and has unmapped it. Resolves at once if
+    /// it was taken back already, or if the service is away.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child. [`Error::Service`] with
+    /// [`ServiceFault::Abandoned`](kvhoist::ServiceFault::Abandoned) if the service still has the memory some
+    /// time after the deadline ([`give_up`](super::ClientOptions::give_up)): call again to wait for it.
+    ///
+    /// # Cancel safety
+    /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again
+    /// to wait.
+    ///
+    /// ```
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
+    /// use std::sync::Arc;
+    /// use kvhoist::{Memory, SharedMemory};
+    ///
+    /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let lent = unsafe { Memory::shared(pool.clone()) };
+    /// let region = client.register(lent).await?;
+    /// client.unregister(&region).await?;
+    /// drop(pool);
+    /// # Ok(()) });
+    /// ```
+    pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
+        if region.client != self.inner.id {
+            return Err(Error::argument("region", "a region of another client", "one that this client has registered"));
+        }
+        self.inner.places.remove(region.number);
+        if let Some(users) = &region.users {
+            drop(users.write().await);
+            return Ok(());
+        }
+        let request = Request::Unregister { region: region.number };
+        self.call(request, What::Unregister(region.number), None).await.map(drop)
+    }
+}

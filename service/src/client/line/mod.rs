@@ -1,0 +1,291 @@
+//! The state of a connection that callers and the client's thread share.
+//!
+//! A caller sends its own request under the lock: handing it to the thread would cost a wake-up more. The thread
+//! receives the replies, connects again, and does what has to wait: requests beyond the service's limits, bytes that
+//! the socket does not take, deadlines.
+
+#[cfg(test)]
+mod tests;
+mod thread;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+use tokio::{
+    sync::{Notify, oneshot},
+    time::{Duration, Instant},
+};
+
+use super::{
+    order::{Call, Keeps, What},
+    places::Lent,
+};
+use crate::{
+    error::{Error, Result},
+    link::Sender,
+    protocol::{Reply, Request},
+};
+
+/// A call without its reply.
+struct Pending {
+    what: What,
+    /// `None` once the caller is answered, or is gone: the service's reply is still awaited.
+    reply: Option<Answer>,
+    /// Until it is sent.
+    frame: Option<Vec<u8>>,
+    frame_bytes: usize,
+    /// When it is late, and for memory that the service has, when that is given up; `None` after that.
+    deadline: Option<Instant>,
+    /// It was canceled by its deadline.
+    late: bool,
+    /// `None` if it has no caller.
+    _keeps: Option<Keeps>,
+}
+
+type Answer = oneshot::Sender<Result<Reply>>;
+
+/// Answers to callers, and what their calls held. Both run code of callers, so they are sent without the lock.
+#[derive(Default)]
+#[must_use]
+struct Answers(Vec<(Option<Answer>, Result<Reply>, Option<Pending>)>);
+
+impl Answers {
+    fn add(&mut self, mut pending: Pending, result: Result<Reply>) {
+        self.0.push((pending.reply.take(), result, Some(pending)));
+    }
+
+    fn send(self) {
+        for (answer, result, _pending) in self.0 {
+            drop(answer.map(|answer| answer.send(result)));
+        }
+    }
+}
+
+/// Where the connection stands.
+enum Phase {
+    /// The thread connects. The service may get all memory that is lent, so memory that is taken back waits.
+    Connecting,
+    Up(Sender),
+    /// The service has said goodbye, and will hang up.
+    Parting(Sender),
+    /// Between two attempts to connect.
+    Down,
+    /// Closed: the thread has ended.
+    Closed,
+}
+
+struct State {
+    phase: Phase,
+    /// Why the service cannot be reached; `None` while it can.
+    away: Option<Error>,
+    /// Regions that the service has, or gets when it is back.
+    lent: BTreeMap<u32, Lent>,
+    pending: BTreeMap<u64, Pending>,
+    /// Calls that are not sent yet, in order.
+    waiting: VecDeque<u64>,
+    /// When each call without a reply is late.
+    deadlines: BTreeSet<(Instant, u64)>,
+    /// When the thread wakes up by itself.
+    timer: Option<Instant>,
+    /// Calls that the service has, and the bytes of their frames.
+    sent: usize,
+    sent_bytes: usize,
+    requests_max: usize,
+    request_bytes_max: usize,
+    /// The id of the last request that no caller has made. Callers' ids are even.
+    own_id: u64,
+    /// Who waits for the close, once it has begun.
+    closing: Option<Vec<oneshot::Sender<Result<()>>>>,
+    /// When the service is to have hung up.
+    closed_by: Option<Instant>,
+    /// It has not.
+    abandoned: bool,
+}
+
+impl State {
+    /// Takes a call out, with its deadline.
+    fn take(&mut self, id: u64) -> Option<Pending> {
+        let pending = self.pending.remove(&id)?;
+        if let Some(late) = pending.deadline {
+            self.deadlines.remove(&(late, id));
+        }
+        Some(pending)
+    }
+
+    /// Sends bytes; true if the socket does not take all of them now. The thread finds out that a socket is broken: it
+    /// reads all that has come.
+    fn flush(&mut self) -> bool {
+        let Phase::Up(sender) = &mut self.phase else { return false };
+        sender.flush().is_ok() && sender.bytes() > 0
+    }
+}
+
+/// A connection's state, with its lock.
+pub(super) struct Line {
+    state: Mutex<State>,
+    /// Wakes the client's thread.
+    pub(super) woken: Notify,
+    /// The service's socket, for messages.
+    name: String,
+    deadline: Duration,
+    /// From the deadline until memory of a call is given up.
+    give_up: Option<Duration>,
+}
+
+impl Line {
+    pub(super) fn new(name: String, deadline: Duration, give_up: Option<Duration>) -> Self {
+        let state = State {
+            phase: Phase::Connecting,
+            away: None,
+            lent: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            deadlines: BTreeSet::new(),
+            timer: None,
+            sent: 0,
+            sent_bytes: 0,
+            requests_max: 1,
+            request_bytes_max: 0,
+            own_id: 1,
+            closing: None,
+            closed_by: None,
+            abandoned: false,
+        };
+        Line { state: Mutex::new(state), woken: Notify::new(), name, deadline, give_up }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nothing panics under it")
+    }
+
+    /// Whether the service can be reached now.
+    pub(super) fn is_up(&self) -> bool {
+        matches!(self.lock().phase, Phase::Up(_))
+    }
+
+    /// Sends a call, or queues it. Fails at once while the service is away.
+    pub(super) fn begin(&self, call: Call) -> Result<()> {
+        // Before the lock, and so dropped after it: `keeps` may wake a caller.
+        let Call { id, frame, what, reply, keeps } = call;
+        let mut state = self.lock();
+        let taken_back = match what {
+            What::Unregister(number) => Some(number),
+            _ => None,
+        };
+        if taken_back.is_none()
+            && let Some(away) = &state.away
+        {
+            return Err(away.clone());
+        }
+        if matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some()) {
+            return Err(Error::Closed);
+        }
+        let late = Instant::now() + self.deadline;
+        let deadline = if let Some(number) = taken_back {
+            // Not given to a service that comes after this one.
+            state.lent.remove(&number);
+            self.give_up.map(|patience| late + patience)
+        } else {
+            Some(late)
+        };
+        let (frame_bytes, keeps) = (frame.len(), Some(keeps));
+        let mut pending =
+            Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, deadline, late: false, _keeps: keeps };
+        match state.phase {
+            // The service has none of this process's memory.
+            Phase::Down => {
+                drop(state);
+                let mut answers = Answers::default();
+                answers.add(pending, Ok(Reply::Done));
+                answers.send();
+                return Ok(());
+            }
+            // The memory is the caller's again at the hang-up.
+            Phase::Parting(_) => pending.frame = None,
+            Phase::Up(_) if state.closing.is_some() => pending.frame = None,
+            _ if matches!(pending.what, What::Wait) => {}
+            Phase::Connecting | Phase::Up(_) | Phase::Closed => state.waiting.push_back(id),
+        }
+        state.pending.insert(id, pending);
+        if let Some(late) = deadline {
+            state.deadlines.insert((late, id));
+            if state.timer.is_none_or(|timer| timer > late) {
+                self.woken.notify_one();
+            }
+        }
+        self.send(&mut state);
+        Ok(())
+    }
+
+    /// Sends calls that wait, as far as the service takes them, and wakes the thread for bytes that are left.
+    fn send(&self, state: &mut State) {
+        let Phase::Up(sender) = &mut state.phase else { return };
+        while let Some(id) = state.waiting.front()
+            && state.sent < state.requests_max
+        {
+            let next = state.pending.get_mut(id).filter(|pending| pending.frame.is_some());
+            let bytes = next.as_ref().map_or(0, |pending| pending.frame_bytes);
+            // One goes, whatever its size.
+            if state.sent > 0 && state.sent_bytes + bytes > state.request_bytes_max {
+                break;
+            }
+            state.waiting.pop_front();
+            let Some(pending) = next else { continue };
+            let Some(frame) = pending.frame.take() else { continue };
+            let fd = match &pending.what {
+                What::Register(lent) => Some(Arc::clone(&lent.fd)),
+                _ => None,
+            };
+            sender.push(frame, fd);
+            state.sent += 1;
+            state.sent_bytes += bytes;
+        }
+        self.flush(state);
+    }
+
+    /// Sends bytes that are left, and wakes the thread for those that the socket does not take.
+    fn flush(&self, state: &mut State) {
+        if state.flush() {
+            self.woken.notify_one();
+        }
+    }
+
+    /// Cancels a call that was dropped: the service begins no more of its blocks.
+    pub(super) fn forget(&self, id: u64) {
+        let mut state = self.lock();
+        let forgotten = self.cancel(&mut state, id);
+        drop(state);
+        drop(forgotten);
+    }
+
+    fn cancel(&self, state: &mut State, id: u64) -> Option<Pending> {
+        let pending = state.pending.get_mut(&id)?;
+        if pending.frame.is_some() {
+            return state.take(id);
+        }
+        if let Phase::Up(sender) = &mut state.phase {
+            sender.push(Request::Cancel { request: id }.encode(0), None);
+            self.flush(state);
+        }
+        None
+    }
+
+    /// Says that nothing more comes. The service hangs up when it has let go of this process's memory.
+    pub(super) fn close(&self, waits: Option<oneshot::Sender<Result<()>>>) -> Result<()> {
+        let mut state = self.lock();
+        if matches!(state.phase, Phase::Closed) {
+            return Err(Error::Closed);
+        }
+        state.closing.get_or_insert_default().extend(waits);
+        let by = self.give_up.map(|patience| Instant::now() + self.deadline + patience);
+        state.closed_by = state.closed_by.or(by);
+        if let Phase::Up(sender) | Phase::Parting(sender) = &state.phase {
+            sender.end();
+        }
+        drop(state);
+        self.woken.notify_one();
+        Ok(())
+    }
+}

@@ -1,0 +1,218 @@
+//! Requests over sockets, among them some that take few bytes at a time.
+
+use std::{
+    io::{self, Read, Write},
+    os::{
+        fd::{AsRawFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use futures_util::FutureExt;
+use kvhoist::{BlockKey, SharedMemory};
+use tokio::{
+    net::UnixStream as AsyncStream,
+    sync::oneshot,
+    time::{Duration, timeout},
+};
+
+use super::Line;
+use crate::{
+    client::{
+        order::{Call, Counted, What},
+        places::Lent,
+    },
+    error::Result,
+    link::Link,
+    protocol::{HEADER_BYTES, Limits, RegionKind, Reply, Request},
+    wire::{Came, Wire},
+};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A socket whose kernel buffer is as small as it can be, and its peer.
+fn narrow() -> (AsyncStream, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().expect("two sockets");
+    for socket in [&ours, &theirs] {
+        socket.set_nonblocking(true).expect("set");
+    }
+    let least: libc::c_int = 1;
+    // SAFETY: plain system call on a descriptor that is open; the value outlives it.
+    let set = unsafe {
+        let bytes = size_of_val(&least) as libc::socklen_t;
+        libc::setsockopt(ours.as_raw_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, (&raw const least).cast(), bytes)
+    };
+    assert_eq!(set, 0, "{}", io::Error::last_os_error());
+    (AsyncStream::from_std(ours).expect("a reactor"), theirs)
+}
+
+/// Appends the bytes that have come.
+fn read_available(mut from: &UnixStream, to: &mut Vec<u8>) {
+    let mut part = [0; 4096];
+    while let Ok(len @ 1..) = from.read(&mut part) {
+        to.extend_from_slice(&part[..len]);
+    }
+}
+
+fn begin(line: &Line, id: u64, request: &Request) -> oneshot::Receiver<Result<Reply>> {
+    begin_as(line, id, request, What::Plain)
+}
+
+fn begin_as(line: &Line, id: u64, request: &Request, what: What) -> oneshot::Receiver<Result<Reply>> {
+    let (reply, answer) = oneshot::channel();
+    let counted = Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first");
+    let call = Call { id, frame: request.encode(id), what, reply, keeps: (counted, None) };
+    line.begin(call).expect("the line is up");
+    answer
+}
+
+async fn sends_a_frame_in_parts() {
+    let (ours, mut theirs) = narrow();
+    let line = Line::new("a test".into(), PATIENCE, None);
+    assert!(line.connect().is_some_and(|lent| lent.is_empty()));
+    let Link { mut receiver, sender } = Link::new(Arc::new(ours));
+    receiver.ready(true).await.expect("connected");
+    line.connected(sender, &Limits::new(8, 8, 0));
+
+    let long = Request::Contains { keys: (0..4096u16).map(|n| BlockKey::new([n as u8; 32])).collect() };
+    let first = begin(&line, 2, &long);
+    let sent = long.encode(2);
+    let mut came = Vec::new();
+    read_available(&theirs, &mut came);
+    assert!(!came.is_empty() && came.len() < sent.len(), "{} of {} bytes were taken", came.len(), sent.len());
+    // Behind a frame of which a part is sent.
+    let second = begin(&line, 4, &Request::Sync);
+    let sent = [sent, Request::Sync.encode(4)].concat();
+    while came.len() < sent.len() {
+        let wait = line.wait();
+        let before = came.len();
+        read_available(&theirs, &mut came);
+        if came.len() == before {
+            assert!(wait.to_send, "{before} of {} bytes came, and the thread does not know of the others", sent.len());
+            receiver.ready(true).await.expect("connected");
+        }
+    }
+    assert!(came == sent, "the bytes of two frames, in order");
+
+    for (id, reply) in [(2, Reply::Flags(vec![true; 4096])), (4, Reply::Done)] {
+        theirs.write_all(&reply.encode(id)).expect("room");
+    }
+    while !line.lock().pending.is_empty() {
+        receiver.ready(false).await.expect("connected");
+        receiver.receive().expect("connected");
+        while let Some((id, reply)) =
+            receiver.next_frame(|header, body| Reply::decode(header.kind, body)).expect("good")
+        {
+            line.answered(id, reply);
+        }
+    }
+    assert_eq!(first.await.expect("answered").expect("served"), Reply::Flags(vec![true; 4096]));
+    assert_eq!(second.await.expect("answered").expect("served"), Reply::Done);
+}
+
+#[tokio::test]
+async fn a_frame_that_the_socket_takes_in_part_arrives_whole() {
+    timeout(PATIENCE, sends_a_frame_in_parts()).await.expect("no hang");
+}
+
+/// Takes as many bytes as it has room for.
+#[derive(Default)]
+struct Narrow {
+    room: AtomicUsize,
+    taken: Mutex<Vec<u8>>,
+}
+
+impl Wire for Narrow {
+    fn send(&self, bytes: &[u8], _fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+        let len = bytes.len().min(self.room.load(Ordering::Relaxed));
+        if len == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        self.room.fetch_sub(len, Ordering::Relaxed);
+        self.taken.lock().expect("one thread").extend_from_slice(&bytes[..len]);
+        Ok(len)
+    }
+
+    fn receive(&self, _buf: &mut [u8]) -> io::Result<Came> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn end(&self) {}
+
+    fn hang_up(&self) {}
+
+    fn poll_ready(&self, _context: &mut Context<'_>, _receive: bool, _send: bool) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+}
+
+/// Whether the thread would go on without waiting.
+fn is_woken(line: &Line) -> bool {
+    line.woken.notified().now_or_never().is_some()
+}
+
+#[test]
+fn the_thread_waits_while_the_socket_is_full() {
+    let wire = Arc::new(Narrow::default());
+    let Link { sender, .. } = Link::new(Arc::clone(&wire) as Arc<dyn Wire>);
+    let line = Line::new("a socket".into(), PATIENCE, None);
+    line.connected(sender, &Limits::new(8, 8, 1 << 20));
+    wire.room.store(HEADER_BYTES + 3, Ordering::Relaxed);
+    let requests = [(2, Request::Sync), (4, Request::Unregister { region: 7 }), (6, Request::Stats)];
+    let _answers = requests.each_ref().map(|(id, request)| begin(&line, *id, request));
+    assert!(is_woken(&line), "bytes are left, which the thread is to send");
+    assert!(line.wait().to_send);
+    assert!(!is_woken(&line), "the thread waits for the socket, and does not spin");
+    assert_eq!(wire.taken.lock().expect("one thread").len(), HEADER_BYTES + 3);
+    for _ in 0..1000 {
+        wire.room.store(1, Ordering::Relaxed);
+        line.wait();
+    }
+    assert!(!line.wait().to_send, "all is sent");
+    let frames = requests.map(|(id, request)| request.encode(id)).concat();
+    assert_eq!(*wire.taken.lock().expect("one thread"), frames);
+}
+
+#[test]
+fn a_call_that_is_answered_leaves_no_deadline_behind() {
+    let line = Line::new("a test".into(), PATIENCE, None);
+    let _never_answered = begin(&line, 2, &Request::Sync);
+    for id in (4..100).step_by(2) {
+        let _answer = begin(&line, id, &Request::Sync);
+        line.answered(id, Reply::Done);
+        assert_eq!(line.lock().deadlines.len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests() {
+    let (ours, theirs) = UnixStream::pair().expect("two sockets");
+    for socket in [&ours, &theirs] {
+        socket.set_nonblocking(true).expect("set");
+    }
+    let line = Line::new("a test".into(), PATIENCE, None);
+    assert!(line.connect().is_some_and(|lent| lent.is_empty()));
+    let Link { receiver, sender } = Link::new(Arc::new(AsyncStream::from_std(ours).expect("a reactor")));
+    receiver.ready(true).await.expect("connected");
+    line.connected(sender, &Limits::new(1, 8, 0));
+    let memory = SharedMemory::new(4096).expect("memory");
+    let fd = Arc::new(memory.as_fd().try_clone_to_owned().expect("a descriptor"));
+    let lent = Lent { number: 7, start: memory.as_ptr() as usize, len: 4096, offset: 0, pin: false, fd };
+    let register = Request::Register { region: 7, kind: RegionKind::Host, pin: false, offset: 0, len: 4096 };
+    drop(begin_as(&line, 2, &register, What::Register(lent)));
+    let _other = begin(&line, 4, &Request::Sync);
+    // The other call has the one place; nobody waits for the memory any more.
+    line.answered(2, Reply::Done);
+    let mut came = Vec::new();
+    read_available(&theirs, &mut came);
+    assert!(came == [register.encode(2), Request::Sync.encode(4)].concat(), "one request at a time");
+    line.answered(4, Reply::Done);
+    came.clear();
+    read_available(&theirs, &mut came);
+    assert!(came == Request::Unregister { region: 7 }.encode(3));
+}

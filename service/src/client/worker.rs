@@ -1,0 +1,129 @@
+//! A client's thread: it connects, receives replies, and begins anew when the service is gone.
+
+use std::{future::pending, io, path::PathBuf, sync::Arc, time::Duration};
+
+use tokio::{
+    sync::oneshot,
+    time::{Instant, sleep_until},
+};
+
+use super::{line::Line, options::ClientOptions};
+use crate::{
+    error::{Error, Result, ServiceFault},
+    link::{LinkError, Receiver},
+    protocol::Reply,
+    wire::Wire,
+};
+
+/// How long to wait before the first new attempt to connect; each further one waits twice as long.
+const BACKOFF_MIN: Duration = Duration::from_millis(10);
+
+/// How a client reaches the service: makes a stream to it.
+pub(crate) trait Dial: AsyncFn() -> io::Result<Arc<dyn Wire>> {}
+
+impl<D: AsyncFn() -> io::Result<Arc<dyn Wire>>> Dial for D {}
+
+pub(crate) struct Worker<D> {
+    pub(super) dial: D,
+    pub(super) socket: PathBuf,
+    pub(super) options: ClientOptions,
+    pub(super) line: Arc<Line>,
+}
+
+impl<D: Dial> Worker<D> {
+    /// Runs until the client is closed. `first` gets the result of the first attempt to connect; a failure ends it.
+    pub(crate) async fn run(self, first: oneshot::Sender<Result<()>>) {
+        let mut first = Some(first);
+        let mut backoff = BACKOFF_MIN;
+        while let Some(lent) = self.line.connect() {
+            let why = match self.connect(&lent).await {
+                Ok((receiver, sender, limits)) => {
+                    self.line.connected(sender, &limits);
+                    if first.take().is_some_and(|first| first.send(Ok(())).is_err()) {
+                        break;
+                    }
+                    backoff = BACKOFF_MIN;
+                    away(&self.socket, self.serve(receiver).await)
+                }
+                Err(error) => match first.take() {
+                    Some(first) => {
+                        self.line.closed();
+                        return drop(first.send(Err(error)));
+                    }
+                    None => error,
+                },
+            };
+            if !self.line.lost(&why) {
+                self.pause(Instant::now() + backoff).await;
+                backoff = (backoff * 2).min(self.options.backoff_max);
+            }
+        }
+        self.line.closed();
+    }
+
+    /// Waits for the time of the next attempt, or for the close. Calls fail meanwhile.
+    async fn pause(&self, until: Instant) {
+        while !self.line.is_closing() {
+            tokio::select! { biased;
+                () = self.line.woken.notified() => {}
+                () = sleep_until(until) => return,
+            }
+        }
+    }
+
+    /// Hands out replies until the connection is lost; why it was.
+    async fn serve(&self, mut receiver: Receiver) -> String {
+        let mut goodbye = None;
+        loop {
+            if let Err(error) = self.turn(&mut receiver, &mut goodbye).await {
+                let why = match error {
+                    LinkError::Gone(error) => format!("the connection was lost ({error})"),
+                    LinkError::Nonsense(text) => format!("the service sent nonsense: {text}"),
+                };
+                return goodbye.unwrap_or(why);
+            }
+        }
+    }
+
+    async fn turn(&self, receiver: &mut Receiver, goodbye: &mut Option<String>) -> std::result::Result<(), LinkError> {
+        while let Some((id, reply)) = receiver.next_frame(|header, body| Reply::decode(header.kind, body))? {
+            match reply {
+                // The hang-up follows, when the service has let go of this process's memory.
+                Reply::Goodbye(failure) => {
+                    self.line.parting(away(&self.socket, failure.text.clone()));
+                    *goodbye = Some(failure.text);
+                }
+                reply => self.line.answered(id, reply),
+            }
+        }
+        let wait = self.line.wait();
+        let deadline = async {
+            match wait.until {
+                Some(until) => sleep_until(until).await,
+                None => pending().await,
+            }
+        };
+        tokio::select! { biased;
+            ready = receiver.ready(wait.to_send) => {
+                ready?;
+                receiver.receive()?;
+            }
+            () = self.line.woken.notified() => {}
+            () = deadline => {
+                if self.line.late() {
+                    return Err(LinkError::Gone(io::Error::new(io::ErrorKind::TimedOut, "no hang-up after the close")));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn away(socket: &std::path::Path, why: impl std::fmt::Display) -> Error {
+    let text = format!("{}: {why}; start `kvhoist serve`, or try later: the client connects again", socket.display());
+    Error::service(ServiceFault::Away, text)
+}
+
+pub(super) fn nonsense(text: &str) -> Error {
+    Error::service(ServiceFault::Protocol, text)
+}

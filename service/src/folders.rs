@@ -1,0 +1,156 @@
+//! A service's folders and sizes, compared with the machine before anything is made.
+
+use std::{
+    collections::HashSet,
+    fs,
+    io::{self, ErrorKind},
+    os::unix::fs::{DirBuilderExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use kvhoist::internals::machine;
+
+use super::config::ServerConfig;
+use crate::error::{Error, Result};
+
+/// Checks that the machine has the disk and the memory of a service, and makes folders of which only the last part is
+/// missing: a missing parent is a drive that is not mounted.
+///
+/// # Errors
+/// [`Error::Store`] for a path that is no folder and cannot become one, [`Error::Config`] for a size that the machine
+/// does not have, [`Error::Io`].
+pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
+    let places = config.paths.iter().map(|path| place(path)).collect::<Result<Vec<_>>>()?;
+    once_each(&config.paths, &places)?;
+    if let Some(most) = machine::memory_bytes().filter(|&most| config.host_bytes > most) {
+        let expected = format!("{most} at most, the memory of this machine or of its cgroup");
+        return Err(Error::config("host_bytes", format!("{} bytes", config.host_bytes), expected));
+    }
+    if let Some(most) = machine::disk_bytes(&places).filter(|&most| config.capacity_bytes > most) {
+        let expected = format!("{most} at most, which the file systems of the paths have, each path the same part");
+        return Err(Error::config("capacity_bytes", format!("{} bytes", config.capacity_bytes), expected));
+    }
+    for path in &config.paths {
+        match fs::DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(Error::io("create", path, error)),
+            _ => {}
+        }
+    }
+    warn_of_root(config);
+    Ok(())
+}
+
+/// Refuses two names of one folder: its drive would have two parts of the capacity. `places` as of [`place`].
+fn once_each(paths: &[PathBuf], places: &[PathBuf]) -> Result<()> {
+    let mut known = HashSet::new();
+    for (path, place) in paths.iter().zip(places) {
+        let found = fs::metadata(place).map_err(|error| Error::io("stat", place, error))?;
+        let new_name = path.file_name().filter(|_| place != path);
+        if !known.insert((found.dev(), found.ino(), new_name)) {
+            return Err(Error::config("paths", format!("{} twice", path.display()), "each folder once"));
+        }
+    }
+    Ok(())
+}
+
+/// The folder that a path is, or that it will be made in.
+fn place(path: &Path) -> Result<PathBuf> {
+    let refused = |found: String| {
+        let expected = "a folder, or a new name in one that exists";
+        Error::store(
+            path,
+            found,
+            expected,
+            "mount the missing drive, create the folder (mkdir -m 700), or name another",
+        )
+    };
+    match fs::metadata(path) {
+        Ok(found) if found.is_dir() => Ok(path.to_owned()),
+        Ok(_) => Err(refused("something else than a folder".into())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            match parent.is_dir() {
+                true => Ok(parent.to_owned()),
+                false => Err(refused(format!("no folder {}", parent.display()))),
+            }
+        }
+        Err(error) => Err(refused(format!("no way to it ({error})"))),
+    }
+}
+
+/// Warns of stores that will fill the root file system, as those of a drive that is not mounted do.
+fn warn_of_root(config: &ServerConfig) {
+    let bytes = config.capacity_bytes / config.paths.len().max(1) as u64;
+    for path in config.paths.iter().filter(|path| machine::is_on_root(path)) {
+        tracing::warn!(
+            path = %path.display(), bytes,
+            "the path is on the root file system, whose room its stores take; a drive that belongs there is not mounted"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(paths: &[PathBuf]) -> ServerConfig {
+        ServerConfig {
+            paths: paths.to_vec(),
+            host_bytes: 1 << 20,
+            capacity_bytes: 2 << 20,
+            ..ServerConfig::new("socket")
+        }
+    }
+
+    #[test]
+    fn only_the_last_part_of_a_path_is_made() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        prepare(&config(&[path("kv")])).expect("made");
+        assert!(path("kv").is_dir());
+        let refused = prepare(&config(&[path("mnt/nvme/kv")])).expect_err("no drive is mounted");
+        assert!(refused.to_string().contains("found no folder") && !path("mnt").exists(), "{refused}");
+        fs::write(path("file"), "").expect("written");
+        for wrong in ["file", "file/kv"] {
+            let refused = prepare(&config(&[path("new"), path(wrong)])).expect_err(wrong);
+            assert!(matches!(refused, Error::Store { .. }), "{refused}");
+        }
+        assert!(!path("new").exists(), "nothing is made for a service that is refused");
+    }
+
+    #[test]
+    fn a_folder_with_two_names_is_refused() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        fs::create_dir(path("old")).expect("made");
+        std::os::unix::fs::symlink(path("old"), path("link")).expect("a link");
+        for (one, other) in [("old", "old/"), ("old", "link"), ("new", "new/"), ("old/new", "link/new")] {
+            let refused = prepare(&config(&[path(one), path(other)])).expect_err("one folder");
+            assert!(matches!(refused, Error::Config { field: "paths", .. }), "{refused}");
+            assert!(!path("new").exists() && !path("old/new").exists(), "nothing is made");
+        }
+        prepare(&config(&[path("old"), path("new"), path("old/new")])).expect("three folders");
+    }
+
+    #[test]
+    fn sizes_that_the_machine_does_not_have_are_refused() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let good = config(&[directory.path().join("a"), directory.path().join("b")]);
+        for (field, spoiled) in [
+            ("host_bytes", ServerConfig { host_bytes: 1 << 60, ..good.clone() }),
+            ("capacity_bytes", ServerConfig { capacity_bytes: 1 << 60, ..good.clone() }),
+        ] {
+            match prepare(&spoiled) {
+                Err(Error::Config { field: found, expected, .. }) => {
+                    assert!(found == field && expected.contains(" at most, "), "{found}: {expected}");
+                }
+                other => panic!("{field}: {other:?}"),
+            }
+        }
+        // Two paths of one file system have its room together.
+        let (one, both) = (machine::disk_bytes(&good.paths[..1]), machine::disk_bytes(&good.paths));
+        assert_eq!(one.or(both), None, "nothing was made");
+        let place = [directory.path().to_owned(), directory.path().to_owned()];
+        assert_eq!(machine::disk_bytes(&place), machine::disk_bytes(&place[..1]));
+    }
+}

@@ -1,0 +1,48 @@
+//! One cache for all processes of a node: a service that owns the drives, and its clients.
+//!
+//! `kvhoist serve` runs a [`Server`]; a [`Client`] has the calls of [`Cache`](kvhoist::Cache) that move blocks. A
+//! client lends the service memory as memfds, and blocks go directly between it and the drives. docs/service.md is for
+//! operators, docs/protocol.md for authors of clients.
+
+#[macro_use]
+mod debug;
+
+mod accepted;
+mod blocks;
+mod brief;
+mod budget;
+mod client;
+mod config;
+mod error;
+mod folders;
+mod helpers;
+mod house;
+mod inbox;
+#[doc(hidden)]
+pub mod internals;
+mod late_close;
+mod link;
+mod lock;
+mod memory;
+mod peers;
+mod protocol;
+mod query;
+mod regions;
+mod report;
+#[cfg(feature = "sim")]
+mod seams;
+mod seldom;
+mod server;
+mod session;
+mod shares;
+mod socket;
+mod spaces;
+mod system;
+mod wire;
+
+pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
+pub use config::ServerConfig;
+pub use protocol::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus, TierFigures};
+pub use query::{default_socket, remove_space, status};
+pub use server::Server;
+pub use shares::{Bounds, Share};

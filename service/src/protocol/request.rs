@@ -1,0 +1,226 @@
+//! Requests of a client.
+
+use kvhoist::BlockKey;
+
+use super::{
+    places::BlockPlaces,
+    table::{get, messages, put},
+    wire::{Malformed, NAMESPACE_BYTES_MAX, Reader, Wire, Writer, malformed},
+};
+
+/// Blocks to move, each with its places in the client's memory.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Blocks {
+    /// The blocks' keys.
+    pub keys: Vec<BlockKey>,
+    /// For each key its places, in the order of the block's bytes.
+    pub places: BlockPlaces,
+}
+
+/// The direction of a movement of blocks.
+#[derive(Debug, Clone, Copy)]
+pub enum Way {
+    /// Into the client's memory.
+    Load,
+    /// Out of it, with the key before the first one in its prefix chain.
+    Store(Option<BlockKey>),
+}
+
+impl Way {
+    /// The same for the blocks from `first` on: their parent is the block before them.
+    pub fn of_part(self, keys: &[BlockKey], first: usize) -> Self {
+        match (self, first.checked_sub(1)) {
+            (Way::Store(_), Some(before)) => Way::Store(Some(keys[before])),
+            (way, _) => way,
+        }
+    }
+
+    /// The request that moves blocks this way.
+    pub fn request(self, blocks: Blocks) -> Request {
+        match self {
+            Way::Load => Request::Load(blocks),
+            Way::Store(parent) => Request::Store { parent, blocks },
+        }
+    }
+}
+
+/// A client's request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
+pub enum Request {
+    /// Attaches the connection to a space, which is made if there is none.
+    Attach {
+        /// The space's name.
+        namespace: String,
+        /// Bytes of every block.
+        block_bytes: u64,
+        /// Disk for a space that is made now, bytes; 0 for all that is left.
+        capacity_bytes: u64,
+        /// Host memory for a space that is opened now, bytes; 0 for all that is left.
+        host_bytes: u64,
+        /// Whether the space is the one that all users share, instead of this user's own.
+        shared: bool,
+    },
+    /// Lends memory: the descriptor that comes with the frame.
+    Register {
+        /// The client's number for it, which no other region of the connection has.
+        region: u32,
+        /// The kind of memory that the descriptor stands for.
+        kind: RegionKind,
+        /// Whether the kernel is to keep it pinned.
+        pin: bool,
+        /// Where in the memfd it begins, bytes; a multiple of the page size.
+        offset: u64,
+        /// Its bytes.
+        len: u64,
+    },
+    /// Takes memory back. The reply comes when nothing uses it any longer.
+    Unregister {
+        /// The client's number for it.
+        region: u32,
+    },
+    /// How many leading blocks are resident.
+    MatchLen {
+        /// A prefix chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Which leading blocks are resident, and where.
+    MatchPrefix {
+        /// A prefix chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Which blocks are resident.
+    Contains {
+        /// Any keys.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Loads blocks into the client's memory.
+    Load(Blocks),
+    /// Stores blocks from the client's memory.
+    Store {
+        /// The key before the first one in its prefix chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::maybe_key()"))]
+        parent: Option<BlockKey>,
+        /// The blocks, one prefix chain.
+        blocks: Blocks,
+    },
+    /// Starts to bring blocks into host memory.
+    Prefetch {
+        /// Any keys.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Forgets blocks.
+    Remove {
+        /// Whether the removal is to survive a power cut.
+        durable: bool,
+        /// Any keys.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Waits until all that was stored before is written and flushed.
+    Sync,
+    /// Figures of the space.
+    Stats,
+    /// Starts nothing more of a request of this connection. It has no reply of its own.
+    Cancel {
+        /// The request's id.
+        request: u64,
+    },
+    /// Figures of the whole service; needs no space.
+    Status,
+    /// Removes a space that no connection has, with all its blocks; needs no space.
+    RemoveSpace {
+        /// The space's name.
+        namespace: String,
+        /// Bytes of its blocks.
+        block_bytes: u64,
+        /// Whether it is a space that all users share.
+        shared: bool,
+    },
+    /// Counts a use of every resident block.
+    Touch {
+        /// A prefix chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Releases a chain, or a part of it: its blocks are evicted first.
+    Release {
+        /// The key after the last one, where an earlier request released the rest of the chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::maybe_key()"))]
+        next: Option<BlockKey>,
+        /// A prefix chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+    /// Keeps the resident blocks of a chain: they are evicted last.
+    Keep {
+        /// For how long, milliseconds from the arrival of the request.
+        ms: u64,
+        /// A prefix chain.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+}
+
+/// Kinds of memory that a client can lend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
+pub enum RegionKind {
+    /// Host memory: a memfd.
+    Host,
+    /// Memory of a GPU: a handle that the client's driver has exported as a descriptor. No service takes it yet; it is
+    /// refused with [`ServiceFault::Memory`](kvhoist::ServiceFault::Memory).
+    Device,
+}
+
+messages!(Request("kind of request", "1 to 18") {
+    1 => Attach { block_bytes, capacity_bytes, host_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
+    2 => Register { region, pin as u16, kind, offset, len },
+    3 => Unregister { region },
+    4 => MatchLen { keys },
+    5 => MatchPrefix { keys },
+    6 => Contains { keys },
+    7 => Load(blocks),
+    8 => Store { parent, blocks },
+    9 => Prefetch { keys },
+    10 => Remove { durable, keys },
+    11 => Sync,
+    12 => Stats,
+    13 => Cancel { request },
+    14 => Status,
+    15 => Touch { keys },
+    16 => RemoveSpace { block_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
+    17 => Release { next, keys },
+    18 => Keep { ms, keys },
+});
+
+impl Wire for RegionKind {
+    fn put(&self, writer: &mut Writer) {
+        (*self as u16).put(writer);
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        match u16::get(reader, what)? {
+            0 => Ok(RegionKind::Host),
+            1 => Ok(RegionKind::Device),
+            kind => Err(malformed(what, kind, "0 (host) or 1 (device)")),
+        }
+    }
+}
+
+impl Wire for Blocks {
+    fn put(&self, writer: &mut Writer) {
+        self.keys.put(writer);
+        self.places.put(writer);
+    }
+
+    fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, Malformed> {
+        let keys = Vec::<BlockKey>::get(reader, "keys")?;
+        let places = BlockPlaces::get(reader, keys.len())?;
+        Ok(Blocks { keys, places })
+    }
+}

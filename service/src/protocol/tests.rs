@@ -1,0 +1,154 @@
+//! Every frame comes back as it was written, and no bytes make a decoder panic.
+
+use kvhoist::{BlockKey, Durations, Route, Tier};
+use proptest::{array::uniform, collection::vec, option, prelude::*, sample::select};
+
+use super::*;
+use crate::error::ServiceFault;
+
+impl Arbitrary for Blocks {
+    type Parameters = ();
+    type Strategy = BoxedStrategy<Blocks>;
+
+    fn arbitrary_with((): ()) -> Self::Strategy {
+        let blocks = vec((key(), vec(any::<Place>(), 0..5)), 0..20);
+        let of_lists =
+            |(keys, places): (Vec<BlockKey>, Vec<Vec<Place>>)| Blocks { keys, places: BlockPlaces::from_iter(places) };
+        blocks.prop_map(|blocks| blocks.into_iter().unzip()).prop_map(of_lists).boxed()
+    }
+}
+
+fn key() -> impl Strategy<Value = BlockKey> {
+    any::<[u8; 32]>().prop_map(BlockKey::new)
+}
+
+pub(super) fn keys() -> impl Strategy<Value = Vec<BlockKey>> {
+    vec(key(), 0..100)
+}
+
+pub(super) fn maybe_key() -> impl Strategy<Value = Option<BlockKey>> {
+    option::of(key())
+}
+
+pub(super) fn fault() -> impl Strategy<Value = ServiceFault> {
+    select(&ServiceFault::ALL[..])
+}
+
+pub(super) fn tiers() -> impl Strategy<Value = Vec<Tier>> {
+    vec(select(&Tier::ALL[..]), 0..100)
+}
+
+pub(super) fn durations() -> impl Strategy<Value = [Durations; Route::COUNT]> {
+    uniform(
+        (any::<[u64; Durations::BOUNDS_SECONDS.len() + 1]>(), any::<u64>())
+            .prop_map(|(counts, sum_ns)| Durations::from_counts(counts, sum_ns)),
+    )
+}
+
+/// No more failures than a reply tells apart.
+pub(super) fn results() -> impl Strategy<Value = Vec<BlockResult>> {
+    vec(any::<BlockResult>(), 0..50)
+}
+
+/// The header of a frame, which must say how long it is.
+fn header(frame: &[u8]) -> Header {
+    let header = Header::decode(frame.first_chunk().expect("a header")).expect("a good one");
+    assert_eq!(header.body_bytes as usize, frame.len() - HEADER_BYTES);
+    header
+}
+
+proptest! {
+    #[test]
+    fn a_request_comes_back_as_it_was_written(request: Request, id: u64) {
+        let frame = request.encode(id);
+        let header = header(&frame);
+        prop_assert_eq!(header.id, id);
+        prop_assert_eq!(Request::decode(header.kind, &frame[HEADER_BYTES..]).expect("its own bytes"), request);
+    }
+
+    #[test]
+    fn a_reply_comes_back_as_it_was_written(reply: Reply, id: u64) {
+        let frame = reply.encode(id);
+        let header = header(&frame);
+        prop_assert_eq!(header.id, id);
+        prop_assert_eq!(Reply::decode(header.kind, &frame[HEADER_BYTES..]).expect("its own bytes"), reply);
+    }
+
+    #[test]
+    fn a_frame_that_is_cut_short_or_goes_on_is_refused(request: Request, reply: Reply, at: u16) {
+        let (mut asked, mut answered) = (request.encode(1), reply.encode(1));
+        let (ask_kind, answer_kind) = (header(&asked).kind, header(&answered).kind);
+        for frame in [&mut asked, &mut answered] {
+            let body = frame.len() - HEADER_BYTES;
+            if body > 0 {
+                frame.truncate(HEADER_BYTES + usize::from(at) % body);
+            } else {
+                frame.push(0);
+            }
+        }
+        prop_assert!(Request::decode(ask_kind, &asked[HEADER_BYTES..]).is_err());
+        prop_assert!(Reply::decode(answer_kind, &answered[HEADER_BYTES..]).is_err());
+    }
+
+    #[test]
+    fn no_bytes_make_a_decoder_panic(kind in 0u16..300, bytes in vec(any::<u8>(), 0..400)) {
+        drop(Request::decode(kind, &bytes));
+        drop(Reply::decode(kind, &bytes));
+        bytes.first_chunk().map(Header::decode);
+        bytes.first_chunk().map(Hello::decode);
+        bytes.first_chunk().map(Welcome::decode);
+    }
+}
+
+#[test]
+fn the_handshake_comes_back_as_it_was_written() {
+    let hello = Hello { version_min: 3, version_max: 900 };
+    assert_eq!(Hello::decode(hello.encode().first_chunk().expect("whole")), Ok(hello));
+    for answer in [Ok(1), Err(ServiceFault::Version), Err(ServiceFault::Permission)] {
+        let welcome = Welcome::new(answer, Limits::new(7, 8, 1 << 40));
+        assert_eq!(welcome.encode().len(), Welcome::BYTES);
+        assert_eq!(Welcome::decode(welcome.encode().first_chunk().expect("whole")), Ok(welcome));
+    }
+}
+
+#[test]
+fn the_newest_common_version_is_spoken() {
+    let of = |version_min, version_max| Hello { version_min, version_max }.common_version();
+    assert_eq!(of(1, 1), Some(1));
+    assert_eq!(of(0, u16::MAX), Some(VERSION_MAX));
+    assert_eq!(of(VERSION_MAX + 1, u16::MAX), None, "from the future");
+    assert_eq!(of(0, VERSION_MIN - 1), None, "from the past");
+    assert_eq!(of(5, 0), None, "none at all");
+}
+
+#[test]
+fn numbers_that_are_too_large_take_no_memory() {
+    // A count is held against the bytes that follow it, before anything is allocated for it.
+    let most = u32::MAX.to_le_bytes();
+    // Kind 3 is a number and nothing else.
+    for kind in (1..=14).filter(|kind| *kind != 3) {
+        assert!(Request::decode(kind, &most).is_err(), "kind {kind}");
+    }
+    let mut keys_only = Request::Load(Blocks::default()).encode(1);
+    keys_only.truncate(HEADER_BYTES + 4);
+    keys_only.extend(60_000u32.to_le_bytes());
+    assert!(Request::decode(7, &keys_only[HEADER_BYTES..]).expect_err("no such places").to_string().contains("60000"));
+}
+
+#[test]
+fn a_text_is_cut_off_between_characters() {
+    let failure = Failure::new(ServiceFault::Io, "\u{fc}".repeat(TEXT_BYTES_MAX));
+    assert!(failure.text.len() <= TEXT_BYTES_MAX && failure.text.chars().all(|c| c == '\u{fc}'));
+}
+
+#[test]
+fn failures_past_the_table_are_told_as_its_last_one() {
+    let failure = |n: usize| Failure::new(ServiceFault::Io, format!("{n}"));
+    let results: Vec<BlockResult> = (0..100).map(|n| Err(failure(n))).collect();
+    let frame = Reply::Results(results).encode(1);
+    let Ok(Reply::Results(back)) = Reply::decode(header(&frame).kind, &frame[HEADER_BYTES..]) else {
+        panic!("results come back");
+    };
+    assert_eq!(back[10], Err(failure(10)));
+    assert_eq!(back[99], Err(failure(63)));
+}

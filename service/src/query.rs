@@ -1,0 +1,207 @@
+//! Single questions to a service, on the caller's thread.
+
+use std::{
+    ffi::OsString,
+    fs,
+    io::{self, Read, Write},
+    os::unix::{fs::MetadataExt, net::UnixStream},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use super::{
+    peers::own_uid,
+    protocol::{HEADER_BYTES, Header, Hello, Malformed, Reply, Request, ServiceStatus, Welcome},
+};
+use crate::error::{Error, Result, ServiceFault};
+
+/// How long a service may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long it may take to delete the files of a space: a file system frees some TiB a minute.
+const REMOVAL_PATIENCE: Duration = Duration::from_secs(120);
+/// Where packages and containers have the service's socket.
+const PACKAGED: &str = "/run/kvhoist";
+
+/// The socket of a service that nobody named: `$KVHOIST_SOCKET`; else `kvhoist.sock` in `/run/kvhoist`, where that
+/// folder exists, else in `$XDG_RUNTIME_DIR`, else in `/run`. `kvhoist serve` listens there, and its clients connect to
+/// it.
+pub fn default_socket() -> PathBuf {
+    socket_of(|name| std::env::var_os(name), Path::new(PACKAGED).is_dir())
+}
+
+fn socket_of(variable: impl Fn(&str) -> Option<OsString>, is_packaged: bool) -> PathBuf {
+    let folder = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    folder("KVHOIST_SOCKET").unwrap_or_else(|| {
+        let packaged = is_packaged.then(|| PACKAGED.into());
+        packaged.or(folder("XDG_RUNTIME_DIR")).unwrap_or_else(|| "/run".into()).join("kvhoist.sock")
+    })
+}
+
+/// A service's figures, and those of its spaces and clients. Blocks the thread, for at most 10 s if the service
+/// hangs.
+///
+/// # Errors
+/// [`Error::Service`]: [`ServiceFault::Away`] if none answers, [`ServiceFault::Permission`],
+/// [`ServiceFault::Version`], [`ServiceFault::Busy`].
+pub fn status(socket: &Path) -> Result<ServiceStatus> {
+    match ask(socket, &Request::Status, PATIENCE)? {
+        Reply::Status(status) => Ok(*status),
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// Removes a space with all its blocks, for good: this user's own, or, if `shared`, the one that users share, for the
+/// user who made it and the service's. Blocks the thread until its files are deleted, for at most two minutes.
+///
+/// # Errors
+/// As [`status`]; [`ServiceFault::Busy`] while clients are attached to it, [`ServiceFault::Argument`] if there is
+/// none, [`ServiceFault::Permission`] for a shared space of another user, [`ServiceFault::Io`] if its files cannot be
+/// deleted, [`ServiceFault::Timeout`] if they are not by then; the removal goes on.
+pub fn remove_space(socket: &Path, namespace: &str, block_bytes: u64, shared: bool) -> Result<()> {
+    let request = Request::RemoveSpace { namespace: namespace.into(), block_bytes, shared };
+    match ask(socket, &request, REMOVAL_PATIENCE)? {
+        Reply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn unexpected(reply: &Reply) -> Error {
+    Error::service(ServiceFault::Protocol, format!("{reply:?} is not what was asked for"))
+}
+
+/// Asks on a connection of its own; the reply may take `patience`.
+fn ask(socket: &Path, request: &Request, patience: Duration) -> Result<Reply> {
+    let lost = |error: io::Error| {
+        if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) {
+            let text = format!(
+                "{}: no answer within {} s; what it was asked for goes on: look with `kvhoist status`, and into the \
+                 service's log",
+                socket.display(),
+                patience.as_secs_f64()
+            );
+            return Error::service(ServiceFault::Timeout, text);
+        }
+        Error::service(
+            ServiceFault::Away,
+            format!(
+                "{}: the connection was lost ({error}); try again, or look into the service's log",
+                socket.display()
+            ),
+        )
+    };
+    let mut stream = UnixStream::connect(socket).map_err(|error| cannot_connect(socket, &error))?;
+    stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE))).map_err(lost)?;
+    // A service that refuses the connection may have hung up already; its answer can be read all the same.
+    let sent = stream.write_all(&Hello::ours().encode());
+    let mut welcome = [0; Welcome::BYTES];
+    stream.read_exact(&mut welcome).map_err(|error| lost(sent.err().unwrap_or(error)))?;
+    let welcome = Welcome::decode(&welcome).map_err(nonsense)?;
+    if welcome.answer.is_err() {
+        return Err(refused(&welcome, reply(&mut stream).ok()));
+    }
+    stream.set_read_timeout(Some(patience)).and_then(|()| stream.write_all(&request.encode(1))).map_err(lost)?;
+    match reply(&mut stream).map_err(lost)?.map_err(nonsense)? {
+        Reply::Failed(failure) | Reply::Goodbye(failure) => Err(failure.into()),
+        reply => Ok(reply),
+    }
+}
+
+/// The next reply, as far as its bytes come.
+fn reply(stream: &mut UnixStream) -> io::Result<std::result::Result<Reply, Malformed>> {
+    let mut header = [0; HEADER_BYTES];
+    stream.read_exact(&mut header)?;
+    let header = match Header::decode(&header) {
+        Ok(header) => header,
+        Err(malformed) => return Ok(Err(malformed)),
+    };
+    let mut body = vec![0; header.body_bytes as usize];
+    stream.read_exact(&mut body)?;
+    Ok(Reply::decode(header.kind, &body))
+}
+
+fn nonsense(error: Malformed) -> Error {
+    Error::service(ServiceFault::Protocol, error.to_string())
+}
+
+/// Why nobody answers at `socket`.
+pub(super) fn cannot_connect(socket: &Path, error: &io::Error) -> Error {
+    let name = socket.display();
+    if error.kind() != io::ErrorKind::PermissionDenied {
+        let found = match error.kind() {
+            io::ErrorKind::NotFound => "found no socket".to_owned(),
+            io::ErrorKind::ConnectionRefused => "found nobody who listens there".to_owned(),
+            _ => error.to_string(),
+        };
+        let text = format!("{name}: {found}; start `kvhoist serve` there, or name the socket of one that runs");
+        return Error::service(ServiceFault::Away, text);
+    }
+    let user = own_uid();
+    let found = match fs::metadata(socket) {
+        Ok(found) => format!("mode {:04o} of user {}, group {}", found.mode() & 0o7777, found.uid(), found.gid()),
+        Err(error) => format!("a folder that this user may not enter ({error})"),
+    };
+    let text = format!(
+        "{name}: found {found}, expected a socket that user {user} may open; start the service with --allow-uid {user} \
+         or --socket-group, or run as its user"
+    );
+    Error::service(ServiceFault::Permission, text)
+}
+
+/// Why a service does not admit this process: in the service's words, if they have come.
+pub(super) fn refused(welcome: &Welcome, reply: Option<std::result::Result<Reply, Malformed>>) -> Error {
+    let Welcome { version_min, version_max, answer, .. } = *welcome;
+    let fault = answer.err().unwrap_or(ServiceFault::Unavailable);
+    let text = match (fault, reply) {
+        (ServiceFault::Version, _) => {
+            let Hello { version_min: ours_min, version_max: ours_max } = Hello::ours();
+            format!(
+                "the service speaks versions {version_min} to {version_max} of the protocol, this client {ours_min} \
+                 to {ours_max}; update the older one"
+            )
+        }
+        (_, Some(Ok(Reply::Goodbye(failure)))) => failure.text,
+        _ => format!("the service refused the connection ({fault:?}) and gave no reason; look into its log"),
+    };
+    Error::service(fault, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixListener, thread};
+
+    use super::*;
+    use crate::protocol::Limits;
+
+    #[test]
+    fn a_socket_that_nobody_names_is_where_the_service_is() {
+        let of = |variables: &[(&str, &str)], is_packaged| {
+            let value = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
+            socket_of(value, is_packaged).display().to_string()
+        };
+        let (named, own) = (("KVHOIST_SOCKET", "/a/s"), ("XDG_RUNTIME_DIR", "/run/user/7"));
+        assert_eq!(of(&[named, own], true), "/a/s");
+        assert_eq!(of(&[("KVHOIST_SOCKET", ""), own], true), "/run/kvhoist/kvhoist.sock");
+        assert_eq!(of(&[own], false), "/run/user/7/kvhoist.sock");
+        assert_eq!(of(&[], false), "/run/kvhoist.sock");
+    }
+
+    #[test]
+    fn a_removal_that_hangs_does_not_hold_up_its_caller() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("s");
+        let listener = UnixListener::bind(&socket).expect("bound");
+        let hangs = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().expect("a client");
+            let welcome = Welcome::new(Ok(Hello::ours().version_max), Limits::new(7, 8, 1 << 40));
+            stream.write_all(&welcome.encode()).expect("sent");
+            // Until the client is gone.
+            while stream.read(&mut [0; 64]).is_ok_and(|bytes| bytes > 0) {}
+        });
+        let request = Request::RemoveSpace { namespace: "a".into(), block_bytes: 4096, shared: false };
+        match ask(&socket, &request, Duration::from_millis(20)) {
+            Err(Error::Service { fault: ServiceFault::Timeout, text }) => assert!(text.contains("goes on"), "{text}"),
+            other => panic!("{other:?}"),
+        }
+        hangs.join().expect("it was hung up");
+    }
+}

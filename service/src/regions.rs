@@ -1,0 +1,226 @@
+//! The regions of one connection, from the memfd to the end of the last movement.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    os::fd::OwnedFd,
+    rc::Rc,
+};
+
+use kvhoist::{Cache, Memory, Region, Segment, internals::service::MemoryOwner};
+use tokio::task::{JoinHandle, spawn_local};
+
+use super::{
+    budget::{Account, Charge},
+    memory::Mapped,
+    protocol::{Failure, Place},
+    system::System,
+};
+use crate::error::ServiceFault;
+
+/// A client's memory, and what it takes of what all clients may lend.
+pub(super) struct Lent {
+    mapped: Mapped,
+    /// Given back when the memory is unmapped.
+    _charge: Charge,
+}
+
+impl Lent {
+    /// Whether its file has shrunk while it was used.
+    pub(super) fn is_spoiled(&self) -> bool {
+        self.mapped.is_spoiled()
+    }
+}
+
+/// A client's memory, mapped and registered with the cache of its space.
+struct Held {
+    lent: Rc<Lent>,
+    region: Region,
+    /// The client has taken it back: no movement begins to use it.
+    leaving: Cell<bool>,
+    unmapped: Cell<bool>,
+}
+
+/// A client's regions, by the client's numbers.
+pub(super) struct Regions {
+    cache: Cache,
+    system: Rc<dyn System>,
+    lenders: Rc<Cell<u32>>,
+    /// The client, which answers for what its memory does.
+    owner: MemoryOwner,
+    account: Rc<Account>,
+    held: RefCell<BTreeMap<u32, Rc<Held>>>,
+}
+
+impl Regions {
+    /// `lenders`: the connections of the space that have regions. `client`: its name for the log.
+    pub(super) fn new(
+        cache: Cache,
+        system: Rc<dyn System>,
+        lenders: Rc<Cell<u32>>,
+        client: String,
+        account: Rc<Account>,
+    ) -> Self {
+        let owner = cache.memory_owner(client);
+        Regions { cache, system, lenders, owner, account, held: RefCell::default() }
+    }
+
+    /// The number of connections of the space that have regions.
+    pub(super) fn lenders(&self) -> u32 {
+        self.lenders.get()
+    }
+
+    /// The number of regions, including those that are being released.
+    pub(super) fn count(&self) -> usize {
+        self.held.borrow().len()
+    }
+
+    /// Their bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.held.borrow().values().map(|held| held.lent.mapped.len() as u64).sum()
+    }
+
+    /// Whether a region has this number.
+    pub(super) fn has(&self, number: u32) -> bool {
+        self.held.borrow().contains_key(&number)
+    }
+
+    /// Maps and registers a client's memory under a number that no region has.
+    pub(super) fn add(&self, number: u32, fd: &OwnedFd, offset: u64, len: u64) -> Result<(), Failure> {
+        // Before it is mapped: what is too much for all is never mapped.
+        let charge = self.account.take(len)?;
+        let mapped = self.system.map(fd, offset, len)?;
+        // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
+        // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
+        // block that was changed while it was stored does not match its checksum later, and is a miss.
+        let memory = unsafe { Memory::host(mapped.start(), mapped.len()) }.guarded(mapped.guard().cloned());
+        let lent = Rc::new(Lent { mapped, _charge: charge });
+        match self.cache.add_region_of(memory, self.owner.clone()) {
+            Ok(region) => {
+                let held = Held { lent, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
+                let mut all = self.held.borrow_mut();
+                if all.is_empty() {
+                    self.lenders.set(self.lenders.get() + 1);
+                }
+                all.insert(number, Rc::new(held));
+                Ok(())
+            }
+            Err(error) => {
+                // SAFETY: no cache knows it, and it is unmapped here only.
+                drop(unsafe { unmap(&*self.system, lent) });
+                Err(Failure::from(&error))
+            }
+        }
+    }
+
+    fn get(&self, number: u32) -> Option<Rc<Held>> {
+        self.held.borrow().get(&number).cloned()
+    }
+
+    /// Asks the kernel to keep a region pinned; false if it does not.
+    pub(super) async fn pin(&self, number: u32) -> bool {
+        let Some(held) = self.get(number) else { return false };
+        self.cache.pin_region(&held.region).await.unwrap_or(false)
+    }
+
+    /// Those of these places' regions whose files can shrink. Whoever uses them asks afterwards
+    /// [whether they did](Lent::is_spoiled), also of one that was released in between.
+    pub(super) fn guarded(&self, places: impl Iterator<Item = Place>) -> BTreeMap<u32, Rc<Lent>> {
+        let (held, mut guarded) = (self.held.borrow(), BTreeMap::new());
+        if held.values().any(|held| held.lent.mapped.guard().is_some()) {
+            for place in places {
+                if let Some(held) = held.get(&place.region).filter(|held| held.lent.mapped.guard().is_some()) {
+                    guarded.entry(place.region).or_insert_with(|| Rc::clone(&held.lent));
+                }
+            }
+        }
+        guarded
+    }
+
+    /// Where a block's places lie in the service's memory. Good until the next await only: a region may leave then.
+    pub(super) fn segments(&self, places: impl Iterator<Item = Place>) -> Result<Vec<Segment>, Failure> {
+        let held = self.held.borrow();
+        places.map(|place| segment(&held, place)).collect()
+    }
+
+    /// Checks places; returns their bytes.
+    pub(super) fn check(&self, places: impl Iterator<Item = Place>) -> Result<u64, Failure> {
+        let held = self.held.borrow();
+        places.map(|place| segment(&held, place).map(|segment| segment.len as u64)).sum()
+    }
+
+    /// Takes a region out of use, waits until no movement uses it, and unmaps it. Returns at once if no region has this
+    /// number. Every one of several calls for one region waits.
+    ///
+    /// # Cancel safety
+    /// The region is out of use from the first poll on, and stays mapped until a later call has ended.
+    pub(super) async fn release(&self, number: u32) {
+        let Some(held) = self.get(number) else { return };
+        held.leaving.set(true);
+        if let Err(error) = self.cache.unregister(&held.region).await {
+            tracing::error!(%error, "a client's memory stays mapped");
+            return;
+        }
+        if !held.unmapped.replace(true) {
+            self.held.borrow_mut().remove(&number);
+            if self.count() == 0 {
+                self.lenders.set(self.lenders.get() - 1);
+            }
+            // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
+            // naming it; and it was not unmapped before.
+            let unmapped = unsafe { unmap(&*self.system, Rc::clone(&held.lent)) };
+            drop(unmapped.await);
+        }
+    }
+
+    /// Releases all of them.
+    ///
+    /// # Cancel safety
+    /// As [`release`](Self::release).
+    pub(super) async fn release_all(&self) {
+        let numbers: Vec<u32> = self.held.borrow().keys().copied().collect();
+        for number in numbers {
+            self.release(number).await;
+        }
+    }
+}
+
+/// Where a place lies in the service's memory.
+fn segment(held: &BTreeMap<u32, Rc<Held>>, place: Place) -> Result<Segment, Failure> {
+    let Place { region, len, offset } = place;
+    let wrong = |found: String| Failure::new(ServiceFault::Argument, format!("place: found {found}"));
+    let Some(held) = held.get(&region).filter(|held| !held.leaving.get()) else {
+        let expected = "one that is registered, and was not given up because its file has shrunk";
+        return Err(wrong(format!("region {region}, expected {expected}")));
+    };
+    let mapped = &held.lent.mapped;
+    if mapped.is_spoiled() {
+        return Err(shrunk(region));
+    }
+    let (len, region_bytes) = (len as usize, mapped.len());
+    match usize::try_from(offset).ok().filter(|offset| *offset <= region_bytes && len <= region_bytes - offset) {
+        // Within the mapping, or at its end.
+        Some(offset) => Ok(Segment { ptr: mapped.start().wrapping_add(offset), len }),
+        None => Err(wrong(format!("{len} bytes from {offset} on, expected a range within {region_bytes}"))),
+    }
+}
+
+/// The failure of a region whose file has shrunk.
+pub(super) fn shrunk(region: u32) -> Failure {
+    let text = format!("region {region}: found a file that has shrunk, expected one that keeps its size");
+    Failure::new(ServiceFault::Memory, text)
+}
+
+/// Unmaps a client's memory, whether the handle is awaited or not, and then gives back what it took of the limits.
+///
+/// # Safety
+/// Nothing uses the memory any longer, nothing will, and this was not called before.
+unsafe fn unmap(system: &dyn System, lent: Rc<Lent>) -> JoinHandle<()> {
+    lent.mapped.end_guard();
+    // SAFETY: `System::map` made it with this length; the caller promises that it is in use nowhere.
+    let unmapping = unsafe { system.unmap(lent.mapped.start(), lent.mapped.len()) };
+    spawn_local(async move {
+        unmapping.await;
+        drop(lent);
+    })
+}

@@ -1,0 +1,309 @@
+//! The service: a thread that listens and admits clients.
+
+use std::{
+    fs,
+    future::pending,
+    io,
+    os::unix::{
+        fs::{FileTypeExt, MetadataExt},
+        net::UnixListener as StdListener,
+    },
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::{Arc, Mutex, mpsc},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use tokio::{
+    net::UnixListener,
+    sync::watch,
+    task::{JoinSet, LocalSet},
+    time::{Instant, sleep_until},
+};
+
+use super::{
+    accepted::{Accepted, Aside, Listener},
+    config::ServerConfig,
+    folders,
+    house::House,
+    late_close::LateClose,
+    lock::ServiceLock,
+    peers::{Peer, admit, group_number},
+    protocol::Failure,
+    report::{Ask, Asked, ServiceReport},
+    seldom::Seldom,
+    session, socket,
+    spaces::Spaces,
+    system::Machine,
+    wire::Wire,
+};
+use crate::error::{Error, Result, ServiceFault};
+
+/// The pause after a connection for which the system has no descriptor.
+const NO_DESCRIPTOR: Duration = Duration::from_millis(100);
+
+/// A running service: one process that owns the drives, for many clients ([`Client`](super::Client)).
+///
+/// It runs on a thread of its own and on the threads of its spaces' caches. Dropping it drains it in the background.
+pub struct Server {
+    draining: watch::Sender<bool>,
+    ask: Ask,
+    thread: Mutex<Option<JoinHandle<Result<()>>>>,
+    socket: PathBuf,
+}
+
+impl Server {
+    /// Starts to listen at [`ServerConfig::socket`]. A socket that no service listens at is replaced.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names a wrong setting; [`Error::Store`] if another service has the socket or the paths, or
+    /// a space's file cannot be understood; [`Error::Io`].
+    pub fn start(config: ServerConfig) -> Result<Server> {
+        config.validate()?;
+        folders::prepare(&config)?;
+        // Held for the life of the service, and released by the kernel however it ends.
+        let mut locks = vec![ServiceLock::take(config.socket.with_added_extension("lock"), &config.socket)?];
+        if let Some(path) = config.paths.first() {
+            locks.push(ServiceLock::take(path.join("kvhoist-service.lock"), path)?);
+        }
+        let (draining, drained) = watch::channel(false);
+        let (ask, asked) = Ask::channel();
+        let (started, starts) = mpsc::channel();
+        let socket = config.socket.clone();
+        let run = move || {
+            let mut locks = locks;
+            run(config, drained, asked, &started, &mut locks)
+        };
+        let failed = |error| Error::io("start the thread of", "the service", error);
+        let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
+        match starts.recv() {
+            Ok(()) => Ok(Server { draining, ask, thread: Mutex::new(Some(thread)), socket }),
+            // The thread has ended before it listened, with the reason.
+            Err(mpsc::RecvError) => Err(joined(thread).err().unwrap_or(Error::Closed)),
+        }
+    }
+
+    /// Takes no more connections and requests. The service ends when all requests are answered, and all that was
+    /// stored is written and flushed.
+    pub fn drain(&self) {
+        self.draining.send_replace(true);
+    }
+
+    /// Waits for the end of the service, which [`drain`](Self::drain) begins. Blocks the thread.
+    ///
+    /// # Errors
+    /// The first error of a space's [`Cache::close`](kvhoist::Cache::close). A second call is Ok.
+    pub fn wait(&self) -> Result<()> {
+        let thread = self.thread.lock().expect("nothing panics under it").take();
+        thread.map_or(Ok(()), joined)
+    }
+
+    /// The state of the service, its open spaces and its clients. Blocks the thread until the service's own thread
+    /// answers, some microseconds as a rule; must not be called in an asynchronous task.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] after the end of the service.
+    #[doc(hidden)]
+    pub fn report(&self) -> Result<ServiceReport> {
+        self.ask.report()?.blocking_recv().map_err(|_| Error::Closed)
+    }
+
+    /// The socket that it listens at.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.drain();
+    }
+}
+
+debug_fields!(Server, server => socket: server.socket);
+
+fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
+    thread.join().unwrap_or_else(|_| {
+        let reason = "its thread panicked; the log has where".to_owned();
+        Err(Error::unavailable("service", reason))
+    })
+}
+
+/// Listens, replacing the socket of a service that is gone. The caller holds the lock.
+fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
+    let path = &config.socket;
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => {
+            fs::remove_file(path).map_err(|error| Error::io("remove", path, error))?;
+        }
+        Ok(_) => {
+            return Err(Error::store(
+                path.clone(),
+                "a file that is no socket",
+                "nothing, or a service's socket",
+                "name another place",
+            ));
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::io("stat", path, error)),
+    }
+    // A user that is named need not be in the group: the kernel's word on each peer decides.
+    let mode = match group {
+        _ if !config.uids.is_empty() => 0o666,
+        Some(_) => 0o660,
+        None => 0o600,
+    };
+    socket::listen(path, mode, group)
+}
+
+/// The service's thread.
+fn run(
+    mut config: ServerConfig,
+    drained: watch::Receiver<bool>,
+    asked: Asked,
+    started: &mpsc::Sender<()>,
+    locks: &mut [ServiceLock],
+) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
+    let socket = config.socket.clone();
+    let group = config.socket_group.as_deref().map(group_number).transpose()?;
+    let aside = Aside::start().map_err(|error| Error::io("start a thread of", "the service", error))?;
+    let late_close = LateClose::new(Arc::clone(&aside));
+    let mut late_close = late_close.map_err(|error| Error::io("make a pair of sockets for", "the service", error))?;
+    config.cache.disk.rings_hold = Some(late_close.held());
+    let spaces = Spaces::load(config.clone(), Rc::new(Machine::start()?))?;
+    let listener = listen(&config, group)?;
+    let own = identity_of(&socket);
+    let (spaces_known, disk, host_memory) = (spaces.count(), config.capacity_bytes, config.host_bytes);
+    tracing::info!(socket = %socket.display(), spaces = spaces_known, disk, host_memory, "the service listens");
+    let result = LocalSet::new().block_on(&runtime, async move {
+        let listener =
+            UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
+        let listener = Listener::new(listener, Arc::clone(&aside));
+        locks.iter_mut().for_each(ServiceLock::keep);
+        let _nobody_waits = started.send(());
+        let uids = config.uids.clone();
+        let accept = async move || {
+            let stream = listener.accept().await?;
+            let peer = admit(&stream, &uids, group);
+            // Of one who is not admitted, nothing is received.
+            let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid);
+            let accepted = Accepted::new(stream, uid, Arc::clone(&aside));
+            let peer =
+                peer.and_then(|peer| late_close.keep(&accepted).map(|()| peer).map_err(|error| not_kept(&error)));
+            Ok((Arc::new(accepted) as Arc<dyn Wire>, peer))
+        };
+        hold(config, spaces, accept, drained, asked).await
+    });
+    tracing::info!(socket = %socket.display(), "the service has ended");
+    // Another service may have its socket there, if the folder was deleted.
+    if own.is_some() && identity_of(&socket) == own {
+        drop(fs::remove_file(socket));
+    }
+    result
+}
+
+/// Why a connection is refused that would be hung up too early if the service were killed.
+fn not_kept(error: &io::Error) -> Failure {
+    let text = format!("busy: the system keeps no more connections ({error}); try later, or raise `ulimit -n`");
+    Failure::new(ServiceFault::Busy, text)
+}
+
+/// Tells a socket from its successor, which may have got the same inode.
+fn identity_of(path: &Path) -> Option<(u64, u64, i64, i64)> {
+    let found = fs::symlink_metadata(path).ok()?;
+    Some((found.dev(), found.ino(), found.ctime(), found.ctime_nsec()))
+}
+
+/// A connection, and who is at its other end or why it is refused.
+pub type Caller = (Arc<dyn Wire>, Result<Peer, Failure>);
+
+/// Serves the connections that `accept` returns until the service ends, and closes the spaces. `accept` is cancel safe.
+pub(super) async fn hold(
+    config: ServerConfig,
+    spaces: Spaces,
+    accept: impl AsyncFnMut() -> io::Result<Caller>,
+    drained: watch::Receiver<bool>,
+    mut asked: Asked,
+) -> Result<()> {
+    let house = Rc::new(House::new(config, spaces));
+    serve(&house, accept, drained, &mut asked).await;
+    house.spaces.close().await
+}
+
+/// Admits clients until the service drains, or had no client for too long; then waits for all sessions.
+async fn serve(
+    house: &Rc<House>,
+    mut accept: impl AsyncFnMut() -> io::Result<Caller>,
+    mut drained: watch::Receiver<bool>,
+    asked: &mut Asked,
+) {
+    let mut sessions = JoinSet::new();
+    let linger = house.config.linger_ms.map(Duration::from_millis);
+    let mut alone_since = Instant::now();
+    loop {
+        let abandoned = async {
+            match linger.filter(|_| house.connections() == 0) {
+                Some(linger) => sleep_until(alone_since + linger).await,
+                None => pending().await,
+            }
+        };
+        tokio::select! { biased;
+            // The sender is gone: the server was dropped.
+            _ = drained.wait_for(|drained| *drained) => break,
+            Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
+            Some(sender) = asked.recv() => drop(sender.send(house.report())),
+            accepted = accept() => match accepted {
+                Ok(caller) => {
+                    let_in(house, caller, &mut sessions);
+                    house.turn().await;
+                }
+                Err(error) => {
+                    static NOT_ACCEPTED: Seldom = Seldom::new();
+                    if let Some(others) = NOT_ACCEPTED.turn() {
+                        tracing::warn!(%error, others, "a connection could not be accepted");
+                    }
+                    tokio::time::sleep(NO_DESCRIPTOR).await;
+                }
+            },
+            () = abandoned => {
+                tracing::info!(?linger, "nobody is connected: the service ends");
+                break;
+            }
+        }
+    }
+    drop(accept);
+    tracing::info!(clients = house.connections(), "the service drains: it takes no more requests");
+    house.drain();
+    loop {
+        tokio::select! { biased;
+            ended = sessions.join_next() => if ended.is_none() { break },
+            Some(sender) = asked.recv() => drop(sender.send(house.report())),
+        }
+    }
+}
+
+fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
+    let admitted = peer.and_then(|peer| {
+        if house.connections() < house.config.connections_max {
+            return Ok(peer);
+        }
+        let text = format!("busy: {} connections are open, which is the limit; try later", house.connections());
+        Err(Failure::new(ServiceFault::Busy, text))
+    });
+    match admitted {
+        Err(failure) => {
+            static REFUSED: Seldom = Seldom::new();
+            if let Some(others) = REFUSED.turn() {
+                tracing::warn!(reason = %failure.text, others, "a connection was refused");
+            }
+            sessions.spawn_local(session::refuse(Rc::clone(house), wire, failure));
+        }
+        Ok(peer) => {
+            let guest = house.enter(peer.pid, peer.uid);
+            sessions.spawn_local(session::serve(Rc::clone(house), guest, wire));
+        }
+    }
+}

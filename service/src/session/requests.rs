@@ -1,0 +1,222 @@
+//! How a session handles requests.
+
+use std::{rc::Rc, time::Duration};
+
+use kvhoist::{BlockKey, Cache};
+
+use super::{End, Ended, Outcome, Session};
+use crate::{
+    blocks::{Cancel, Movers},
+    error::ServiceFault,
+    protocol::{Blocks, Failure, RegionKind, Reply, Request, Way},
+    spaces::{Wanted, stats},
+    wire::Lent,
+};
+
+impl Session {
+    /// Begins a request, or answers it at once.
+    pub(super) fn begin(&mut self, id: u64, bytes: usize, request: Request) -> Result<(), End> {
+        if let Request::Cancel { request } = request {
+            if let Some(cancel) = self.requests.get(&request) {
+                cancel.cancel();
+            }
+            return Ok(());
+        }
+        // Taken also if the request is refused: the next one must not get it.
+        let lent = match request {
+            Request::Register { .. } => self.link.receiver.take_lent(),
+            _ => Lent::Nothing,
+        };
+        if id == 0 || self.requests.contains_key(&id) {
+            let text = format!("request id: found {id}, expected one that is not 0 and not in flight");
+            return Err(End::Cut(Failure::new(ServiceFault::Protocol, text)));
+        }
+        let limits = self.house.limits();
+        let in_flight: usize = self.request_bytes.values().sum();
+        if self.requests.len() >= limits.requests as usize || in_flight + bytes > limits.request_bytes as usize {
+            let text =
+                format!("busy: {} requests of {in_flight} bytes are in flight; wait for replies", self.requests.len());
+            self.reply(id, &Reply::Failed(Failure::new(ServiceFault::Busy, text)));
+            return Ok(());
+        }
+        match self.answer(id, request, lent) {
+            Ok(None) => {}
+            Ok(Some(reply)) => self.reply(id, &reply),
+            Err(failure) => self.reply(id, &Reply::Failed(failure)),
+        }
+        if self.requests.contains_key(&id) {
+            self.request_bytes.insert(id, bytes);
+        }
+        Ok(())
+    }
+
+    /// Runs a request; its reply comes when it has ended.
+    fn spawn(&mut self, id: u64, run: impl Future<Output = Reply> + 'static, cancel: Cancel) {
+        self.requests.insert(id, cancel);
+        self.guest.requests.set(self.requests.len() as u32);
+        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Reply(run.await) } });
+    }
+
+    /// The reply, or `None` if a task will give it.
+    fn answer(&mut self, id: u64, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
+        match request {
+            Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
+            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
+                let uid = self.guest.uid;
+                self.attach(id, Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes })?;
+                return Ok(None);
+            }
+            Request::RemoveSpace { namespace, block_bytes, shared } => {
+                let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
+                let wanted = Wanted { namespace, uid, shared, block_bytes, capacity_bytes: 0, host_bytes: 0 };
+                let remove = async move { done(spaces.remove(wanted).await) };
+                self.spawn(id, remove, Cancel::default());
+                return Ok(None);
+            }
+            _ => {}
+        }
+        let Some((_, movers)) = &self.attached else {
+            return Err(Failure::new(ServiceFault::Argument, "no space: attach to one first"));
+        };
+        let movers = Rc::clone(movers);
+        match answer_at_once(movers.cache(), request) {
+            Ok(answered) => answered.map(Some),
+            Err(request) => self.start(id, &movers, request, lent),
+        }
+    }
+
+    /// Starts a request in the client's space.
+    fn start(&mut self, id: u64, movers: &Rc<Movers>, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
+        let (movers, cache, none) = (Rc::clone(movers), movers.cache().clone(), Cancel::default());
+        match request {
+            Request::Register { region, kind, pin, offset, len } => {
+                check_kind(kind)?;
+                self.register(&movers, (region, offset, len), &lent)?;
+                if !pin || !self.house.config.pin {
+                    return Ok(Some(Reply::Registered { pinned: false }));
+                }
+                self.spawn(id, async move { Reply::Registered { pinned: movers.regions.pin(region).await } }, none);
+            }
+            Request::Unregister { region } => {
+                let release = async move {
+                    movers.regions.release(region).await;
+                    Reply::Done
+                };
+                self.spawn(id, release, none);
+            }
+            Request::Load(blocks) => self.move_blocks(id, movers, Way::Load, blocks),
+            Request::Store { parent, blocks } => self.move_blocks(id, movers, Way::Store(parent), blocks),
+            Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
+            Request::Sync => {
+                let sync = async move { done(cache.sync().await.map_err(|error| Failure::from(&error))) };
+                self.spawn(id, sync, none);
+            }
+            _ => unreachable!("answered before"),
+        }
+        Ok(None)
+    }
+
+    fn attach(&mut self, id: u64, wanted: Wanted) -> Result<(), Failure> {
+        if self.attaching {
+            return Err(Failure::new(ServiceFault::Argument, "attached already: a connection has one space"));
+        }
+        self.attaching = true;
+        self.requests.insert(id, Cancel::default());
+        let spaces = Rc::clone(&self.house.spaces);
+        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Attached(spaces.attach(wanted).await) } });
+        Ok(())
+    }
+
+    /// Maps a client's memory and registers it.
+    fn register(&self, movers: &Movers, (region, offset, len): (u32, u64, u64), lent: &Lent) -> Result<(), Failure> {
+        let (regions, config) = (&movers.regions, &self.house.config);
+        let fd = match lent {
+            Lent::Memory(fd) => fd,
+            Lent::Nothing => {
+                return Err(Failure::new(ServiceFault::Argument, "register: no descriptor came with the frame"));
+            }
+            Lent::Other => {
+                let text = "memory: found a descriptor of something else, expected a memfd, or a file in /dev/shm";
+                return Err(Failure::new(ServiceFault::Memory, text));
+            }
+        };
+        if regions.has(region) {
+            let text = format!("region: found {region}, which is registered, expected another number");
+            return Err(Failure::new(ServiceFault::Argument, text));
+        }
+        if regions.count() >= config.regions_max as usize {
+            let text = format!("busy: {} regions are registered, which is the limit", config.regions_max);
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        if regions.bytes().checked_add(len).is_none_or(|bytes| bytes > config.region_bytes_max) {
+            let text = format!(
+                "busy: {} bytes are registered and {len} are to be, of {} at most",
+                regions.bytes(),
+                config.region_bytes_max
+            );
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        regions.add(region, fd, offset, len)
+    }
+
+    fn move_blocks(&mut self, id: u64, movers: Rc<Movers>, way: Way, blocks: Blocks) {
+        let cancel = Cancel::default();
+        let run = movers.run(way, blocks, cancel.clone());
+        self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
+    }
+}
+
+fn done(result: Result<(), Failure>) -> Reply {
+    match result {
+        Ok(()) => Reply::Done,
+        Err(failure) => Reply::Failed(failure),
+    }
+}
+
+/// Answers a look-up or a hint; any other request comes back.
+fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failure>, Request> {
+    Ok(Ok(match request {
+        Request::MatchLen { keys } => Reply::Count(cache.match_len(&keys) as u32),
+        Request::MatchPrefix { keys } => Reply::Tiers(cache.match_prefix(&keys)),
+        Request::Contains { keys } => {
+            let there = |key: &BlockKey| cache.match_len(std::slice::from_ref(key)) == 1;
+            Reply::Flags(keys.iter().map(there).collect())
+        }
+        Request::Prefetch { keys } => match cache.prefetch(&keys) {
+            Ok(started) => Reply::Count(started as u32),
+            Err(error) => return Ok(Err(Failure::from(&error))),
+        },
+        Request::Touch { keys } => {
+            cache.touch(&keys);
+            Reply::Done
+        }
+        Request::Release { next, mut keys } => {
+            let count = keys.len();
+            keys.extend(next);
+            Reply::Count(cache.release_first(&keys, count) as u32)
+        }
+        Request::Keep { ms, keys } => Reply::Count(cache.keep(&keys, Duration::from_millis(ms)) as u32),
+        Request::Stats => Reply::Stats(Box::new(stats(cache))),
+        other => return Err(other),
+    }))
+}
+
+/// Refuses memory that the service cannot map.
+fn check_kind(kind: RegionKind) -> Result<(), Failure> {
+    match kind {
+        RegionKind::Host => Ok(()),
+        RegionKind::Device => {
+            let text = "region: found device memory, expected a memfd; this service moves blocks in host memory only";
+            Err(Failure::new(ServiceFault::Memory, text))
+        }
+    }
+}
+
+async fn remove(cache: Cache, keys: Vec<BlockKey>, durable: bool) -> Reply {
+    let mut results = Vec::with_capacity(keys.len());
+    for key in &keys {
+        let removed = if durable { cache.remove_durably(key).await } else { cache.remove(key).await };
+        results.push(removed.map_err(|error| Failure::from(&error)));
+    }
+    Reply::Results(results)
+}

@@ -1,0 +1,289 @@
+//! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
+
+mod deed;
+mod figures;
+mod host;
+mod open;
+mod pool;
+mod removal;
+mod tables;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    path::PathBuf,
+    rc::Rc,
+};
+
+use kvhoist::Cache;
+use tokio::sync::{Notify, oneshot};
+
+use self::deed::{Deed, deeds};
+pub(super) use self::figures::stats;
+use self::{host::HostShare, tables::Tables};
+use super::{
+    config::ServerConfig,
+    protocol::{Failure, SpaceStats, SpaceStatus},
+    report::OpenSpace,
+    shares::{Ledger, SpaceOf},
+    system::System,
+};
+use crate::error::{Error, Result, ServiceFault};
+
+/// Spaces of one service.
+const SPACES_MAX: usize = 256;
+
+/// An open space.
+pub(super) struct Space {
+    pub(super) namespace: String,
+    /// The user that made it.
+    uid: u32,
+    pub(super) block_bytes: u64,
+    pub(super) capacity_bytes: u64,
+    host: HostShare,
+    pub(super) cache: Cache,
+    pub(super) system: Rc<dyn System>,
+    /// Connections attached to it.
+    pub(super) clients: Cell<u32>,
+    /// Connections that have lent memory.
+    pub(super) lenders: Rc<Cell<u32>>,
+}
+
+/// Callers that wait until a space is open, or removed.
+type Waiters<T> = Vec<oneshot::Sender<Result<T, Failure>>>;
+
+enum State {
+    /// Its store exists, and no client has attached since the service started.
+    Closed,
+    Opening(Waiters<Rc<Space>>),
+    Open(Rc<Space>),
+    Removing(Waiters<()>),
+    /// Its file describes no space: why it is refused. Its deed is made up, but for the folder.
+    Damaged(Failure),
+}
+
+struct Entry {
+    deed: Deed,
+    state: State,
+}
+
+/// The space that a client wants.
+pub(super) struct Wanted {
+    pub(super) namespace: String,
+    pub(super) uid: u32,
+    pub(super) shared: bool,
+    pub(super) block_bytes: u64,
+    pub(super) capacity_bytes: u64,
+    pub(super) host_bytes: u64,
+}
+
+/// All spaces of a service, by folder.
+pub(super) struct Spaces {
+    config: ServerConfig,
+    system: Rc<dyn System>,
+    entries: RefCell<BTreeMap<String, Entry>>,
+    disk: Ledger,
+    host: Ledger,
+    tables: Tables,
+    /// Host memory moves from one space to another.
+    moving: Cell<bool>,
+    /// Told when such a move has ended.
+    move_ended: Notify,
+}
+
+impl Spaces {
+    /// Reads the files of all spaces. One whose file cannot be read or understood is refused to its clients; the others
+    /// are served.
+    ///
+    /// # Errors
+    /// [`Error::Store`] for a space that has more disk than it may have now. [`Error::Io`] if the first path cannot be
+    /// read.
+    pub(super) fn load(config: ServerConfig, system: Rc<dyn System>) -> Result<Self> {
+        let mut entries = BTreeMap::new();
+        let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
+        let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
+        let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
+        for (path, folder, deed) in deeds(&*system, &config)? {
+            let deed = match deed {
+                Ok(deed) => deed,
+                Err(error) => {
+                    tracing::error!(%error, "a space is not served; the others are");
+                    let (deed, state) = (Deed::unknown(&folder), State::Damaged(Failure::from(&error)));
+                    entries.insert(folder, Entry { deed, state });
+                    continue;
+                }
+            };
+            let bytes = deed.capacity_bytes;
+            disk.take(deed.of(), bytes).map_err(|failure| {
+                Error::store(
+                    path.clone(),
+                    format!("the space {:?} with {bytes} bytes of disk ({})", deed.namespace, failure.text),
+                    "what other spaces and the shares leave of the capacity",
+                    "raise the capacity or the share, or delete the folders of a space that is not wanted",
+                )
+            })?;
+            entries.insert(folder, Entry { deed, state: State::Closed });
+        }
+        let (moving, move_ended) = (Cell::new(false), Notify::new());
+        let tables = Tables::new(&config);
+        Ok(Spaces { disk, host, tables, entries: RefCell::new(entries), config, system, moving, move_ended })
+    }
+
+    /// The number of spaces, closed ones included.
+    pub(super) fn count(&self) -> usize {
+        self.entries.borrow().len()
+    }
+
+    /// Finds, opens or makes the space that a client wants.
+    ///
+    /// # Cancel safety
+    /// The space is still opened.
+    pub(super) async fn attach(self: &Rc<Self>, wanted: Wanted) -> Result<Rc<Space>, Failure> {
+        let Wanted { namespace, block_bytes, .. } = &wanted;
+        if namespace.is_empty() || *block_bytes == 0 || *block_bytes > 1 << 30 {
+            let text = format!("space: found {block_bytes} bytes a block and a name of {} bytes, ", namespace.len());
+            return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
+        }
+        self.begin(&wanted)?.await.unwrap_or_else(|_| Err(ending()))
+    }
+
+    /// The space that is open, or will be: begins to open one that is neither open nor being opened.
+    fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<oneshot::Receiver<Result<Rc<Space>, Failure>>, Failure> {
+        let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes } = *wanted;
+        let mut deed = Deed { namespace: namespace.clone(), uid, shared, block_bytes, capacity_bytes: 0 };
+        let folder = deed.folder();
+        let (sender, receiver) = oneshot::channel();
+        let mut entries = self.entries.borrow_mut();
+        let (is_new, is_full) = (!entries.contains_key(&folder), entries.len() >= SPACES_MAX);
+        match entries.get_mut(&folder) {
+            Some(Entry { state: State::Open(space), .. }) => {
+                drop(sender.send(Ok(Rc::clone(space))));
+                return Ok(receiver);
+            }
+            Some(Entry { state: State::Opening(waiters), .. }) => {
+                waiters.push(sender);
+                return Ok(receiver);
+            }
+            Some(Entry { state: State::Removing(_), .. }) => {
+                let text = "busy: the space is being removed; attach again later to make it anew";
+                return Err(Failure::new(ServiceFault::Busy, text));
+            }
+            Some(Entry { state: State::Damaged(failure), .. }) => return Err(failure.clone()),
+            Some(entry) => {
+                deed = entry.deed.clone();
+                entry.state = State::Opening(vec![sender]);
+            }
+            None if is_full => {
+                let text = format!("space: found {SPACES_MAX} spaces, expected fewer; delete one");
+                return Err(Failure::new(ServiceFault::Capacity, text));
+            }
+            None => {
+                deed.capacity_bytes = self.take_capacity(deed.of(), capacity_bytes)?;
+                entries.insert(folder, Entry { deed: deed.clone(), state: State::Opening(vec![sender]) });
+            }
+        }
+        tokio::task::spawn_local(Rc::clone(self).open(deed, host_bytes, is_new));
+        Ok(receiver)
+    }
+
+    /// Sets disk aside for a new space; 0 takes all that it may have.
+    fn take_capacity(&self, space: SpaceOf<'_>, wanted: u64) -> Result<u64, Failure> {
+        if self.config.paths.is_empty() {
+            return Ok(0);
+        }
+        self.disk.take(space, wanted)
+    }
+
+    /// The folders of a space, below every path.
+    fn folders(&self, folder: &str) -> Vec<PathBuf> {
+        self.config.paths.iter().map(|path| path.join(folder)).collect()
+    }
+
+    /// Closes the caches of all spaces, which write and flush their blocks. Removals end before. Returns the first
+    /// error.
+    pub(super) async fn close(&self) -> Result<()> {
+        self.moves_end().await;
+        self.removals_end().await;
+        let mut result = Ok(());
+        for space in self.open_spaces() {
+            result = result.and(space.cache.close().await);
+        }
+        result
+    }
+
+    /// Disk and host memory that no space has, bytes.
+    pub(super) fn left(&self) -> (u64, u64) {
+        (self.disk.left(), self.host.left())
+    }
+
+    /// The spaces that are open.
+    pub(super) fn opened(&self) -> Vec<OpenSpace> {
+        let entries = self.entries.borrow();
+        let report = |(folder, entry): (&String, &Entry)| {
+            let cache = &entry.space()?.cache;
+            let (namespace, folder) = (entry.deed.namespace.clone(), folder.clone());
+            Some(OpenSpace { namespace, folder, config: cache.config().clone(), stats: cache.stats() })
+        };
+        entries.iter().filter_map(report).collect()
+    }
+
+    pub(super) fn status(&self) -> Vec<SpaceStatus> {
+        let status = |(folder, entry): (&String, &Entry)| {
+            let Deed { namespace, uid, shared, block_bytes, capacity_bytes } = entry.deed.clone();
+            let space = entry.space();
+            SpaceStatus {
+                namespace,
+                folder: folder.clone(),
+                uid,
+                shared,
+                block_bytes,
+                capacity_bytes,
+                host_bytes: space.map_or(0, |space| space.host.bytes()),
+                clients: space.map_or(0, |space| space.clients.get()),
+                stats: match &entry.state {
+                    State::Damaged(Failure { text, .. }) => {
+                        Some(SpaceStats { disk_trouble: text.clone(), ..SpaceStats::default() })
+                    }
+                    _ => space.map(|space| stats(&space.cache)),
+                },
+            }
+        };
+        self.entries.borrow().iter().map(status).collect()
+    }
+}
+
+impl Space {
+    /// What shares know it by.
+    fn of(&self) -> SpaceOf<'_> {
+        SpaceOf { uid: self.uid, name: &self.namespace }
+    }
+
+    /// The host memory that it has now, bytes.
+    pub(super) fn host_bytes(&self) -> u64 {
+        self.host.bytes()
+    }
+}
+
+impl Entry {
+    /// The space, if it is open.
+    fn space(&self) -> Option<&Rc<Space>> {
+        match &self.state {
+            State::Open(space) => Some(space),
+            _ => None,
+        }
+    }
+
+    /// Resolves when the space is removed; `None` if it is not being removed.
+    fn removal(&mut self) -> Option<oneshot::Receiver<Result<(), Failure>>> {
+        let State::Removing(waiters) = &mut self.state else { return None };
+        let (sender, receiver) = oneshot::channel();
+        waiters.push(sender);
+        Some(receiver)
+    }
+}
+
+fn ending() -> Failure {
+    Failure::new(ServiceFault::Draining, "the service is ending")
+}

@@ -1,0 +1,134 @@
+//! The opening of a space.
+//!
+//! An attach is checked before anything is taken from another space: how much host memory can be had is counted first,
+//! then the cache is opened, with its files, locks and records, and only then do other spaces give up memory. So a
+//! refused attach evicts no block of theirs.
+
+use std::{cell::Cell, rc::Rc, time::Duration};
+
+use kvhoist::{Cache, Capacity, Config, DiskPath};
+
+use super::{Space, Spaces, State, deed::Deed, host::HostShare, pool::Grant};
+use crate::{
+    error::{Error, Result},
+    protocol::Failure,
+};
+
+/// Slots in the host memory of one space.
+const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
+
+/// What clients call the settings of a space, in its cache's errors.
+const OF_SPACES: [(&str, &str); 6] = [
+    ("capacity", "capacity_bytes"),
+    ("disks.blocks", "capacity_bytes"),
+    ("disks.bytes", "capacity_bytes"),
+    ("disks.path", "paths"),
+    ("disks", "paths"),
+    ("host_blocks", "host_bytes"),
+];
+
+impl Spaces {
+    /// Opens a space and answers its waiters.
+    pub(super) async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
+        let folder = deed.folder();
+        let opened = self.open_space(&deed, host_bytes, is_new).await;
+        let mut entries = self.entries.borrow_mut();
+        let state = match &opened {
+            Ok(space) => State::Open(Rc::clone(space)),
+            Err(_) => State::Closed,
+        };
+        let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
+        let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
+            unreachable!("only this call ends the opening");
+        };
+        // A store that was made keeps its disk, and the space stays: a later attach opens it.
+        if is_new && opened.is_err() && self.system.forget_space(&self.folders(&folder)) {
+            entries.remove(&folder);
+            self.disk.give_back(deed.of(), deed.capacity_bytes);
+        }
+        for waiter in waiters {
+            drop(waiter.send(opened.clone()));
+        }
+    }
+
+    async fn open_space(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Rc<Space>, Failure> {
+        let slot_bytes = self.config.cache.clone().block_bytes(deed.block_bytes as usize).slot_bytes() as u64;
+        let grant = self.reserve_host(deed.of(), slot_bytes, host_bytes)?;
+        let cache = match self.open_cache(deed, &grant, is_new).await {
+            Ok(cache) => cache,
+            Err(error) => {
+                self.host.give_back(deed.of(), grant.bytes);
+                return Err(Failure::from(&error.with_settings_named(&OF_SPACES)));
+            }
+        };
+        let claimed = self.claim_host(deed.of(), &grant).await;
+        let bytes = match claimed {
+            Ok(claimed) => grant.bytes + claimed,
+            Err(failure) => {
+                if let Err(error) = cache.close().await {
+                    tracing::warn!(%error, "the cache of a space that is not opened");
+                }
+                self.host.give_back(deed.of(), grant.bytes);
+                return Err(failure);
+            }
+        };
+        let host = HostShare::new(&cache, grant.floor, bytes);
+        host.resize(&cache, bytes, &*self.system).await;
+        let Deed { namespace, uid, block_bytes, capacity_bytes, .. } = deed.clone();
+        let system = Rc::clone(&self.system);
+        let (clients, lenders) = (Cell::default(), Rc::default());
+        Ok(Rc::new(Space { namespace, uid, block_bytes, capacity_bytes, host, cache, system, clients, lenders }))
+    }
+
+    async fn open_cache(&self, deed: &Deed, grant: &Grant, is_new: bool) -> Result<Cache> {
+        let config = self.cache_config(deed, grant)?;
+        config.validate()?;
+        self.tables.take(&deed.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
+        self.system.make_space(&self.folders(&deed.folder()), is_new.then(|| deed.text()).as_deref())?;
+        self.system.open_cache(config).await
+    }
+
+    /// The settings of a space's cache, for the most host memory that the space may ever have.
+    fn cache_config(&self, deed: &Deed, grant: &Grant) -> Result<Config> {
+        let mut config = self
+            .config
+            .cache
+            .clone()
+            .block_bytes(usize::try_from(deed.block_bytes).unwrap_or(usize::MAX))
+            .namespace(deed.namespace.clone());
+        let slot_bytes = config.slot_bytes() as u64;
+        let most = self.host.most(deed.of());
+        // Memory that others have yet is not the cache's before they have given it up.
+        config.host.parks = self.config.move_host && (grant.floor < most || grant.missing > 0);
+        let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
+        config.host.capacity = Capacity::Blocks(slots(grant.total(), slot_bytes)?.max(most));
+        // A service's stores are its own: who holds the lock was killed, and its last I/O is on a slow drive. Half of
+        // the deadline, so that the client hears of a longer one.
+        config.disk.lock_wait = Duration::from_millis(config.limits.deadline_ms / 2);
+        config.disk.paths.clear();
+        if !self.config.paths.is_empty() {
+            let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)?;
+            let paths = self.config.paths.iter().map(|path| path.join(deed.folder()));
+            config.disk.paths.extend(paths.map(|path| DiskPath::with_blocks(path, blocks)));
+        }
+        if let Some(bytes) = config.write_budget_bytes() {
+            let all = u128::from(self.config.capacity_bytes.max(1));
+            let share = u128::from(bytes) * u128::from(deed.capacity_bytes) / all;
+            config.disk.write_budget = Some(u64::try_from(share).unwrap_or(u64::MAX));
+            (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
+        }
+        Ok(config)
+    }
+}
+
+/// Slots in a share of host memory.
+fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
+    match u32::try_from(bytes / slot_bytes) {
+        Ok(slots) if slots > 0 => Ok(slots),
+        _ => Err(Error::config(
+            "host_bytes",
+            format!("{bytes} bytes for a space"),
+            format!("room for 1 to {SLOTS_MAX} slots of {slot_bytes} bytes"),
+        )),
+    }
+}

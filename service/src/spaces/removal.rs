@@ -1,0 +1,98 @@
+//! The removal of a space.
+
+use std::{path::PathBuf, rc::Rc};
+
+use tokio::sync::oneshot;
+
+use super::{Entry, Spaces, State, Wanted, deed::Deed, ending};
+use crate::{error::ServiceFault, peers::own_uid, protocol::Failure};
+
+impl Spaces {
+    /// Removes a space without clients: its cache, its stores, its share of disk and memory. A call during the removal
+    /// waits for its end too.
+    ///
+    /// # Cancel safety
+    /// A removal that has begun continues to its end. Clients that attach meanwhile are refused.
+    pub(crate) async fn remove(self: &Rc<Self>, wanted: Wanted) -> Result<(), Failure> {
+        self.moves_end().await;
+        let ended = self.begin_removal(wanted)?;
+        ended.await.unwrap_or_else(|_| Err(ending()))
+    }
+
+    /// Begins to remove a space, in a task of its own: the caller may go.
+    fn begin_removal(self: &Rc<Self>, wanted: Wanted) -> Result<oneshot::Receiver<Result<(), Failure>>, Failure> {
+        let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
+        let folder = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 }.folder();
+        let mut entries = self.entries.borrow_mut();
+        let Some(entry) = entries.get_mut(&folder) else {
+            let whose = if shared { "that users share" } else { "of this user" };
+            let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
+            return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
+        };
+        // The folder of a space that is not shared is named after its user.
+        let is_its = uid == entry.deed.uid || matches!(entry.state, State::Damaged(_)) && !shared;
+        if !is_its && uid != own_uid() {
+            let maker = entry.deed.uid;
+            let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
+            return Err(Failure::new(ServiceFault::Permission, text));
+        }
+        let attached = match &entry.state {
+            // The entry has one, each session another.
+            State::Open(space) => Rc::strong_count(space) > 1,
+            State::Opening(_) => true,
+            State::Closed | State::Removing(_) | State::Damaged(_) => false,
+        };
+        if attached {
+            let text = "busy: clients are attached to the space; end them first, then remove it";
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        if let Some(ended) = entry.removal() {
+            return Ok(ended);
+        }
+        let (sender, receiver) = oneshot::channel();
+        let before = std::mem::replace(&mut entry.state, State::Removing(vec![sender]));
+        tokio::task::spawn_local(Rc::clone(self).finish_removal(folder, before));
+        Ok(receiver)
+    }
+
+    /// Removes a space, and answers the waiters.
+    async fn finish_removal(self: Rc<Self>, folder: String, before: State) {
+        let damage = match &before {
+            State::Damaged(failure) => Some(failure.clone()),
+            _ => None,
+        };
+        if let State::Open(space) = before {
+            if let Err(error) = space.cache.close().await {
+                tracing::warn!(%error, "the cache of a space that is removed");
+            }
+            self.host.give_back(space.of(), space.host.bytes());
+        }
+        // The first path has the file that makes it a space: last.
+        let folders: Vec<PathBuf> = self.folders(&folder).into_iter().rev().collect();
+        let removed = self.system.remove_space(folders).await.map_err(|error| Failure::from(&error));
+        let mut entries = self.entries.borrow_mut();
+        let entry = entries.get_mut(&folder).expect("entries that are being removed stay");
+        let State::Removing(waiters) =
+            std::mem::replace(&mut entry.state, damage.map_or(State::Closed, State::Damaged))
+        else {
+            unreachable!("only this call ends the removal");
+        };
+        if removed.is_ok()
+            && let Some(entry) = entries.remove(&folder)
+        {
+            self.disk.give_back(entry.deed.of(), entry.deed.capacity_bytes);
+        }
+        for waiter in waiters {
+            drop(waiter.send(removed.clone()));
+        }
+    }
+
+    /// Waits until no space is being removed.
+    pub(super) async fn removals_end(&self) {
+        let begun: Vec<_> = self.entries.borrow_mut().values_mut().filter_map(Entry::removal).collect();
+        for ended in begun {
+            // The client that asked for the removal has the result.
+            drop(ended.await);
+        }
+    }
+}

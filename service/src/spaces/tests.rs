@@ -1,0 +1,207 @@
+//! Removals of spaces, over this machine's files.
+
+use std::{
+    cell::Cell,
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    pin::pin,
+    rc::Rc,
+    time::Duration,
+};
+
+use futures_util::{
+    FutureExt,
+    future::{Either, select},
+};
+use kvhoist::{BlockKey, Cache, Config, DirectIo};
+use tokio::{sync::Semaphore, task::LocalSet};
+
+use super::{Spaces, Wanted};
+use crate::{
+    config::ServerConfig,
+    error::{Error, Result, ServiceFault},
+    memory::Mapped,
+    peers::own_uid,
+    protocol::Failure,
+    system::{Later, Machine, System},
+};
+
+const BLOCK_BYTES: usize = 4096;
+
+/// This machine, which deletes the folders of a space when a test lets it.
+struct Gated {
+    deletions: Rc<Semaphore>,
+    /// The next cache fails to open, after its files were made.
+    opens_fail: Rc<Cell<bool>>,
+}
+
+impl System for Gated {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>> {
+        Machine.spaces(path)
+    }
+
+    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+        Machine.make_space(folders, text)
+    }
+
+    fn forget_space(&self, folders: &[PathBuf]) -> bool {
+        Machine.forget_space(folders)
+    }
+
+    fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
+        let deletions = Rc::clone(&self.deletions);
+        Box::pin(async move {
+            deletions.acquire().await.expect("nobody closes it").forget();
+            Machine.remove_space(folders).await
+        })
+    }
+
+    fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
+        let fails = self.opens_fail.replace(false);
+        Box::pin(async move {
+            let cache = Machine.open_cache(config).await?;
+            if !fails {
+                return Ok(cache);
+            }
+            cache.close().await?;
+            Err(Error::io("read", "a drive", io::Error::from_raw_os_error(libc::EIO)))
+        })
+    }
+
+    fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        Machine.run(work);
+    }
+
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+        Machine.map(fd, offset, len)
+    }
+
+    unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { Machine.unmap(start, len) }
+    }
+}
+
+fn load(folder: &Path) -> (Rc<Spaces>, Rc<Semaphore>) {
+    load_with(folder, &[])
+}
+
+fn load_with(folder: &Path, shares: &[&str]) -> (Rc<Spaces>, Rc<Semaphore>) {
+    load_failing(folder, shares, Rc::default())
+}
+
+fn load_failing(folder: &Path, shares: &[&str], opens_fail: Rc<Cell<bool>>) -> (Rc<Spaces>, Rc<Semaphore>) {
+    let mut config = ServerConfig::new(folder.join("socket"));
+    config.paths = vec![folder.to_owned()];
+    (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
+    config.cache = Config::default().direct_io(DirectIo::Prefer);
+    config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect();
+    let deletions = Rc::new(Semaphore::new(0));
+    let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions), opens_fail }));
+    (Rc::new(spaces.expect("loaded")), deletions)
+}
+
+fn wanted() -> Wanted {
+    let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
+    Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0 }
+}
+
+#[tokio::test]
+async fn a_removal_whose_caller_has_gone_continues_to_its_end() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let (spaces, deletions) = load(folder.path());
+    let run = async {
+        let before = spaces.left();
+        drop(spaces.attach(wanted()).await.expect("attached"));
+        assert!(spaces.remove(wanted()).now_or_never().is_none(), "the cache has to be closed first");
+        let refused = spaces.attach(wanted()).now_or_never().expect("an answer at once");
+        assert_eq!(refused.err().map(|failure| failure.fault), Some(ServiceFault::Busy));
+        deletions.add_permits(1);
+        spaces.remove(wanted()).await.expect("the end of the removal");
+        assert_eq!(spaces.left(), before);
+        drop(spaces.attach(wanted()).await.expect("made anew"));
+        assert!(spaces.remove(wanted()).now_or_never().is_none(), "the cache has to be closed first");
+        deletions.add_permits(1);
+        spaces.close().await.expect("closed, after the removal");
+        assert_eq!(spaces.left(), before);
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let opens_fail = Rc::new(Cell::new(true));
+    let (spaces, deletions) = load_failing(folder.path(), &[], Rc::clone(&opens_fail));
+    let run = async {
+        let before = spaces.left();
+        let of = |namespace: &str| Wanted { namespace: namespace.into(), capacity_bytes: 12 << 20, ..wanted() };
+        let failed = spaces.attach(of("tests")).await;
+        assert_eq!(failed.err().map(|failure| failure.fault), Some(ServiceFault::Io));
+        assert_eq!(spaces.left(), (before.0 - (12 << 20), before.1), "the file is there, and no host memory is taken");
+        let other = spaces.attach(of("other")).await;
+        assert_eq!(other.err().map(|failure| failure.fault), Some(ServiceFault::Capacity), "no disk is promised twice");
+        let space = spaces.attach(of("tests")).await.expect("another attach opens it");
+        assert_eq!(space.capacity_bytes, 12 << 20);
+        // Also after a kill that left the drive busy for longer than an open of a cache waits.
+        let config = space.cache.config();
+        assert_eq!(config.disk.lock_wait, Duration::from_millis(config.limits.deadline_ms / 2));
+        drop(space);
+        deletions.add_permits(1);
+        spaces.remove(of("tests")).await.expect("removed");
+        assert_eq!(spaces.left(), before);
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn two_removals_at_a_time_remove_a_space_once() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let (key, block) = (BlockKey::new([7; 32]), [7; BLOCK_BYTES]);
+    let (spaces, deletions) = load(folder.path());
+    let run = async {
+        drop(spaces.attach(wanted()).await.expect("attached"));
+        let (first, second) = (pin!(spaces.remove(wanted())), pin!(spaces.remove(wanted())));
+        deletions.add_permits(1);
+        let (Either::Left((removed, other)) | Either::Right((removed, other))) = select(first, second).await;
+        removed.expect("removed");
+        let space = spaces.attach(wanted()).await.expect("made anew");
+        space.cache.store(&key, None, &block).await.expect("stored");
+        deletions.add_permits(1);
+        other.await.expect("removed before");
+        drop(space);
+        spaces.close().await.expect("closed");
+        let (spaces, _) = load(folder.path());
+        let space = spaces.attach(wanted()).await.expect("the space that was made anew");
+        let lease = space.cache.fetch(&key).await.expect("served").expect("the block stays");
+        assert_eq!(lease[..], block);
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Each user may name a space as a share is named; only the share's own user gets the floor, at once and after a
+/// restart.
+#[tokio::test]
+async fn a_floor_is_not_for_another_users_space_of_the_same_name() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let share = format!("tests:uid={},disk=12MiB..,host=768KiB..", own_uid() + 7);
+    let run = async {
+        let (spaces, _) = load_with(folder.path(), &[&share]);
+        let of = |uid: u32| Wanted { uid, ..wanted() };
+        let found = spaces.attach(Wanted { capacity_bytes: 5 << 20, ..of(own_uid() + 8) }).await;
+        assert_eq!(found.err().map(|failure| failure.fault), Some(ServiceFault::Capacity), "the floor is not its");
+        let shared = spaces.attach(Wanted { shared: true, capacity_bytes: 2 << 20, host_bytes: 65_536, ..wanted() });
+        let shared = shared.await.expect("of what others leave");
+        let other = spaces.attach(of(own_uid() + 8)).await.expect("what is left of the rest");
+        assert_eq!((other.capacity_bytes, other.host_bytes()), (2 << 20, (1 << 18) - 65_536));
+        let own = spaces.attach(of(own_uid() + 7)).await.expect("the floor");
+        assert_eq!((own.capacity_bytes, own.host_bytes()), (12 << 20, 768 << 10));
+        drop((shared, other, own));
+        spaces.close().await.expect("closed");
+        let (spaces, _) = load_with(folder.path(), &[&share]);
+        assert_eq!(spaces.left().0, 0, "each space has what it had");
+    };
+    LocalSet::new().run_until(run).await;
+}

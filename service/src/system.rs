@@ -1,0 +1,197 @@
+//! What the service takes from the system beside its sockets: files of spaces, caches, threads, and mappings.
+
+use std::{
+    fs,
+    io::{self, Write},
+    os::{fd::OwnedFd, unix::fs::DirBuilderExt},
+    path::{Path, PathBuf},
+    pin::Pin,
+    time::Duration,
+};
+
+use kvhoist::{Cache, Config};
+use tokio::sync::oneshot;
+
+use super::{
+    helpers,
+    memory::{Mapped, map},
+    protocol::Failure,
+};
+
+use crate::error::{Error, Result};
+
+/// The name of a space's file, in its folder below the first path.
+pub(super) const FILE_NAME: &str = "space";
+pub(super) const FOLDER_PREFIX: &str = "space-";
+
+/// How often memory is unmapped that the kernel refuses to unmap, and the pause between.
+const UNMAP_TRIES: u32 = 10;
+const UNMAP_PAUSE: Duration = Duration::from_secs(1);
+
+/// The result of something that takes long.
+pub type Later<T> = Pin<Box<dyn Future<Output = T>>>;
+
+/// The system as the service uses it. The simulation has another one.
+pub trait System {
+    /// The files of the spaces below a path: where each one is, and its text, or why it cannot be read.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>>;
+
+    /// Makes those folders of a space that are missing, and a file with `text`, if there is one, in the first: complete
+    /// or absent after a crash at any moment.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()>;
+
+    /// Removes the folders of a space that could not be made, but never a store. False if there is one: it takes its
+    /// disk, and is a space at the next start.
+    fn forget_space(&self, folders: &[PathBuf]) -> bool;
+
+    /// Removes the folders of a space with all they hold, in this order.
+    fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>>;
+
+    /// Opens the cache of a space.
+    fn open_cache(&self, config: Config) -> Later<Result<Cache>>;
+
+    /// Runs work that takes long on another thread. Where none can be started, on one that there is.
+    fn run(&self, work: Box<dyn FnOnce() + Send>);
+
+    /// Maps a range of a client's memfd, which is sealed or guarded.
+    ///
+    /// # Errors
+    /// As [`map`].
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure>;
+
+    /// Unmaps memory of a client. The future is polled to its end.
+    ///
+    /// # Safety
+    /// The range is a whole mapping that the service has made; nothing uses it any longer, and nothing will.
+    unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()>;
+}
+
+/// Runs work on another thread; `None` if it panicked.
+pub(super) async fn on_thread<T: Send + 'static>(
+    system: &dyn System,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (ended, end) = oneshot::channel();
+    system.run(Box::new(move || drop(ended.send(work()))));
+    end.await.ok()
+}
+
+/// This machine. Used in a tokio runtime.
+pub(super) struct Machine;
+
+impl Machine {
+    /// With a thread for work that takes long.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the system starts none.
+    pub(super) fn start() -> Result<Self> {
+        helpers::start().map_err(|error| Error::io("start a thread of", "the service", error))?;
+        Ok(Machine)
+    }
+}
+
+impl System for Machine {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>> {
+        let entries = fs::read_dir(path).map_err(|error| Error::io("open", path, error))?;
+        let mut files = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|error| Error::io("read", path, error))?;
+            let file = entry.path().join(FILE_NAME);
+            if entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX) && file.exists() {
+                let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error));
+                files.push((file, text));
+            }
+        }
+        Ok(files)
+    }
+
+    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+        for folder in folders {
+            match fs::DirBuilder::new().mode(0o700).create(folder) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(Error::io("create", folder, error));
+                }
+                _ => {}
+            }
+        }
+        match (folders.first(), text) {
+            (Some(folder), Some(text)) => write_whole(&folder.join(FILE_NAME), text.as_bytes()),
+            _ => Ok(()),
+        }
+    }
+
+    fn forget_space(&self, folders: &[PathBuf]) -> bool {
+        if folders.iter().any(|folder| folder.join("kvhoist.store").exists()) {
+            return false;
+        }
+        for folder in folders {
+            drop(fs::remove_file(folder.join(FILE_NAME)));
+            drop(fs::remove_dir(folder));
+        }
+        true
+    }
+
+    fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
+        let remove = move || folders.iter().try_for_each(|folder| remove_folder(folder));
+        Box::pin(async { on_thread(&Machine, remove).await.unwrap_or(Err(Error::Closed)) })
+    }
+
+    fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
+        Box::pin(Cache::open(config))
+    }
+
+    fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        helpers::run(work);
+    }
+
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+        map(fd, offset, len)
+    }
+
+    unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()> {
+        let start = start.expose_provenance();
+        let unmap = move || {
+            // SAFETY: the caller promises that it is a mapping of this length which is in use nowhere.
+            let refused = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(start), len) };
+            if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        };
+        // Large mappings take long.
+        Box::pin(async move {
+            for _ in 0..UNMAP_TRIES {
+                match on_thread(&Machine, unmap).await.unwrap_or(Ok(())) {
+                    Ok(()) => return,
+                    // A mapping that the kernel has joined with another is divided first, which takes one more.
+                    Err(error) => tracing::warn!(%error, len, "a client's memory is not unmapped yet"),
+                }
+                tokio::time::sleep(UNMAP_PAUSE).await;
+            }
+            tracing::error!(len, "a client's memory could not be unmapped; it counts against the limits no longer");
+        })
+    }
+}
+
+fn remove_folder(path: &Path) -> Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+        _ => Ok(()),
+    }
+}
+
+/// Writes a file that is complete or absent after a crash at any moment.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
+    let mut file = fs::File::create(&temporary).map_err(failed)?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+    fs::rename(&temporary, path).map_err(failed)?;
+    let folder = path.parent().unwrap_or(Path::new("."));
+    for folder in [Some(folder), folder.parent()].into_iter().flatten() {
+        fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    }
+    Ok(())
+}

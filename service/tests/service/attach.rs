@@ -1,0 +1,125 @@
+//! What an attach may cost those who are attached already: nothing, if it is refused.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use kvhoist::{Config, DirectIo, DiskPath, Error, ServiceFault, Tier, block_on};
+use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, remove_space, status};
+
+use crate::{
+    guest::{Guest, POOL_BLOCKS},
+    node::{BLOCK_BYTES, options_of},
+};
+
+const SLOTS: u64 = 64;
+
+fn disk(blocks: u64) -> u64 {
+    DiskPath::file_bytes(blocks, BLOCK_BYTES as u64)
+}
+
+fn start(folder: &Path) -> (Server, PathBuf) {
+    let mut config = ServerConfig::new(folder.join("socket"));
+    config.paths = vec![folder.to_owned()];
+    (config.capacity_bytes, config.host_bytes) = (3 * disk(SLOTS), SLOTS * BLOCK_BYTES as u64);
+    config.cache = Config::default().direct_io(DirectIo::Prefer);
+    let socket = config.socket.clone();
+    (Server::start(config).expect("a service"), socket)
+}
+
+fn connect(socket: &Path, space: &str, capacity_bytes: u64, host_blocks: u64) -> Result<Client, Error> {
+    let mut options = options_of(space);
+    (options.capacity_bytes, options.host_bytes) = (capacity_bytes, host_blocks * BLOCK_BYTES as u64);
+    block_on(Client::connect(socket, options))
+}
+
+fn store(guest: &Guest, blocks: u64) {
+    for first in (0..blocks).step_by(POOL_BLOCKS as usize) {
+        let results = guest.store(first, POOL_BLOCKS).expect("a service");
+        results.into_iter().for_each(|result| assert!(result.expect("stored")));
+    }
+}
+
+fn space(socket: &Path, name: &str) -> SpaceStatus {
+    let spaces = status(socket).expect("a service").spaces;
+    spaces.into_iter().find(|space| space.namespace == name).expect("a space of this name")
+}
+
+fn end(server: &Server) {
+    server.drain();
+    server.wait().expect("a whole store");
+}
+
+/// A neighbor has filled all host memory with its blocks. Whatever attaches and is refused, the neighbor keeps all.
+#[test]
+fn a_refused_attach_evicts_no_block_of_a_neighbor() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (server, socket) = start(folder.path());
+    drop(connect(&socket, "damaged", disk(SLOTS), 8).expect("made"));
+    let store_of = folder.path().join(space(&socket, "damaged").folder).join("kvhoist.store");
+    end(&server);
+    fs::write(&store_of, [0xa5; 1 << 16]).expect("written");
+
+    let (server, socket) = start(folder.path());
+    let neighbor = Guest::of(connect(&socket, "neighbor", disk(SLOTS), 0).expect("all host memory"));
+    store(&neighbor, SLOTS);
+    let held = || {
+        let found = space(&socket, "neighbor");
+        let host = *found.stats.expect("open").tier(Tier::Host);
+        (found.host_bytes, host.slots, host.resident, host.evictions)
+    };
+    let before = held();
+    assert_eq!(before, (SLOTS * BLOCK_BYTES as u64, SLOTS, SLOTS, 0));
+    let refused = |name: &str, capacity_bytes, host_blocks, why: &str| {
+        let error = connect(&socket, name, capacity_bytes, host_blocks).expect_err(why).to_string();
+        assert!(error.contains(why), "{error}");
+        assert_eq!(held(), before, "{why}");
+    };
+    refused("greedy", disk(SLOTS), SLOTS, "bytes of host memory left");
+    refused("large", 2 * disk(SLOTS), SLOTS / 2, "bytes of disk left");
+    refused("small", 1, SLOTS / 2, "capacity");
+    refused("damaged", 0, SLOTS / 2, "store");
+    // A new one, of which only the settings are wrong.
+    let mut options = options_of("odd");
+    (options.block_bytes, options.host_bytes) = (BLOCK_BYTES + 1, SLOTS / 2 * BLOCK_BYTES as u64);
+    drop(block_on(Client::connect(&socket, options)).expect_err("its blocks have an odd size"));
+    assert_eq!(held(), before, "an odd size");
+    // One that is right gets what it asks for.
+    drop(connect(&socket, "good", disk(SLOTS), SLOTS / 2).expect("half of the neighbor's"));
+    assert_eq!(space(&socket, "good").host_bytes, SLOTS / 2 * BLOCK_BYTES as u64);
+    assert_eq!(held().0, SLOTS / 2 * BLOCK_BYTES as u64);
+    end(&server);
+}
+
+#[test]
+fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
+    for damage in [&b"kvhoist space 1\nnamespace 74"[..], b"", &[0xff; 100]] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (server, socket) = start(folder.path());
+        let good = Guest::of(connect(&socket, "good", disk(SLOTS), 0).expect("made"));
+        store(&good, POOL_BLOCKS);
+        drop(connect(&socket, "damaged", disk(SLOTS), 0).expect("made"));
+        let of_damaged = space(&socket, "damaged").folder;
+        drop(good);
+        end(&server);
+        fs::write(folder.path().join(&of_damaged).join("space"), damage).expect("written");
+
+        let (server, socket) = start(folder.path());
+        let good = Guest::of(connect(&socket, "good", 0, 0).expect("served"));
+        assert_eq!(good.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+        let refused = connect(&socket, "damaged", disk(SLOTS), 0).expect_err("nobody knows what it has");
+        assert!(refused.to_string().contains(&of_damaged), "{refused}");
+        let shown = space(&socket, &of_damaged).stats.expect("what is wrong").disk_trouble;
+        assert!(shown.contains("space"), "{shown}");
+        // Its user may remove it, and make it anew.
+        remove_space(&socket, "damaged", BLOCK_BYTES as u64, false).expect("removed");
+        assert!(!folder.path().join(&of_damaged).exists());
+        let again = Guest::of(connect(&socket, "damaged", disk(SLOTS), 0).expect("made anew"));
+        store(&again, POOL_BLOCKS);
+        let gone = connect(&socket, "other", disk(SLOTS) + 1, 0).expect_err("the disk is the others'");
+        assert!(matches!(gone, Error::Service { fault: ServiceFault::Capacity, .. }), "{gone}");
+        drop((good, again));
+        end(&server);
+    }
+}

@@ -1,0 +1,156 @@
+//! What clients do: blocks in and out, every byte compared.
+
+use std::{path::Path, sync::Arc};
+
+use kvhoist::{BlockKey, Error, Segment, ServiceFault, SharedMemory, block_on};
+use kvhoist_service::{Client, ClientRegion};
+
+use crate::{
+    common::{Rng, key, payload},
+    node::{BLOCK_BYTES, connect, options, say},
+};
+
+/// Blocks that all clients store and load.
+pub const BLOCKS: u64 = 64;
+/// Blocks behind these, which clients that are killed remove and store anew.
+pub const PASSING_BLOCKS: u64 = 32;
+/// Blocks that fit into a client's pool.
+pub const POOL_BLOCKS: u64 = 16;
+
+/// A client, and its pool.
+pub struct Guest {
+    pub client: Client,
+    pub pool: Arc<SharedMemory>,
+    pub region: ClientRegion,
+}
+
+impl Guest {
+    pub fn new(socket: &Path) -> Self {
+        Guest::of(connect(socket))
+    }
+
+    pub fn of(client: Client) -> Self {
+        let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
+        let region = block_on(client.register(lent.pinned(true))).expect("registered");
+        Guest { client, pool, region }
+    }
+
+    pub fn place(&self, at: u64) -> Vec<Segment> {
+        vec![Segment { ptr: self.pool.as_ptr().wrapping_add(at as usize * BLOCK_BYTES), len: BLOCK_BYTES }]
+    }
+
+    /// Stores the blocks `first..first + count`.
+    pub fn store(&self, first: u64, count: u64) -> Result<Vec<Result<bool, Error>>, Error> {
+        let numbers: Vec<u64> = (first..first + count).collect();
+        for (at, number) in numbers.iter().enumerate() {
+            self.pool.write(at * BLOCK_BYTES, &payload(*number, BLOCK_BYTES));
+        }
+        let keys: Vec<BlockKey> = numbers.iter().map(|number| key(*number)).collect();
+        let places: Vec<_> = (0..count).map(|at| self.place(at)).collect();
+        let parent = first.checked_sub(1).map(key);
+        block_on(self.client.store_from(&keys, parent.as_ref(), &places))
+    }
+
+    /// Loads the blocks `first..first + count` and compares their bytes; which were there.
+    pub fn load(&self, first: u64, count: u64) -> Result<Vec<bool>, Error> {
+        self.pool.write(0, &vec![0xa5; count as usize * BLOCK_BYTES]);
+        let keys: Vec<BlockKey> = (first..first + count).map(key).collect();
+        let places: Vec<_> = (0..count).map(|at| self.place(at)).collect();
+        let results = block_on(self.client.load_into(&keys, &places))?;
+        let mut there = Vec::new();
+        for (at, result) in results.into_iter().enumerate() {
+            let found = result?;
+            if found {
+                let mut bytes = vec![0; BLOCK_BYTES];
+                self.pool.read(at * BLOCK_BYTES, &mut bytes);
+                assert!(bytes == payload(first + at as u64, BLOCK_BYTES), "WRONG BYTES of block {}", first + at as u64);
+            }
+            there.push(found);
+        }
+        Ok(there)
+    }
+}
+
+/// The process of a client that stores all blocks.
+pub fn store_all(socket: &str) {
+    let guest = Guest::new(socket.as_ref());
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        let results = guest.store(first, POOL_BLOCKS).expect("a service");
+        assert!(results.iter().all(|result| matches!(result, Ok(true))), "{results:?}");
+    }
+    block_on(guest.client.close()).expect("closed");
+    say("done");
+}
+
+/// The process of a client that loads all blocks.
+pub fn load_all(socket: &str) {
+    let guest = Guest::new(socket.as_ref());
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+    }
+    say("done");
+}
+
+/// The process of a client that draws its calls from a seed until it is killed. Where `may_be_away`, calls that fail
+/// because the service is away are followed by others.
+pub fn run(socket: &str, seed: u64, may_be_away: bool) {
+    let client = match block_on(Client::connect(socket, options())) {
+        Ok(client) => client,
+        Err(error) => {
+            assert!(may_be_away && is_away(&error), "{error}");
+            return say("next");
+        }
+    };
+    let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
+    let checked = |result: Result<(), Error>| {
+        if let Err(error) = result {
+            assert!(may_be_away && is_away(&error), "{error}");
+        }
+    };
+    let region = loop {
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
+        match block_on(client.register(lent.pinned(true))) {
+            Ok(region) => break region,
+            error => checked(error.map(drop)),
+        }
+        say("next");
+    };
+    let (guest, mut rng) = (Guest { client, pool, region }, Rng(seed));
+    loop {
+        say("next");
+        checked(draw_call(&guest, &mut rng));
+    }
+}
+
+/// One of a client's calls.
+fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<(), Error> {
+    let count = 1 + rng.below(POOL_BLOCKS);
+    let shared = rng.below(BLOCKS - count);
+    // Removed and stored again by all that are drawn from, so that stores write.
+    let passing = BLOCKS + rng.below(PASSING_BLOCKS - POOL_BLOCKS);
+    match rng.below(7) {
+        0 => {
+            (passing..passing + 4).try_for_each(|number| block_on(guest.client.remove(&key(number))).map(drop))?;
+            guest.store(passing, count).map(drop)
+        }
+        1 => guest.store(passing, count).map(drop),
+        2 => guest.load(passing, count).map(drop),
+        3 | 4 => guest.load(shared, count).map(drop),
+        5 => {
+            let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
+            // SAFETY: nobody touches a block of it while the block is on its way.
+            let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&more)) };
+            let region = block_on(guest.client.register(lent.pinned(true)))?;
+            block_on(guest.client.unregister(&region))
+        }
+        _ => block_on(guest.client.prefetch(&[key(shared), key(passing)])).map(drop),
+    }
+}
+
+/// Whether a call failed because the service is gone or going.
+pub fn is_away(error: &Error) -> bool {
+    matches!(error, Error::Service { fault: ServiceFault::Away | ServiceFault::Draining | ServiceFault::Canceled, .. })
+}

@@ -1,0 +1,176 @@
+//! What a client can do to hang the service's thread: descriptors whose close waits.
+
+use std::{
+    io::{self, Read, Write},
+    net::{TcpListener, TcpStream},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use kvhoist_service::internals::protocol::{Hello, RegionKind, Reply, Request};
+
+use crate::{
+    guest::Guest,
+    node::{HANG, Node, Process, Stopped, say},
+    raw::Raw,
+};
+
+/// Far more than a call takes, and far less than a close that lingers.
+const SOON: Duration = Duration::from_secs(20);
+const LINGER_S: libc::c_int = 600;
+
+/// A TCP socket whose close waits for a peer that reads nothing, and that peer.
+fn lingering() -> (OwnedFd, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let mut ours = TcpStream::connect(listener.local_addr().expect("bound")).expect("connected");
+    let (theirs, _) = listener.accept().expect("a peer");
+    ours.set_nonblocking(true).expect("set");
+    let bytes = vec![0; 1 << 20];
+    while ours.write(&bytes).is_ok() {}
+    let linger = libc::linger { l_onoff: 1, l_linger: LINGER_S };
+    // SAFETY: the value outlives the call.
+    let set = unsafe {
+        let len = size_of_val(&linger) as libc::socklen_t;
+        libc::setsockopt(ours.as_raw_fd(), libc::SOL_SOCKET, libc::SO_LINGER, (&raw const linger).cast(), len)
+    };
+    assert_eq!(set, 0, "{}", io::Error::last_os_error());
+    (ours.into(), theirs)
+}
+
+/// Calls of another client take no longer than usual.
+fn serves(guest: &Guest, what: &str) {
+    let begin = Instant::now();
+    guest.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    assert_eq!(guest.load(0, 4).expect("a service"), [true; 4]);
+    assert!(begin.elapsed() < SOON, "{what}: the service was hung for {:?}", begin.elapsed());
+}
+
+/// Sends lingering sockets whose last descriptors are those in the messages; their peers, whose end would end the wait.
+fn send(pid: u32, raw: &Raw, bytes: &[u8], count: usize) -> Vec<TcpStream> {
+    let (sockets, peers): (Vec<_>, _) = (0..count).map(|_| lingering()).unzip();
+    // It closes nothing before this process has closed its own descriptors.
+    let stopped = Stopped::new(pid);
+    let fds: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
+    raw.try_send_with(bytes, &fds).expect("a service that is connected");
+    drop((sockets, stopped));
+    peers
+}
+
+fn register() -> Request {
+    Request::Register { region: 1, kind: RegionKind::Host, pin: false, offset: 0, len: 4096 }
+}
+
+/// The client that sends them: a process that starts no other, which would have them too for a moment.
+pub fn linger(socket: &Path, pid: u32, how: &str) {
+    let frame = register().encode(2);
+    let peers = match how {
+        "one" => send(pid, &Raw::attached(socket), &Request::Sync.encode(3), 1),
+        "registered" => {
+            let mut raw = Raw::attached(socket);
+            let peers = send(pid, &raw, &frame, 1);
+            assert!(matches!(raw.reply().expect("a reply"), (2, Reply::Failed(_))));
+            peers
+        }
+        "hello" => {
+            let mut raw = Raw::connect(socket);
+            let peers = send(pid, &raw, &Hello::ours().encode(), 1);
+            assert!(raw.goodbye_of_hello().contains("no frame wants"));
+            peers
+        }
+        "two" => {
+            let mut raw = Raw::attached(socket);
+            let peers = send(pid, &raw, &frame, 2);
+            assert!(raw.goodbye().contains("more than one"));
+            peers
+        }
+        "part" | "unasked" => {
+            let mut raw = Raw::attached(socket);
+            let bytes = if how == "part" { frame[..9].to_vec() } else { Request::Sync.encode(3) };
+            let peers = send(pid, &raw, &bytes, 100);
+            assert!(raw.goodbye().contains("no frame wants"));
+            peers
+        }
+        // Left in connections that are hung up at once, or not accepted.
+        _ => {
+            let one = |_| {
+                let _stopped = Stopped::new(pid);
+                send(pid, &Raw::connect(socket), b"any", 2)
+            };
+            (0..20).flat_map(one).collect()
+        }
+    };
+    say("sent");
+    // The kernel ends no wait of a process that ends.
+    io::stdin().read_to_end(&mut Vec::new()).expect("the end of the input");
+    drop(peers);
+}
+
+fn lingers(node: &Node, how: &str) -> Process {
+    let mut process = Process::start(&format!("linger {} {} {how}", node.socket().display(), node.process.pid()));
+    assert_eq!(process.word().as_deref(), Some("sent"), "{how}");
+    process
+}
+
+#[test]
+fn a_descriptor_whose_close_waits_hangs_nobody() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    let mut processes = Vec::new();
+    for how in ["registered", "unasked", "hello", "part", "two", "hung up", "registered"] {
+        processes.push(lingers(&node, &how.replace(' ', "-")));
+        serves(&guest, how);
+    }
+    // Connections are closed, too.
+    processes.iter_mut().for_each(Process::kill);
+    node.wait_for_clients(1);
+}
+
+#[test]
+fn a_connection_past_the_limit_hangs_nobody() {
+    let node = Node::with("10000 1");
+    let guest = Guest::new(&node.socket());
+    let _process = lingers(&node, "refused");
+    serves(&guest, "refused");
+}
+
+/// The end of a service is the end of its connections, too.
+#[test]
+fn a_drain_waits_for_no_descriptor() {
+    let mut node = Node::new();
+    let _process = lingers(&node, "one");
+    let begin = Instant::now();
+    assert!(node.process.end().success());
+    assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+}
+
+/// The service waits for replies of its clients to be read, but while it drains not for one that reads none.
+#[test]
+fn a_drain_waits_little_for_a_client_that_does_not_read() {
+    let mut node = Node::with("60000 64");
+    let mut raw = Raw::attached(&node.socket());
+    let keys: Vec<_> = (0..4096).map(crate::common::key).collect();
+    let frame = Request::Contains { keys }.encode(2);
+    raw.stream.set_nonblocking(true).expect("set");
+    // Until the service reads no more, because replies of 1 MiB are left.
+    let (mut full, mut at, hang) = (0, 0, Instant::now() + HANG);
+    while full < 50 {
+        full = match raw.stream.write(&frame[at..]) {
+            Ok(len) => {
+                at = (at + len) % frame.len();
+                0
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                node.status();
+                full + 1
+            }
+        };
+        assert!(Instant::now() < hang);
+    }
+    raw.stream.set_nonblocking(false).expect("set");
+    let begin = Instant::now();
+    assert!(node.process.end().success());
+    assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+    drop(raw);
+}

@@ -1,0 +1,30 @@
+//! The node's service, with real processes: a service, and clients of it.
+
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+
+mod attach;
+mod calls;
+mod changed_memory;
+mod child;
+mod deaths;
+mod descriptors;
+mod drawn;
+mod frames;
+mod guest;
+mod hints;
+mod hostile;
+mod hung;
+mod killed;
+mod kills;
+mod late;
+mod limits;
+mod little_memory;
+mod neighbor;
+mod node;
+mod pool;
+mod raw;
+mod shares;
+mod taken_away;
+mod twins;
+mod users;
