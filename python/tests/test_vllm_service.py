@@ -126,18 +126,18 @@ def test_a_service_that_dies_in_mid_transfer_fails_its_jobs(node):
         keys = store(engine, "a", 16)
         context = engine.request(keys)
         rows = numpy.arange(4, dtype=numpy.int32)
-        os.kill(node.process.pid, signal.SIGSTOP)
         job = vtier.made(
             engine.modules.tiering.TransferJob, job_id=7, keys=keys[:4], chunk_ids=rows, block_ids=rows,
             is_promotion=True, req_context=context,
         )  # fmt: skip
-        engine.tier.submit_load(job)
-        assert not list(engine.tier.get_finished_jobs()), "nothing is reported while the service may use the memory"
-        node.kill()
-        engine.tier.drain_jobs()
-        (result,) = engine.tier.get_finished_jobs()
-        assert result.job_id == 7 and not result.success
-        node.start()
+        with node.hanging():
+            engine.tier.submit_load(job)
+            assert not list(engine.tier.get_finished_jobs()), "nothing is reported while the service may use the memory"
+            node.kill()
+            engine.tier.drain_jobs()
+            (result,) = engine.tier.get_finished_jobs()
+            assert result.job_id == 7 and not result.success
+            node.start()
 
 
 def test_memory_that_the_service_cannot_map_is_copied(node, monkeypatch, caplog):
