@@ -3,7 +3,7 @@
 //! channel; a recorder runs on any thread. A panic there must not affect those threads. None of them runs under the
 //! index lock: they may call the cache.
 //!
-//! A subscriber that panics in a movement fails that movement (`mover::Landing`); its panic is caught here where no
+//! A subscriber that panics in a movement fails that movement (`mover`); its panic is caught here where no
 //! movement contains it.
 
 use std::{

@@ -210,7 +210,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     };
     let started = assemble(config, arena, parts).await?;
     // The files are a store by now, which libcufile can be tried on.
-    started.mover.open_direct(device_in_use, handles, direct_io).await?;
+    started.mover.open_cufile(device_in_use, handles, direct_io).await?;
     Ok(started)
 }
 

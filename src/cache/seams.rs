@@ -131,7 +131,7 @@ impl<S: Storage, C: CopyEngine> Balance<S, C> {
     /// # Errors
     /// The first of these that does not hold.
     pub fn check(&self) -> std::result::Result<(), String> {
-        self.0.check_balance()
+        self.0.check_idle()
     }
 }
 
@@ -139,6 +139,6 @@ impl<S: Storage, C: CopyEngine> Balance<S, C> {
 ///
 /// # Errors
 /// The first condition that does not hold.
-pub fn check_balance(cache: &Cache) -> std::result::Result<(), String> {
-    cache.shared().check_balance()
+pub fn check_idle(cache: &Cache) -> std::result::Result<(), String> {
+    cache.shared().check_idle()
 }

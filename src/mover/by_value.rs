@@ -107,7 +107,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             !is_decided && !state.flights.contains(&above, Tier::Disk)
         });
         let [by_value, by_budget] = &shared.metrics.writes_declined;
-        let taken = match &self.allowance {
+        let taken = match &self.write_budget {
             // Its chain is over, and it says nothing about other blocks of its class.
             _ if state.index.is_released(id) => {
                 state.count(by_value, 1);
@@ -115,10 +115,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return wanted;
             }
             // Whatever happens to its class, this block was used again.
-            Some(allowance) if worth.is_enough || worth.again => {
-                let mut allowance = allowance.borrow_mut();
-                let taken = allowance.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());
-                state.export(shared.metrics.write_share.set_later(allowance.share()));
+            Some(write_budget) if worth.is_enough || worth.again => {
+                let mut write_budget = write_budget.borrow_mut();
+                let taken = write_budget.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());
+                state.export(shared.metrics.write_share.set_later(write_budget.share()));
                 state.count(by_budget, u64::from(taken < chain.len()));
                 taken
             }

@@ -5,8 +5,9 @@ use std::{io, rc::Rc};
 use tokio::time::Instant;
 
 use super::{
-    Landing, Mover,
-    budget::{Kind, Share},
+    Mover,
+    flight_guard::FlightGuard,
+    in_flight::{Kind, Permit},
     pages::CallPages,
     records::Sharing,
     region::{Job, RegionMemory},
@@ -33,7 +34,7 @@ pub(super) enum RegionStore<S: Storage, C: CopyEngine> {
     Refused,
     /// A worker computes its checksum and writes it.
     Begun(BegunRegionWrite, Sharing<S, C>),
-    /// As `Begun`, but its slot or its share of the bytes in flight must be waited for.
+    /// As `Begun`, but its slot or its permit of the bytes in flight must be waited for.
     Later,
     /// Its checksum comes first.
     Unsummed,
@@ -91,18 +92,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn write_unsummed(
         self: &Rc<Self>,
         job: Box<Job>,
-        ((share, DiskWrite { id, filling }, place), started): BegunRegionWrite,
+        ((permit, DiskWrite { id, filling }, place), started): BegunRegionWrite,
         sharing: Sharing<S, C>,
     ) -> Result<()> {
         let (key, origin, began) = (job.key, job.origin(), Instant::now());
-        let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
+        let _guard = FlightGuard::new(self, &key, Tier::Disk, Some(started));
         let DiskPlace { file, offset, .. } = place;
         let (places, block_bytes) = (job.places(), self.shared.config.block_bytes);
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to write to what is stored.
-        let payload = unsafe { self.transfer(&share, file, offset, &places, block_bytes, (job, filling)) };
+        let payload = unsafe { self.transfer(&permit, file, offset, &places, block_bytes, (job, filling)) };
         let (result, (job, filling)) = payload.await;
-        drop(share);
+        drop(permit);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let write = DiskWrite { id, filling };
         let sum = match result {
@@ -148,7 +149,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(Some(job));
         };
         let (key, id, began) = (job.key, begun.1.id, Instant::now());
-        let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
+        let _guard = FlightGuard::new(self, &key, Tier::Disk, Some(started));
         let places = job.places();
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to write to what is stored.
@@ -194,22 +195,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let urgency = state.holder_urgency(Purpose::Call);
         let slot = || self.shared.acquire_locked(state, Tier::Disk);
         let bytes = self.shared.config.slot_bytes() as u64;
-        let taken = self.budget.take_now(Kind::Write, urgency, bytes, slot)?;
+        let taken = self.in_flight.take_now(Kind::Write, urgency, bytes, slot)?;
         Some(self.begin_region_write_with(state, job, taken, checksum))
     }
 
     /// As [`begin_region_write`](Self::begin_region_write), after waiting.
     async fn begin_region_write_late(&self, job: &Job, checksum: Option<u64>) -> Result<Option<BegunRegionWrite>> {
-        let share = self.share(Kind::Write, Purpose::Call).await;
+        let permit = self.permit(Kind::Write, Purpose::Call).await;
         let filling = self.shared.acquire(Tier::Disk, Purpose::Call).await?;
-        self.begin_region_write_with(&mut self.shared.lock(), job, (share, filling), checksum)
+        self.begin_region_write_with(&mut self.shared.lock(), job, (permit, filling), checksum)
     }
 
     fn begin_region_write_with(
         &self,
         state: &mut State,
         job: &Job,
-        (share, filling): (Share, Filling),
+        (permit, filling): (Permit, Filling),
         checksum: Option<u64>,
     ) -> Result<Option<BegunRegionWrite>> {
         if let Err(error) = state.check_open().and_then(|()| job.check_is_there()) {
@@ -230,6 +231,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
         let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
-        Ok(Some(((share, DiskWrite { id, filling }, place), started)))
+        Ok(Some(((permit, DiskWrite { id, filling }, place), started)))
     }
 }

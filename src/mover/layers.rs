@@ -10,7 +10,7 @@ use tokio::{task::JoinHandle, time::Instant};
 
 use super::{
     Mover,
-    foreign::in_turns,
+    caller_memory::in_turns,
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
     results::or_panicked,

@@ -4,22 +4,21 @@
 //! [`Shared`], which callers use too. It is generic over the storage and the copy engine, and so runs in simulation
 //! too: therefore it has no wall clock, no random hasher and no thread of its own.
 
-mod ahead;
-mod allowance;
-#[cfg(feature = "sim")]
-mod balance;
-mod budget;
+mod busy_poll;
 mod by_value;
+mod caller_memory;
 mod command;
-mod direct;
+mod cufile;
+mod deadlines;
+mod flight_guard;
 mod flush;
-mod foreign;
 mod from_region;
+mod in_flight;
+#[cfg(feature = "sim")]
+mod invariants;
 mod layers;
 mod offload;
-mod overdue;
 mod pages;
-mod panicked;
 mod progress;
 mod promote;
 mod read;
@@ -27,9 +26,10 @@ mod records;
 mod region;
 mod results;
 mod shutdown;
-mod spin;
+mod speculative_copy;
 mod staged;
 mod write;
+mod write_budget;
 
 pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
 pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
@@ -50,14 +50,14 @@ use tokio::{
     time::Instant,
 };
 
-use self::{allowance::Allowance, budget::Budget, pages::RecordPages, results::or_panicked};
+use self::{in_flight::InFlight, pages::RecordPages, results::or_panicked, write_budget::WriteBudget};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
     disk::PageId,
     error::{Error, Result},
     io::Storage,
-    state::{Failures, FlightEnd, Message, Outcome, Shared, Started, State},
+    state::{Failures, FlightEnd, Message, Outcome, Shared},
     workers::Workers,
 };
 
@@ -67,13 +67,13 @@ pub(crate) struct Mover<S, C> {
     storage: S,
     copy: C,
     /// libcufile, where it is in use.
-    direct: OnceCell<Direct>,
+    cufile: OnceCell<CufileRoute>,
     files: Vec<FileId>,
     /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
-    budget: Budget,
+    in_flight: InFlight,
     /// What may be written to the disk tier, where that is limited.
-    allowance: Option<RefCell<Allowance>>,
+    write_budget: Option<RefCell<WriteBudget>>,
     /// When the cache was opened.
     opened: Instant,
     records: RefCell<RecordPages>,
@@ -104,7 +104,7 @@ pub(crate) struct Mover<S, C> {
 }
 
 /// The route of libcufile, from the reactor.
-struct Direct {
+struct CufileRoute {
     cufile: Cufile,
     /// Requests that failed in a row.
     failures: Cell<u32>,
@@ -143,10 +143,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             (0..config.disk.paths.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         let [read_bytes, write_bytes] = config.bytes_in_flight_max();
         Rc::new(Mover {
-            budget: Budget::new(read_bytes, write_bytes),
-            allowance: config
+            in_flight: InFlight::new(read_bytes, write_bytes),
+            write_budget: config
                 .write_budget_bytes()
-                .map(|bytes| RefCell::new(Allowance::new(bytes, config.written_bytes(), is_new))),
+                .map(|bytes| RefCell::new(WriteBudget::new(bytes, config.written_bytes(), is_new))),
             opened: Instant::now(),
             records: RefCell::default(),
             written: RefCell::default(),
@@ -162,7 +162,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             flushes: files.iter().map(|_| Flush::new()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
-            direct: OnceCell::new(),
+            cufile: OnceCell::new(),
             files,
             memory_align_bytes,
             shared,
@@ -211,7 +211,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             self.shared.raised.notified().await;
             let raised = std::mem::take(&mut self.shared.lock().raised);
-            self.budget.raise(&raised);
+            self.in_flight.raise(&raised);
             self.workers.raise(&raised.flights, raised.holders);
         }
     }
@@ -347,43 +347,6 @@ impl Drop for Ended {
         // Dropping the senders answers the waiters with `Error::Closed`.
         let flights = self.0.lock().flights.finish_all();
         drop(flights);
-    }
-}
-
-/// Lands the flight of a movement that panics. The first value of the movement, so that it is dropped last.
-///
-/// A movement has no reason to panic, but it calls code that is not its own: subscribers of the log, which may write to
-/// a pipe that nobody reads. Its waiters are answered all the same, its block can be requested again, and the cache can
-/// be closed.
-struct Landing<S: Storage, C: CopyEngine> {
-    mover: Rc<Mover<S, C>>,
-    key: BlockKey,
-    tier: Tier,
-    /// `None` until the movement is taken on.
-    started: Cell<Option<Started>>,
-}
-
-impl<S: Storage, C: CopyEngine> Landing<S, C> {
-    fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier, started: Option<Started>) -> Self {
-        Landing { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started) }
-    }
-
-    /// Takes on the movement that has begun; false if there is none, or if another task has taken it on.
-    fn start(&self, state: &mut State) -> bool {
-        self.started.set(state.flights.start(&self.key, self.tier));
-        self.started.get().is_some()
-    }
-}
-
-impl<S: Storage, C: CopyEngine> Drop for Landing<S, C> {
-    fn drop(&mut self) {
-        let Some(started) = self.started.get().filter(|_| std::thread::panicking()) else { return };
-        let (mover, key, tier) = (Rc::clone(&self.mover), self.key, self.tier);
-        // Not while it unwinds: a second panic would end the process.
-        self.mover.spawn(async move {
-            crate::io::yield_now().await;
-            mover.land_panicked(&key, tier, started);
-        });
     }
 }
 

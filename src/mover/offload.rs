@@ -4,7 +4,7 @@ use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use super::{
     Mover,
-    budget::{Kind, Share},
+    in_flight::{Kind, Permit},
 };
 use crate::{
     block::{FileId, OpKind, Segment},
@@ -56,21 +56,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Reads a disk slot into host memory, or writes it from there, all places at once; the `guard` that keeps them
     /// is returned. With the checksum of the first `sum_bytes` bytes, if a worker made the transfer: of what it has
-    /// read, or of what it wrote. Which of the two it is, and how urgent, its `share` of the bytes in flight tells.
+    /// read, or of what it wrote. Which of the two it is, and how urgent, its `permit` of the bytes in flight tells.
     ///
     /// # Safety
     /// While `guard` lives the places must stay mapped, nobody else may write to them, and if they are read into nobody
     /// may read them either.
     pub(super) async unsafe fn transfer<G: Send + Sync + 'static>(
         self: &Rc<Self>,
-        share: &Share,
+        permit: &Permit,
         file: FileId,
         offset: u64,
         places: &[Place],
         sum_bytes: usize,
         guard: G,
     ) -> (io::Result<Option<u64>>, G) {
-        let kind = match share.kind() {
+        let kind = match permit.kind() {
             Kind::Read => OpKind::Read,
             Kind::Write => OpKind::Write,
         };
@@ -78,7 +78,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let [(segment, fixed, source)] = places {
             // SAFETY: the caller's promise.
             let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) }.guarded(source.clone());
-            return match self.transfer_on_worker((kind, share.urgency()), file, offset, &buf, sum_bytes).await {
+            return match self.transfer_on_worker((kind, permit.urgency()), file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
                 // Boxed: every movement would have room for it.
                 None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,
@@ -115,7 +115,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
             result = result.and(ended);
         }
-        (result, Arc::into_inner(guard).expect("every operation has given its share back"))
+        (result, Arc::into_inner(guard).expect("every operation has given its permit back"))
     }
 
     async fn transfer_here<O: Send + Sync + 'static>(
@@ -196,7 +196,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Some(sum) => sum,
             None => self.checksum_here(&segments).await,
         };
-        (sum, Arc::into_inner(guard).expect("a worker drops its share before it answers"))
+        (sum, Arc::into_inner(guard).expect("a worker drops its permit before it answers"))
     }
 
     fn is_worth_a_worker(&self, bytes: u64) -> bool {
@@ -213,7 +213,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Bytes of the operations in flight.
     pub(super) fn bytes_in_flight(&self) -> u64 {
-        self.budget.in_flight(Kind::Read) + self.budget.in_flight(Kind::Write)
+        self.in_flight.bytes(Kind::Read) + self.in_flight.bytes(Kind::Write)
     }
 
     /// The checksum of a block, on the reactor, with turns for other tasks between chunks.

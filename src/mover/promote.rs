@@ -5,9 +5,10 @@ use std::{rc::Rc, sync::Arc};
 use tokio::time::Instant;
 
 use super::{
-    Landing, Mover,
-    ahead::{Ahead, Offer, Target},
+    Mover,
+    flight_guard::FlightGuard,
     read::{Filled, Tried},
+    speculative_copy::{Ahead, Offer, Target},
 };
 use crate::{
     block::{BlockKey, Direction, Route, Segment, Tier},
@@ -37,9 +38,9 @@ pub(super) enum Asked {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes a block resident on the device, and answers its waiters.
     pub(super) async fn promote_to_device(self: Rc<Self>, key: BlockKey) {
-        let landing = Landing::new(&self, &key, Tier::Device, None);
+        let guard = FlightGuard::new(&self, &key, Tier::Device, None);
         // If it cannot start, a movement that could not wait for this command has started it.
-        if landing.start(&mut self.shared.lock()) {
+        if guard.start(&mut self.shared.lock()) {
             let outcome = self.fill_device(&key).await;
             self.land(&key, Tier::Device, outcome);
         }
@@ -90,7 +91,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(None);
         };
         if suspect {
-            self.convict_direct();
+            self.blame_cufile();
         }
         let id = source.id();
         let route = match source.route() {
@@ -165,7 +166,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // A task of its own: if the movement becomes overdue, this one continues without it.
                 let (this, key, next) = (Rc::clone(self), *key, next.clone());
                 self.spawn(async move {
-                    let _landing = Landing::new(&this, &key, Tier::Host, started);
+                    let _guard = FlightGuard::new(&this, &key, Tier::Host, started);
                     let outcome = this.fill_host(&key, next).await;
                     this.land(&key, Tier::Host, outcome);
                 });

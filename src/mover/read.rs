@@ -10,8 +10,9 @@ use std::rc::Rc;
 use tokio::time::Instant;
 
 use super::{
-    Landing, Mover,
-    budget::{Kind, Share},
+    Mover,
+    flight_guard::FlightGuard,
+    in_flight::{Kind, Permit},
     region::Job,
 };
 use crate::{
@@ -55,14 +56,14 @@ pub(super) enum Source {
     Gone,
 }
 
-/// What a read to a host slot has taken: its slot, its share of the bytes in flight, and its source.
-pub(super) type BegunRead = (Filling, Share, Source);
+/// What a read to a host slot has taken: its slot, its permit of the bytes in flight, and its source.
+pub(super) type BegunRead = (Filling, Permit, Source);
 
 /// The first step of a load to a caller's memory.
 pub(super) enum RegionRead {
     /// The block is read there.
-    Begun(Share, OnDisk),
-    /// As `Begun`, but its share of the bytes in flight must be waited for.
+    Begun(Permit, OnDisk),
+    /// As `Begun`, but its permit of the bytes in flight must be waited for.
     Later,
     /// It goes through a slot of another tier.
     Elsewhere,
@@ -86,11 +87,11 @@ pub(super) enum Tried {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// A block's share of the bytes in flight.
-    pub(super) async fn share(&self, kind: Kind, purpose: Purpose<'_>) -> Share {
+    /// A block's permit of the bytes in flight.
+    pub(super) async fn permit(&self, kind: Kind, purpose: Purpose<'_>) -> Permit {
         // Read here: a movement that is raised later is in the budget's queue by then.
         let urgency = self.shared.lock().holder_urgency(purpose);
-        self.budget.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
+        self.in_flight.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
     }
 
     /// Pins a block to be read from disk to a destination of this kind, and begins the fill of its slot.
@@ -120,9 +121,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn begin_fill_now(&self, state: &mut State, key: &BlockKey) -> Option<BegunRead> {
         let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Host));
         let slot = || self.shared.acquire_locked(state, Tier::Host);
-        let (share, filling) =
-            self.budget.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, slot)?;
-        Some((filling, share, self.choose_source(state, key)))
+        let (permit, filling) =
+            self.in_flight.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, slot)?;
+        Some((filling, permit, self.choose_source(state, key)))
     }
 
     /// Pins the source of `key`, and begins the fill of its host slot.
@@ -153,24 +154,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         sum_bytes: usize,
     ) -> Result<Filled> {
         let started = Instant::now();
-        let (filling, share, source) = match begun {
+        let (filling, permit, source) = match begun {
             Some(begun) => begun,
             None => {
                 // The slot first: a movement that waits for it must not hold a pin for which others may wait.
                 let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
-                let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
+                let permit = self.permit(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
                 let source = self.choose_source(&mut self.shared.lock(), key);
-                (filling, share, source)
+                (filling, permit, source)
             }
         };
         match source {
             Source::Host(pin) => Ok(Filled::Ended(Some(pin))),
             Source::Gone => Ok(Filled::Ended(None)),
             Source::Disk(block) => {
-                self.read_to_host(block, (filling, share), sum_bytes, started).await.map(Filled::Unverified)
+                self.read_to_host(block, (filling, permit), sum_bytes, started).await.map(Filled::Unverified)
             }
             Source::Device(pin) => {
-                drop(share);
+                drop(permit);
                 // Boxed: every read would have room for it.
                 let outcome = Box::pin(self.copy_from_device(pin, filling)).await?;
                 if outcome.is_some() {
@@ -185,7 +186,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn read_to_host(
         self: &Rc<Self>,
         block: OnDisk,
-        (filling, share): (Filling, Share),
+        (filling, permit): (Filling, Permit),
         sum_bytes: usize,
         started: Instant,
     ) -> Result<Unverified> {
@@ -193,8 +194,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let place = [self.place_of(filling.slot())];
         // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
         let (result, (pin, filling)) =
-            unsafe { self.transfer(&share, file, offset, &place, sum_bytes, (pin, filling)) }.await;
-        drop(share);
+            unsafe { self.transfer(&permit, file, offset, &place, sum_bytes, (pin, filling)) }.await;
+        drop(permit);
         self.shared.account(&self.failures, file, OpKind::Read, &result);
         match result {
             Ok(sum) => Ok(Unverified { source: pin, filling, checksum, sum, started }),
@@ -218,11 +219,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Fills a host slot for the waiters of a flight, and leaves the verification to them.
     pub(super) async fn fill_host_for_waiters(self: Rc<Self>, key: BlockKey) {
-        let landing = Landing::new(&self, &key, Tier::Host, None);
+        let guard = FlightGuard::new(&self, &key, Tier::Host, None);
         let begun = {
             let mut state = self.shared.lock();
             // If it cannot start, a movement that could not wait for this command has started it.
-            if !landing.start(&mut state) {
+            if !guard.start(&mut state) {
                 return;
             }
             self.begin_fill_now(&mut state, &key)
@@ -259,13 +260,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// read again through a host slot, and unlinked if it is wrong there.
     pub(super) async fn read_to_region(self: &Rc<Self>, job: Box<Job>, begun: RegionRead) -> Result<Option<Box<Job>>> {
         let started = Instant::now();
-        let (share, block) = match begun {
-            RegionRead::Begun(share, block) => (share, block),
+        let (permit, block) = match begun {
+            RegionRead::Begun(permit, block) => (permit, block),
             RegionRead::Later => {
-                let share = self.share(Kind::Read, Purpose::Call).await;
+                let permit = self.permit(Kind::Read, Purpose::Call).await;
                 let begun = self.begin_read(&mut self.shared.lock(), &job.key, Destination::Region);
                 let Some(block) = begun else { return Ok(Some(job)) };
-                (share, block)
+                (permit, block)
             }
             RegionRead::Elsewhere => return Ok(Some(job)),
         };
@@ -273,9 +274,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let places = job.places();
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to touch what is loaded.
-        let read = unsafe { self.transfer(&share, file, offset, &places, self.shared.config.block_bytes, (pin, job)) };
+        let read = unsafe { self.transfer(&permit, file, offset, &places, self.shared.config.block_bytes, (pin, job)) };
         let (result, (pin, job)) = read.await;
-        drop(share);
+        drop(permit);
         let sum = match result {
             Ok(sum) => {
                 self.shared.account(&self.failures, file, OpKind::Read, &Ok(()));
@@ -316,8 +317,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let urgency = state.holder_urgency(Purpose::Call);
         let block = || Some(self.begin_read(state, &job.key, Destination::Region));
-        match self.budget.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, block) {
-            Some((share, Some(block))) => RegionRead::Begun(share, block),
+        match self.in_flight.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, block) {
+            Some((permit, Some(block))) => RegionRead::Begun(permit, block),
             Some((_, None)) => RegionRead::Elsewhere,
             None => RegionRead::Later,
         }
@@ -325,7 +326,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Reads a block to a device slot by libcufile, if that is in service, verifies it there, and makes it visible.
     pub(super) async fn read_to_device(self: &Rc<Self>, key: &BlockKey) -> Tried {
-        let Some(direct) = self.direct.get() else { return Tried::Elsewhere };
+        let Some(direct) = self.cufile.get() else { return Tried::Elsewhere };
         if !self.shared.lock().is_for_cufile(key) {
             return Tried::Elsewhere;
         }
@@ -334,16 +335,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(filling) => filling,
             Err(error) => return Tried::Ended(Err(error)),
         };
-        let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Device)).await;
+        let permit = self.permit(Kind::Read, Purpose::Movement(key, Tier::Device)).await;
         let begun = self.begin_read(&mut self.shared.lock(), key, Destination::DeviceSlot);
         let Some(block) = begun else { return Tried::Elsewhere };
         let (id, wanted) = (block.pin.id(), block.checksum);
-        let read = self.read_directly(direct, block, filling).await;
-        drop(share);
+        let read = self.read_by_cufile(direct, block, filling).await;
+        drop(permit);
         let (pin, filling) = match read {
             Ok(reading) => reading,
             Err(reading) => {
-                self.shared.abort_direct_read(id, reading);
+                self.shared.abort_cufile_read(id, reading);
                 return Tried::Elsewhere;
             }
         };
@@ -355,11 +356,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Tried::Ended(Ok(outcome))
             }
             Ok(_) => {
-                self.shared.abort_direct_read(id, Some((pin, filling)));
+                self.shared.abort_cufile_read(id, Some((pin, filling)));
                 Tried::Suspect
             }
             Err(error) => {
-                self.shared.abort_direct_read(id, Some((pin, filling)));
+                self.shared.abort_cufile_read(id, Some((pin, filling)));
                 Tried::Ended(Err(error))
             }
         }

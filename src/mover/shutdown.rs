@@ -32,7 +32,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if self.files.is_empty() {
             return Ok(());
         }
-        self.close_direct().await;
+        self.close_cufile().await;
         self.mark_used_pages().await;
         let mut result = self.sync().await;
         for _ in 1..SYNCS_MAX {

@@ -9,8 +9,9 @@ use std::rc::Rc;
 use tokio::time::Instant;
 
 use super::{
-    Landing, Mover,
-    budget::Kind,
+    Mover,
+    flight_guard::FlightGuard,
+    in_flight::Kind,
     read::Destination,
     region::{Job, RegionMemory},
 };
@@ -43,7 +44,7 @@ enum Way {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Reads a block from disk to its caller's device memory, where libcufile is in service.
     pub(super) async fn load_staged(&self, job: Job) -> Result<Staged> {
-        let Some(direct) = self.direct.get().filter(|_| job.memory() == RegionMemory::Device) else {
+        let Some(direct) = self.cufile.get().filter(|_| job.memory() == RegionMemory::Device) else {
             return Ok(Staged::Elsewhere(job));
         };
         if !self.shared.lock().is_for_cufile(&job.key) {
@@ -52,12 +53,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let started = Instant::now();
         // The slot first: while it is waited for nothing is pinned that others could wait for.
         let slot = self.shared.acquire(Tier::Device, Purpose::Call).await?;
-        let share = self.share(Kind::Read, Purpose::Call).await;
+        let permit = self.permit(Kind::Read, Purpose::Call).await;
         let begun = self.begin_read(&mut self.shared.lock(), &job.key, Destination::Region);
         let Some(block) = begun else { return Ok(Staged::Elsewhere(job)) };
         let wanted = block.checksum;
-        let read = self.read_directly(direct, block, slot).await;
-        drop(share);
+        let read = self.read_by_cufile(direct, block, slot).await;
+        drop(permit);
         let Ok((pin, slot)) = read else { return Ok(Staged::Elsewhere(job)) };
         let (found, slot) = self.checksum_on_device(slot).await;
         if found? != wanted {
@@ -81,7 +82,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// comes back where the block is to go through host memory.
     pub(super) async fn store_staged(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
         let config = &self.shared.config;
-        let Some(direct) = self.direct.get().filter(|_| job.memory() == RegionMemory::Device) else {
+        let Some(direct) = self.cufile.get().filter(|_| job.memory() == RegionMemory::Device) else {
             return Ok(Some(job));
         };
         if config.disk.write_policy != WritePolicy::WriteThrough || config.disk.paths.is_empty() {
@@ -101,18 +102,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         copied?;
         let (checksum, slot) = self.checksum_on_device(slot).await;
         let checksum = checksum?;
-        let Some(((share, write, place), started)) = self.begin_region_write(&job, Some(checksum)).await? else {
+        let Some(((permit, write, place), started)) = self.begin_region_write(&job, Some(checksum)).await? else {
             return Ok(Some(job));
         };
         let (key, began) = (job.key, Instant::now());
-        let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
+        let _guard = FlightGuard::new(self, &key, Tier::Disk, Some(started));
         let DiskWrite { id, filling } = write;
         let DiskPlace { file, offset, page } = place;
         let (disk_slot, parts) = (filling.slot(), self.parts(slot.slot(), offset));
         // SAFETY: the device slot is full and nobody else's, the disk slot unpublished; both travel as owner.
         let transfer = unsafe { direct.cufile.transfer(OpKind::Write, file, parts, (slot, filling)) };
         let (ended, recorded) = tokio::join!(transfer, self.write_page(page));
-        drop(share);
+        drop(permit);
         let fault = match ended {
             Ended::Done((_slot, filling)) => {
                 direct.failures.set(0);
@@ -124,13 +125,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Ok(None);
             }
             Ended::Failed((_slot, filling), reason) => {
-                self.direct_failed(direct, &reason);
-                self.shared.abort_direct_write(id, disk_slot, Some(filling));
+                self.cufile_failed(direct, &reason);
+                self.shared.abort_cufile_write(id, disk_slot, Some(filling));
                 reason
             }
             Ended::Stuck(reason) => {
-                self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
-                self.shared.abort_direct_write(id, disk_slot, None);
+                self.retire_cufile(direct, format!("libcufile is stuck: {reason}"));
+                self.shared.abort_cufile_write(id, disk_slot, None);
                 reason
             }
         };

@@ -6,8 +6,9 @@ use std::{path::PathBuf, rc::Rc, sync::Arc};
 use tokio::time::Instant;
 
 use super::{
-    Landing, Mover,
-    budget::{Kind, Share},
+    Mover,
+    flight_guard::FlightGuard,
+    in_flight::{Kind, Permit},
     offload::Place,
     promote::{Asked, Next},
 };
@@ -23,15 +24,15 @@ use crate::{
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
 pub(super) const DEMOTING_MAX: u32 = 64;
 
-/// What a write of a block has taken: its share of the bytes in flight, and its disk slot, which the table has as the
+/// What a write of a block has taken: its permit of the bytes in flight, and its disk slot, which the table has as the
 /// block's.
-pub(super) type BegunWrite = (Share, DiskWrite, DiskPlace);
+pub(super) type BegunWrite = (Permit, DiskWrite, DiskPlace);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
         let PendingWrite { key, pin, started } = write;
-        let _landing = Landing::new(&self, &key, Tier::Disk, Some(started));
+        let _guard = FlightGuard::new(&self, &key, Tier::Disk, Some(started));
         let began = Instant::now();
         let (id, pin) = (pin.id(), Arc::new(pin));
         let (written, route) = match pin.tier() {
@@ -92,7 +93,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Writes a block that only the device holds: by libcufile, or through host memory if that fails.
     async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> (Result<Option<DiskWrite>>, Route) {
-        if let Some(result) = self.write_directly(key, pin).await {
+        if let Some(result) = self.write_by_cufile(key, pin).await {
             return (result, Route::DeviceToDisk);
         }
         let class = self.shared.lock().flights.class(key, Tier::Disk);
@@ -117,16 +118,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn begin_write(&self, key: &BlockKey, pin: &Pin) -> Result<Option<BegunWrite>> {
         let purpose = Purpose::Movement(key, Tier::Disk);
         let begun = self.begin_write_now(&mut self.shared.lock(), purpose, pin);
-        let (share, filling, place) = match begun {
+        let (permit, filling, place) = match begun {
             Some(begun) => begun,
             None => {
-                let share = self.share(Kind::Write, purpose).await;
+                let permit = self.permit(Kind::Write, purpose).await;
                 let filling = self.shared.acquire(Tier::Disk, purpose).await?;
                 let place = self.shared.lock().begin_pinned_write(pin, &filling);
-                (share, filling, place)
+                (permit, filling, place)
             }
         };
-        Ok(place.map(|place| (share, DiskWrite { id: pin.id(), filling }, place)))
+        Ok(place.map(|place| (permit, DiskWrite { id: pin.id(), filling }, place)))
     }
 
     fn begin_write_now(
@@ -134,13 +135,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         state: &mut State,
         purpose: Purpose<'_>,
         pin: &Pin,
-    ) -> Option<(Share, Filling, Option<DiskPlace>)> {
+    ) -> Option<(Permit, Filling, Option<DiskPlace>)> {
         let urgency = state.holder_urgency(purpose);
         let slot = || self.shared.acquire_locked(state, Tier::Disk);
-        let (share, filling) =
-            self.budget.take_now(Kind::Write, urgency, self.shared.config.slot_bytes() as u64, slot)?;
+        let (permit, filling) =
+            self.in_flight.take_now(Kind::Write, urgency, self.shared.config.slot_bytes() as u64, slot)?;
         let place = state.begin_pinned_write(pin, &filling);
-        Some((share, filling, place))
+        Some((permit, filling, place))
     }
 
     /// Writes a block from host memory, which `guard` keeps, to its disk slot, and its record.
@@ -149,7 +150,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// While `guard` lives the places must stay mapped, and nobody may write to them.
     pub(super) async unsafe fn write_out<G: Send + Sync + 'static>(
         self: &Rc<Self>,
-        (share, DiskWrite { id, filling }, place): BegunWrite,
+        (permit, DiskWrite { id, filling }, place): BegunWrite,
         places: &[Place],
         guard: G,
     ) -> Result<Option<DiskWrite>> {
@@ -157,9 +158,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
         // carries. Nobody here sees the block before both are there.
         // SAFETY: the caller's promise.
-        let payload = unsafe { self.transfer(&share, file, offset, places, 0, (guard, filling)) };
+        let payload = unsafe { self.transfer(&permit, file, offset, places, 0, (guard, filling)) };
         let ((result, (_guard, filling)), recorded) = tokio::join!(payload, self.write_page(page));
-        drop(share);
+        drop(permit);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
         self.written(DiskWrite { id, filling }, result)

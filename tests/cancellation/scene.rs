@@ -118,7 +118,7 @@ pub async fn rest(cache: &Cache) {
 /// Every slot, pin and flight accounted for.
 #[cfg(feature = "sim")]
 fn balance(cache: &Cache) -> Result<(), String> {
-    kvhoist::internals::seams::check_balance(cache)
+    kvhoist::internals::seams::check_idle(cache)
 }
 
 /// Every slot free or full: what can be seen from outside.

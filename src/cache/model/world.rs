@@ -196,7 +196,7 @@ impl World {
         let shared = Arc::clone(cache.shared());
         drop(cache);
         reactor.join().expect("the reactor does not panic");
-        check_balance(&shared);
+        check_idle(&shared);
     }
 
     /// A thread of a caller.
@@ -218,13 +218,13 @@ impl World {
     pub(super) fn ended(self) {
         let World { cache, reactor, .. } = self;
         reactor.join().expect("the reactor does not panic");
-        check_balance(cache.shared());
+        check_idle(cache.shared());
     }
 }
 
 /// Every slot is accounted for, nothing is held, and nothing went wrong.
-fn check_balance(shared: &Shared) {
-    shared.check_balance().expect("balance");
+fn check_idle(shared: &Shared) {
+    shared.check_idle().expect("balance");
     let metrics = &shared.metrics;
     let failures = [&metrics.checksum_failures, &metrics.read_errors, &metrics.write_errors, &metrics.writes_refused];
     assert_eq!(failures.map(Count::get), [0; 4], "nothing fails here");

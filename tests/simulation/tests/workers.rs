@@ -39,7 +39,7 @@ fn run(seed: u64, deaths: f64) -> u64 {
         assert_eq!(stats.tier(Tier::Host).resident, u64::from(BLOCKS));
         cache.close().await.expect("close");
         reactor.ended().await;
-        reactor.check_balance().expect("every slot is accounted for");
+        reactor.check_idle().expect("every slot is accounted for");
         stats.work_done
     })
 }
@@ -148,7 +148,7 @@ fn remove_while_storing(seed: u64) -> (Vec<bool>, Vec<bool>, u64) {
         cache.unregister(&region).await.expect("unregistered");
         cache.close().await.expect("close");
         reactor.ended().await;
-        reactor.check_balance().expect("every slot is accounted for");
+        reactor.check_idle().expect("every slot is accounted for");
 
         let sim::Simulated { cache, reactor } = sim::open(config, &killed).await.expect("open again");
         let later = keys.iter().map(|key| cache.contains(key)).collect();
@@ -244,7 +244,7 @@ fn close_while_workers_work(seed: u64, after: Duration, deaths: f64) -> Closed {
         }
         let ended = tokio::time::timeout(Duration::from_secs(60), reactor.ended()).await;
         ended.expect("the close waits for the workers, and they end");
-        reactor.check_balance().expect("every slot is accounted for");
+        reactor.check_idle().expect("every slot is accounted for");
         let work_done = [before, cache.stats().work_done];
         drop((cache, reactor));
         tokio::time::sleep(Duration::from_secs(1)).await;

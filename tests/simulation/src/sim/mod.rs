@@ -15,7 +15,7 @@
 //!     assert_eq!(cache.fetch(&key).await?.expect("stored")[0], 42);
 //!     cache.close().await?;
 //!     reactor.ended().await;
-//!     reactor.check_balance().expect("every slot is accounted for");
+//!     reactor.check_idle().expect("every slot is accounted for");
 //!     Ok::<(), kvhoist::Error>(())
 //! })?;
 //! # Ok::<(), kvhoist::Error>(())
@@ -203,12 +203,12 @@ impl Reactor {
     /// virtual time. Nobody may call the cache meanwhile, and no lease may be alive.
     ///
     /// # Errors
-    /// As [`check_balance`](Self::check_balance).
+    /// As [`check_idle`](Self::check_idle).
     pub async fn settle(&self, patience: Duration) -> Result<(), String> {
         let give_up = tokio::time::Instant::now() + patience;
         let mut pause = Duration::from_millis(1);
         loop {
-            let balance = self.check_balance();
+            let balance = self.check_idle();
             if balance.is_ok() || tokio::time::Instant::now() >= give_up {
                 return balance;
             }
@@ -223,7 +223,7 @@ impl Reactor {
     ///
     /// # Errors
     /// The first of it that does not hold, in words.
-    pub fn check_balance(&self) -> Result<(), String> {
+    pub fn check_idle(&self) -> Result<(), String> {
         let (io, copies) = (self.world.storage.in_flight(), self.world.copy.in_flight());
         if io > 0 || copies > 0 {
             return Err(format!("{io} operations and {copies} copies are in flight"));

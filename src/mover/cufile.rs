@@ -6,7 +6,7 @@
 
 use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
-use super::{Direct, Mover, read::OnDisk};
+use super::{CufileRoute, Mover, read::OnDisk};
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Segment, Tier},
     checksum::checksum,
@@ -39,14 +39,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ///
     /// # Errors
     /// [`Error::Unavailable`] if the mode is [`EngineMode::On`] and the route cannot be used.
-    pub(crate) async fn open_direct(
+    pub(crate) async fn open_cufile(
         self: &Rc<Self>,
         gpu: Option<Arc<Gpu>>,
         files: Vec<Arc<File>>,
         direct_io: bool,
     ) -> Result<()> {
-        let opened = match self.may_open_direct(gpu, direct_io) {
-            Ok(gpu) => self.prove_direct(gpu, files).await,
+        let opened = match self.may_open_cufile(gpu, direct_io) {
+            Ok(gpu) => self.self_test(gpu, files).await,
             Err(reason) => Err(reason),
         };
         match opened {
@@ -54,8 +54,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 tracing::info!(evidence, "blocks go between disk and device by libcufile");
                 self.shared.lock().cufile = Health::Up(evidence);
                 self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
-                let direct = Direct { cufile, failures: Cell::new(0) };
-                assert!(self.direct.set(direct).is_ok(), "the route is opened once");
+                let direct = CufileRoute { cufile, failures: Cell::new(0) };
+                assert!(self.cufile.set(direct).is_ok(), "the route is opened once");
                 Ok(())
             }
             Err(reason) => {
@@ -72,7 +72,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Checks all that can be checked without a call of libcufile. Returns the device, or why the route cannot be used.
-    fn may_open_direct(&self, gpu: Option<Arc<Gpu>>, direct_io: bool) -> Result<Arc<Gpu>, String> {
+    fn may_open_cufile(&self, gpu: Option<Arc<Gpu>>, direct_io: bool) -> Result<Arc<Gpu>, String> {
         let config = &self.shared.config;
         if config.device.cufile == EngineMode::Off {
             return Err("cufile = off".into());
@@ -101,7 +101,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(gpu)
     }
 
-    async fn prove_direct(self: &Rc<Self>, gpu: Arc<Gpu>, files: Vec<Arc<File>>) -> Result<(Cufile, SelfTest), String> {
+    async fn self_test(self: &Rc<Self>, gpu: Arc<Gpu>, files: Vec<Arc<File>>) -> Result<(Cufile, SelfTest), String> {
         let shared = &self.shared;
         let pool = shared.device.as_ref().expect("there is a device");
         let limit = std::time::Duration::from_millis(shared.config.device.cufile_stuck_ms);
@@ -144,9 +144,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Reads a block into a device slot by libcufile. After an error the block goes through host memory; the error has
     /// what the read owned, unless libcufile still holds it.
-    pub(super) async fn read_directly(
+    pub(super) async fn read_by_cufile(
         &self,
-        direct: &Direct,
+        direct: &CufileRoute,
         block: OnDisk,
         filling: Filling,
     ) -> Result<Reading, Option<Reading>> {
@@ -161,32 +161,32 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Ok(reading)
             }
             Ended::Failed(reading, reason) => {
-                self.direct_failed(direct, &reason);
+                self.cufile_failed(direct, &reason);
                 Err(Some(reading))
             }
             Ended::Stuck(reason) => {
-                self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
+                self.retire_cufile(direct, format!("libcufile is stuck: {reason}"));
                 Err(None)
             }
         }
     }
 
     /// Retires the route because a read by libcufile gave wrong bytes and one through host memory the right ones.
-    pub(super) fn convict_direct(&self) {
-        if let Some(direct) = self.direct.get() {
+    pub(super) fn blame_cufile(&self) {
+        if let Some(direct) = self.cufile.get() {
             self.shared.metrics.cufile_errors.add(1);
             let reason = "libcufile gave wrong bytes where a read through host memory was right";
-            self.retire_direct(direct, reason.into());
+            self.retire_cufile(direct, reason.into());
         }
     }
 
     /// Writes a block that only the device holds. `None` if it must go through host memory.
-    pub(super) async fn write_directly(
+    pub(super) async fn write_by_cufile(
         self: &Rc<Self>,
         key: &BlockKey,
         pin: &Arc<Pin>,
     ) -> Option<Result<Option<DiskWrite>>> {
-        let direct = self.direct.get()?;
+        let direct = self.cufile.get()?;
         if !self.shared.lock().cufile.writes() {
             return None;
         }
@@ -208,15 +208,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Some(self.written(DiskWrite { id, filling }, recorded));
             }
             Ended::Failed((_pin, filling), reason) => {
-                self.direct_failed(direct, &reason);
+                self.cufile_failed(direct, &reason);
                 Some(filling)
             }
             Ended::Stuck(reason) => {
-                self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
+                self.retire_cufile(direct, format!("libcufile is stuck: {reason}"));
                 None
             }
         };
-        self.shared.abort_direct_write(id, slot, fault);
+        self.shared.abort_cufile_write(id, slot, fault);
         // If the block is removed before it is written elsewhere, no record may name it. After an error the page stays
         // stale, and a removal of the block writes it again.
         drop(self.write_record(slot).await);
@@ -262,17 +262,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Counts a failed request; retires the route after too many in a row.
-    pub(super) fn direct_failed(&self, direct: &Direct, reason: &str) {
+    pub(super) fn cufile_failed(&self, direct: &CufileRoute, reason: &str) {
         self.shared.metrics.cufile_errors.add(1);
         direct.failures.set(direct.failures.get() + 1);
         tracing::warn!(reason, "libcufile did not move a block; it goes through host memory");
         if direct.failures.get() >= FAILURES_MAX {
-            self.retire_direct(direct, format!("{FAILURES_MAX} requests in a row failed, the last with: {reason}"));
+            self.retire_cufile(direct, format!("{FAILURES_MAX} requests in a row failed, the last with: {reason}"));
         }
     }
 
     /// Retires the route; requests that libcufile has not taken yet go through host memory.
-    pub(super) fn retire_direct(&self, direct: &Direct, reason: String) {
+    pub(super) fn retire_cufile(&self, direct: &CufileRoute, reason: String) {
         if !self.shared.lock().cufile.lower(Health::Retired(reason.clone())) {
             return;
         }
@@ -282,8 +282,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends the worker. Transfers that libcufile does not return keep their files, slots and memory.
-    pub(super) async fn close_direct(&self) {
-        let Some(direct) = self.direct.get() else { return };
+    pub(super) async fn close_cufile(&self) {
+        let Some(direct) = self.cufile.get() else { return };
         if !direct.cufile.close().await {
             tracing::error!(
                 "libcufile has not come back: the store's files stay open, and locked, for as long as this process runs"
@@ -305,7 +305,7 @@ impl State {
 
 impl Shared {
     /// Ends a failed read. `reading` is `None` if libcufile still uses its pin and slot.
-    pub(super) fn abort_direct_read(&self, id: EntryId, reading: Option<Reading>) {
+    pub(super) fn abort_cufile_read(&self, id: EntryId, reading: Option<Reading>) {
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Device);
         if let Some((pin, filling)) = reading {
@@ -315,7 +315,7 @@ impl Shared {
     }
 
     /// Ends a failed write. `filling` is `None` if libcufile still uses its slot.
-    pub(super) fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
+    pub(super) fn abort_cufile_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
         let key = state.index.key(id);
         state.index.abort_fill(id, Tier::Disk);

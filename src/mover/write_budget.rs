@@ -17,7 +17,7 @@ const SAVED: f64 = 0.1;
 const MEMORY: f64 = 600.0;
 
 /// How many blocks may be written. All counts are of blocks.
-pub(super) struct Allowance {
+pub(super) struct WriteBudget {
     a_second: f64,
     room: f64,
     level: f64,
@@ -31,13 +31,13 @@ pub(super) struct Allowance {
     seconds: f64,
 }
 
-impl Allowance {
+impl WriteBudget {
     /// `written_bytes` are what the write of one block costs. `is_new`: no earlier run wrote to the store.
     pub(super) fn new(bytes_a_day: u64, written_bytes: u64, is_new: bool) -> Self {
         let a_second = bytes_a_day as f64 / (24.0 * HOUR) / written_bytes.max(1) as f64;
         let room = a_second * HOUR * SAVED;
         let level = if is_new { room } else { 0.0 };
-        Allowance { a_second, room, level, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
+        WriteBudget { a_second, room, level, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
     }
 
     /// Takes up to `blocks` unwritten blocks of a chain, from its top, and returns how many. `now` is a time since any
@@ -86,14 +86,14 @@ mod tests {
     use super::*;
 
     /// What is written a second, where so many chains of `blocks` are offered a second.
-    fn written(allowance: &mut Allowance, seconds: u64, chains: u64, blocks: usize, again: bool) -> Vec<f64> {
+    fn written(write_budget: &mut WriteBudget, seconds: u64, chains: u64, blocks: usize, again: bool) -> Vec<f64> {
         let mut n = 0u64;
         (1..=seconds)
             .map(|second| {
                 let offered = (0..chains).map(|_| {
                     n += 1;
                     let coin = (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f64 / f64::from(1 << 24);
-                    allowance.admit(Duration::from_secs(second), again, coin, blocks) as f64
+                    write_budget.admit(Duration::from_secs(second), again, coin, blocks) as f64
                 });
                 offered.sum()
             })
@@ -108,8 +108,8 @@ mod tests {
     fn an_hour_takes_no_more_than_a_tenth_above_its_budget_and_wastes_none_of_it() {
         for (chains, blocks, again) in [(1, 200, false), (20, 20, false), (40, 1, true), (3, 24, true)] {
             // 10 blocks a second.
-            let mut allowance = Allowance::new(10 * 86_400 * 1000, 1000, true);
-            let written = written(&mut allowance, 4 * 3600, chains, blocks, again);
+            let mut write_budget = WriteBudget::new(10 * 86_400 * 1000, 1000, true);
+            let written = written(&mut write_budget, 4 * 3600, chains, blocks, again);
             let most = most_in_an_hour(&written);
             assert!(most <= 1.1 * 36_000.0 + 1.0, "{chains} chains of {blocks}: {most} blocks in an hour");
             let last: f64 = written[3 * 3600..].iter().sum();
@@ -119,12 +119,12 @@ mod tests {
 
     #[test]
     fn nothing_is_saved_up_beyond_a_tenth_of_an_hour() {
-        let mut allowance = Allowance::new(86_400 * 1000, 1000, true);
-        assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 10_000), 360, "a new store begins with a tenth");
-        assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 1), 0);
-        assert_eq!(allowance.admit(Duration::from_hours(48), true, 0.0, 10_000), 360);
-        assert_eq!(allowance.admit(Duration::from_hours(48), true, 0.0, 1), 0);
-        assert_eq!(allowance.admit(Duration::from_hours(47), true, 0.0, 1), 0, "time never goes back");
+        let mut write_budget = WriteBudget::new(86_400 * 1000, 1000, true);
+        assert_eq!(write_budget.admit(Duration::ZERO, true, 0.0, 10_000), 360, "a new store begins with a tenth");
+        assert_eq!(write_budget.admit(Duration::ZERO, true, 0.0, 1), 0);
+        assert_eq!(write_budget.admit(Duration::from_hours(48), true, 0.0, 10_000), 360);
+        assert_eq!(write_budget.admit(Duration::from_hours(48), true, 0.0, 1), 0);
+        assert_eq!(write_budget.admit(Duration::from_hours(47), true, 0.0, 1), 0, "time never goes back");
     }
 
     /// A process that starts again every few minutes, as a service does that is killed and restarted.
@@ -133,8 +133,8 @@ mod tests {
         let mut written = Vec::new();
         for minutes in [7, 1, 20, 3, 50, 2].into_iter().cycle().take(24) {
             let is_new = written.is_empty();
-            let mut allowance = Allowance::new(10 * 86_400 * 1000, 1000, is_new);
-            let taken = (0..minutes * 60).map(|second| allowance.admit(Duration::from_secs(second), true, 0.0, 100));
+            let mut write_budget = WriteBudget::new(10 * 86_400 * 1000, 1000, is_new);
+            let taken = (0..minutes * 60).map(|second| write_budget.admit(Duration::from_secs(second), true, 0.0, 100));
             written.extend(taken.map(|blocks| blocks as f64));
         }
         let most = most_in_an_hour(&written);
@@ -144,22 +144,26 @@ mod tests {
     #[test]
     fn the_smallest_budget_admits_a_block() {
         for written_bytes in [4608, 8192, 69_632, 2_625_536] {
-            let mut allowance = Allowance::new(240 * written_bytes, written_bytes, true);
-            assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 1), 1, "{written_bytes} bytes a block");
+            let mut write_budget = WriteBudget::new(240 * written_bytes, written_bytes, true);
+            assert_eq!(write_budget.admit(Duration::ZERO, true, 0.0, 1), 1, "{written_bytes} bytes a block");
         }
     }
 
     #[test]
     fn whole_chains_are_taken_by_their_coins() {
-        let mut allowance = Allowance::new(86_400 * 1000, 1000, true);
+        let mut write_budget = WriteBudget::new(86_400 * 1000, 1000, true);
         let (mut whole, mut stubs) = (0, 0);
         for second in 0..20_000u32 {
             let coin = f64::from(second * 7919 % 1000) / 1000.0;
-            let taken = allowance.admit(Duration::from_secs(second.into()), false, coin, 4);
+            let taken = write_budget.admit(Duration::from_secs(second.into()), false, coin, 4);
             whole += u32::from(taken == 4);
             stubs += u32::from(![0, 4].contains(&taken));
         }
         assert!(stubs * 50 < whole, "{stubs} chains were cut, and {whole} taken whole");
-        assert!((0.1..0.5).contains(&allowance.share()), "a quarter of what is offered, not {}", allowance.share());
+        assert!(
+            (0.1..0.5).contains(&write_budget.share()),
+            "a quarter of what is offered, not {}",
+            write_budget.share()
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! Bytes in flight: a bound, and an order. Reads never wait for writes. Awaited reads go before background reads, and
-//! awaited writes before background writes. While an awaited read waits for its share, only one awaited write starts at
-//! a time, so that no store waits for ever.
+//! awaited writes before background writes. While an awaited read waits for its permit, only one awaited write starts
+//! at a time, so that no store waits for ever.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -13,18 +13,18 @@ use crate::{
 
 /// Bounds the bytes in flight of reads and of writes. Lives on the reactor's thread.
 #[derive(Clone)]
-pub(crate) struct Budget(Rc<RefCell<Inner>>);
+pub(crate) struct InFlight(Rc<RefCell<Inner>>);
 
 struct Inner {
     limits: [u64; 2],
-    in_flight: [u64; 2],
+    bytes: [u64; 2],
     waiting: [Line<Waiter>; 2],
 }
 
-/// An operation that waits for its share.
+/// An operation that waits for its permit.
 struct Waiter {
     bytes: u64,
-    wake: oneshot::Sender<Share>,
+    wake: oneshot::Sender<Permit>,
 }
 
 /// Which limit an operation counts against.
@@ -38,17 +38,17 @@ pub(crate) enum Kind {
 
 const KINDS: [Kind; 2] = [Kind::Read, Kind::Write];
 
-/// A share of the budget; dropping it gives the bytes back.
-pub(crate) struct Share {
+/// Bytes that an operation may have in flight; dropping it gives the bytes back.
+pub(crate) struct Permit {
     /// `None` once it has given its bytes back.
-    budget: Option<Budget>,
+    in_flight: Option<InFlight>,
     kind: Kind,
     bytes: u64,
     /// Of its operation, when it was given.
     urgency: Urgency,
 }
 
-impl Share {
+impl Permit {
     pub(super) fn kind(&self) -> Kind {
         self.kind
     }
@@ -59,37 +59,37 @@ impl Share {
     }
 }
 
-impl Budget {
+impl InFlight {
     pub(crate) fn new(read_bytes_max: u64, write_bytes_max: u64) -> Self {
-        Budget(Rc::new(RefCell::new(Inner {
+        InFlight(Rc::new(RefCell::new(Inner {
             limits: [read_bytes_max, write_bytes_max],
-            in_flight: [0; 2],
+            bytes: [0; 2],
             waiting: Default::default(),
         })))
     }
 
-    /// `bytes` of the budget, if they and what `also` takes can be had at once.
+    /// `bytes` , if they and what `also` takes can be had at once.
     pub(crate) fn take_now<T>(
         &self,
         kind: Kind,
         urgency: Urgency,
         bytes: u64,
         also: impl FnOnce() -> Option<T>,
-    ) -> Option<(Share, T)> {
+    ) -> Option<(Permit, T)> {
         let mut inner = self.0.borrow_mut();
         let bytes = bytes.min(inner.limits[kind as usize]);
         if !inner.may_start(kind, urgency, bytes) {
             return None;
         }
         let also = also()?;
-        inner.in_flight[kind as usize] += bytes;
-        Some((Share { budget: Some(self.clone()), kind, bytes, urgency }, also))
+        inner.bytes[kind as usize] += bytes;
+        Some((Permit { in_flight: Some(self.clone()), kind, bytes, urgency }, also))
     }
 
-    /// Waits for `bytes` of the budget. Cancel safe: a share given to a dropped future goes back.
-    pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Share {
-        if let Some((share, ())) = self.take_now(kind, urgency, bytes, || Some(())) {
-            return share;
+    /// Waits for `bytes`. Cancel safe: a permit given to a dropped future goes back.
+    pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Permit {
+        if let Some((permit, ())) = self.take_now(kind, urgency, bytes, || Some(())) {
+            return permit;
         }
         let receiver = {
             let mut inner = self.0.borrow_mut();
@@ -107,7 +107,7 @@ impl Budget {
         self.start_waiting();
     }
 
-    /// Operations that wait for their share.
+    /// Operations that wait for their permit.
     #[cfg(feature = "sim")]
     pub(super) fn waiting(&self) -> usize {
         let inner = self.0.borrow();
@@ -115,8 +115,8 @@ impl Budget {
     }
 
     /// Bytes in flight of a kind.
-    pub(super) fn in_flight(&self, kind: Kind) -> u64 {
-        self.0.borrow().in_flight[kind as usize]
+    pub(super) fn bytes(&self, kind: Kind) -> u64 {
+        self.0.borrow().bytes[kind as usize]
     }
 
     /// Starts what fits now, most urgent first.
@@ -124,11 +124,11 @@ impl Budget {
         loop {
             let next = self.0.borrow_mut().pop_next();
             let Some((kind, urgency, waiter)) = next else { return };
-            let share = Share { budget: Some(self.clone()), kind, bytes: waiter.bytes, urgency };
+            let permit = Permit { in_flight: Some(self.clone()), kind, bytes: waiter.bytes, urgency };
             // Its waiter is gone. Only the bytes come back: a drop would begin another loop inside this one, and that
             // one another.
-            if let Err(mut share) = waiter.wake.send(share) {
-                share.give_back();
+            if let Err(mut permit) = waiter.wake.send(permit) {
+                permit.give_back();
             }
         }
     }
@@ -141,12 +141,12 @@ impl Inner {
     }
 
     fn fits(&self, kind: Kind, bytes: u64) -> bool {
-        self.in_flight[kind as usize] + bytes <= self.limits[kind as usize]
+        self.bytes[kind as usize] + bytes <= self.limits[kind as usize]
     }
 
     /// True where no operation of the other kind must go before one of this kind.
     fn allows(&self, kind: Kind, is_awaited: bool) -> bool {
-        let is_sole_write = is_awaited && self.in_flight[Kind::Write as usize] == 0;
+        let is_sole_write = is_awaited && self.bytes[Kind::Write as usize] == 0;
         kind == Kind::Read || is_sole_write || !self.waiting[Kind::Read as usize].has_awaited()
     }
 
@@ -158,26 +158,26 @@ impl Inner {
             if !self.fits(kind, bytes) || !self.allows(kind, line.has_awaited()) {
                 continue;
             }
-            self.in_flight[kind as usize] += bytes;
+            self.bytes[kind as usize] += bytes;
             return self.waiting[kind as usize].pop().map(|(urgency, waiter)| (kind, urgency, waiter));
         }
         None
     }
 }
 
-impl Share {
+impl Permit {
     /// Gives the bytes back, once. The caller starts what they are enough for.
-    fn give_back(&mut self) -> Option<Budget> {
-        let budget = self.budget.take()?;
-        budget.0.borrow_mut().in_flight[self.kind as usize] -= self.bytes;
-        Some(budget)
+    fn give_back(&mut self) -> Option<InFlight> {
+        let in_flight = self.in_flight.take()?;
+        in_flight.0.borrow_mut().bytes[self.kind as usize] -= self.bytes;
+        Some(in_flight)
     }
 }
 
-impl Drop for Share {
+impl Drop for Permit {
     fn drop(&mut self) {
-        if let Some(budget) = self.give_back() {
-            budget.start_waiting();
+        if let Some(in_flight) = self.give_back() {
+            in_flight.start_waiting();
         }
     }
 }
@@ -195,20 +195,20 @@ mod tests {
 
     #[test]
     fn an_awaited_read_goes_before_writes_that_waited_longer() {
-        let budget = Budget::new(10, 10);
-        let mut read_1 = pin!(budget.take(Kind::Read, Awaited, 10));
-        let mut write_1 = pin!(budget.take(Kind::Write, Awaited, 5));
-        let mut write_1b = pin!(budget.take(Kind::Write, Awaited, 5));
+        let in_flight = InFlight::new(10, 10);
+        let mut read_1 = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 5));
+        let mut write_1b = pin!(in_flight.take(Kind::Write, Awaited, 5));
         let read_share = read_1.as_mut().now_or_never().expect("fits");
         let write_share = write_1.as_mut().now_or_never().expect("fits");
         let write_share_b = write_1b.as_mut().now_or_never().expect("fits");
-        let mut background = pin!(budget.take(Kind::Write, Background(1), 5));
-        let mut write_2 = pin!(budget.take(Kind::Write, Awaited, 5));
-        let mut read_2 = pin!(budget.take(Kind::Read, Awaited, 5));
+        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 5));
+        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 5));
+        let mut read_2 = pin!(in_flight.take(Kind::Read, Awaited, 5));
         assert!(background.as_mut().now_or_never().is_none() && write_2.as_mut().now_or_never().is_none());
         assert!(read_2.as_mut().now_or_never().is_none());
         drop(write_share);
-        assert_eq!(budget.in_flight(Kind::Write), 5);
+        assert_eq!(in_flight.bytes(Kind::Write), 5);
         assert!(write_2.as_mut().now_or_never().is_none(), "no second write starts while an awaited read waits");
         drop(read_share);
         let read_2 = read_2.as_mut().now_or_never().expect("the read goes first");
@@ -217,20 +217,20 @@ mod tests {
         drop(write_2);
         let background = background.as_mut().now_or_never().expect("then the other");
         drop((background, read_2, write_share_b));
-        assert_eq!(budget.in_flight(Kind::Write), 0);
+        assert_eq!(in_flight.bytes(Kind::Write), 0);
     }
 
     #[test]
     fn one_awaited_write_runs_beside_waiting_reads_and_no_background_write_does() {
-        let budget = Budget::new(10, 10);
-        let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
+        let in_flight = InFlight::new(10, 10);
+        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10));
         let read = read.as_mut().now_or_never().expect("fits");
-        let mut waiting = pin!(budget.take(Kind::Read, Awaited, 10));
+        let mut waiting = pin!(in_flight.take(Kind::Read, Awaited, 10));
         assert!(waiting.as_mut().now_or_never().is_none());
-        let mut background = pin!(budget.take(Kind::Write, Background(1), 1));
+        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 1));
         assert!(background.as_mut().now_or_never().is_none(), "nobody awaits it");
-        let mut write_1 = pin!(budget.take(Kind::Write, Awaited, 1));
-        let mut write_2 = pin!(budget.take(Kind::Write, Awaited, 1));
+        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 1));
+        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 1));
         let write_1 = write_1.as_mut().now_or_never().expect("the only write");
         assert!(write_2.as_mut().now_or_never().is_none(), "the second");
         drop(write_1);
@@ -240,17 +240,17 @@ mod tests {
 
     #[test]
     fn no_read_waits_for_a_write() {
-        let budget = Budget::new(10, 10);
-        let mut write = pin!(budget.take(Kind::Write, Awaited, 10));
+        let in_flight = InFlight::new(10, 10);
+        let mut write = pin!(in_flight.take(Kind::Write, Awaited, 10));
         let _write = write.as_mut().now_or_never().expect("fits");
-        let mut awaited = pin!(budget.take(Kind::Write, Awaited, 10));
-        let mut background = pin!(budget.take(Kind::Write, Background(1), 10));
+        let mut awaited = pin!(in_flight.take(Kind::Write, Awaited, 10));
+        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 10));
         assert!(awaited.as_mut().now_or_never().is_none() && background.as_mut().now_or_never().is_none());
-        let mut prefetch = pin!(budget.take(Kind::Read, Background(2), 5));
+        let mut prefetch = pin!(in_flight.take(Kind::Read, Background(2), 5));
         let prefetch = prefetch.as_mut().now_or_never().expect("no read is in flight");
-        let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
+        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10));
         assert!(read.as_mut().now_or_never().is_none(), "10 bytes do not fit beside 5");
-        let mut later = pin!(budget.take(Kind::Read, Background(3), 5));
+        let mut later = pin!(in_flight.take(Kind::Read, Background(3), 5));
         assert!(later.as_mut().now_or_never().is_none(), "an awaited read goes first");
         drop(prefetch);
         let read = read.as_mut().now_or_never().expect("the writes still wait");
@@ -260,62 +260,62 @@ mod tests {
 
     #[test]
     fn an_operation_that_is_raised_goes_before_those_that_nobody_awaits() {
-        let budget = Budget::new(10, 10);
-        let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
-        let share = first.as_mut().now_or_never().expect("fits");
-        let mut earlier = pin!(budget.take(Kind::Read, Background(1), 10));
-        let mut joined = pin!(budget.take(Kind::Read, Background(2), 10));
+        let in_flight = InFlight::new(10, 10);
+        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let permit = first.as_mut().now_or_never().expect("fits");
+        let mut earlier = pin!(in_flight.take(Kind::Read, Background(1), 10));
+        let mut joined = pin!(in_flight.take(Kind::Read, Background(2), 10));
         assert!(earlier.as_mut().now_or_never().is_none() && joined.as_mut().now_or_never().is_none());
-        budget.raise(&Raised { flights: vec![2, 7], holders: false });
-        drop(share);
-        let share = joined.as_mut().now_or_never().expect("somebody waits for it");
+        in_flight.raise(&Raised { flights: vec![2, 7], holders: false });
+        drop(permit);
+        let permit = joined.as_mut().now_or_never().expect("somebody waits for it");
         assert!(earlier.as_mut().now_or_never().is_none(), "nobody waits for it");
-        let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
-        let mut write_back = pin!(budget.take(Kind::Write, Background(3), 10));
+        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let mut write_back = pin!(in_flight.take(Kind::Write, Background(3), 10));
         assert!(read.as_mut().now_or_never().is_none() && write_back.as_mut().now_or_never().is_none());
-        budget.raise(&Raised { flights: vec![], holders: true });
+        in_flight.raise(&Raised { flights: vec![], holders: true });
         assert!(write_back.as_mut().now_or_never().is_some(), "the sole write, and somebody waits for it");
-        drop(share);
+        drop(permit);
         drop(read.as_mut().now_or_never().expect("awaited before the other was"));
         assert!(earlier.as_mut().now_or_never().is_some());
     }
 
     #[test]
     fn a_cancelled_waiter_gives_its_share_to_the_next() {
-        let budget = Budget::new(10, 10);
-        let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
-        let share = first.as_mut().now_or_never().expect("fits");
-        let mut kept = pin!(budget.take(Kind::Read, Awaited, 10));
+        let in_flight = InFlight::new(10, 10);
+        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let permit = first.as_mut().now_or_never().expect("fits");
+        let mut kept = pin!(in_flight.take(Kind::Read, Awaited, 10));
         {
-            let mut cancelled = pin!(budget.take(Kind::Read, Awaited, 10));
+            let mut cancelled = pin!(in_flight.take(Kind::Read, Awaited, 10));
             assert!(cancelled.as_mut().now_or_never().is_none());
             assert!(kept.as_mut().now_or_never().is_none());
-            drop(share);
-            // `cancelled` has been sent the share and is dropped without being polled again.
+            drop(permit);
+            // `cancelled` has been sent the permit and is dropped without being polled again.
         }
         assert!(kept.as_mut().now_or_never().is_some());
     }
 
     #[test]
     fn any_number_of_waiters_that_are_gone_are_passed_over_on_a_small_stack() {
-        let budget = Budget::new(10, 10);
-        let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
-        let share = first.as_mut().now_or_never().expect("fits");
+        let in_flight = InFlight::new(10, 10);
+        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let permit = first.as_mut().now_or_never().expect("fits");
         for _ in 0..200_000 {
-            assert!(pin!(budget.take(Kind::Read, Awaited, 10)).now_or_never().is_none());
+            assert!(pin!(in_flight.take(Kind::Read, Awaited, 10)).now_or_never().is_none());
         }
-        let mut last = pin!(budget.take(Kind::Read, Awaited, 10));
+        let mut last = pin!(in_flight.take(Kind::Read, Awaited, 10));
         assert!(last.as_mut().now_or_never().is_none());
-        drop(share);
+        drop(permit);
         drop(last.as_mut().now_or_never().expect("the others are gone"));
-        assert_eq!(budget.in_flight(Kind::Read), 0, "given back");
+        assert_eq!(in_flight.bytes(Kind::Read), 0, "given back");
     }
 
     #[test]
     fn more_than_the_whole_budget_waits_for_all_of_it() {
-        let budget = Budget::new(10, 10);
-        let mut huge = pin!(budget.take(Kind::Read, Awaited, 1000));
+        let in_flight = InFlight::new(10, 10);
+        let mut huge = pin!(in_flight.take(Kind::Read, Awaited, 1000));
         assert!(huge.as_mut().now_or_never().is_some());
-        assert_eq!(budget.in_flight(Kind::Read), 0, "given back");
+        assert_eq!(in_flight.bytes(Kind::Read), 0, "given back");
     }
 }

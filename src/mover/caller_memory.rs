@@ -11,13 +11,13 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    ahead::{Offer, Target},
     from_region::RegionStore,
     pages::CallPages,
     promote::{Asked, Next},
     read::RegionRead,
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::of_task,
+    speculative_copy::{Offer, Target},
     staged::Staged,
 };
 use crate::{
@@ -162,7 +162,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Staged::Suspect(job) => {
                 let loaded = self.load_through_host(job).await;
                 if let Ok(true) = loaded {
-                    self.convict_direct();
+                    self.blame_cufile();
                 }
                 loaded
             }

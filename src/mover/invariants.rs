@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Mover, budget::Kind};
+use super::{Mover, in_flight::Kind};
 use crate::{
     block::Tier,
     checksum::checksum,
@@ -24,7 +24,7 @@ macro_rules! ensure {
 impl Shared {
     /// Checks what must hold while no call and no movement is in flight and no lease, reservation or device lease is
     /// alive; the error says what does not.
-    pub(crate) fn check_balance(&self) -> Result<(), String> {
+    pub(crate) fn check_idle(&self) -> Result<(), String> {
         let state = self.lock();
         state.index.validate_idle()?;
         let flights = state.flights.len();
@@ -100,17 +100,17 @@ impl Shared {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Checks what must hold on the reactor's side while nothing is in flight.
-    pub(crate) fn check_balance(&self) -> Result<(), String> {
+    pub(crate) fn check_idle(&self) -> Result<(), String> {
         for kind in [Kind::Read, Kind::Write] {
-            let bytes = self.budget.in_flight(kind);
-            ensure!(bytes == 0, "{bytes} bytes of the budget for {kind:?} are taken");
+            let bytes = self.in_flight.bytes(kind);
+            ensure!(bytes == 0, "{bytes} bytes in flight are counted for {kind:?}");
         }
-        ensure!(self.budget.waiting() == 0, "{} operations wait for their share", self.budget.waiting());
+        ensure!(self.in_flight.waiting() == 0, "{} operations wait for their permit", self.in_flight.waiting());
         let pages = self.records.borrow().len();
         ensure!(pages == 0, "{pages} record pages are being written");
         ensure!(self.answers.borrow().is_empty(), "{} answers are on their way", self.answers.borrow().len());
         let (active, demoting) = (self.active.get(), self.demoting.get());
         ensure!(active == 0 && demoting == 0, "{active} movements are under way, {demoting} of them write-backs");
-        self.shared.check_balance()
+        self.shared.check_idle()
     }
 }

@@ -1,0 +1,80 @@
+//! The end of a flight whose movement panicked.
+
+use std::{cell::Cell, rc::Rc};
+
+use super::Mover;
+use crate::{
+    block::{BlockKey, Tier},
+    device::CopyEngine,
+    io::Storage,
+    state::{Started, State, verify::panicked},
+};
+
+/// Fails the flight of a movement that panics. The first value of the movement, so that it is dropped last.
+///
+/// A movement has no reason to panic, but it calls code that is not its own: subscribers of the log, which may write to
+/// a pipe that nobody reads. Its waiters are answered all the same, its block can be requested again, and the cache can
+/// be closed.
+pub(super) struct FlightGuard<S: Storage, C: CopyEngine> {
+    mover: Rc<Mover<S, C>>,
+    key: BlockKey,
+    tier: Tier,
+    /// `None` until the movement is taken on.
+    started: Cell<Option<Started>>,
+}
+
+impl<S: Storage, C: CopyEngine> FlightGuard<S, C> {
+    pub(super) fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier, started: Option<Started>) -> Self {
+        FlightGuard { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started) }
+    }
+
+    /// Takes on the movement that has begun; false if there is none, or if another task has taken it on.
+    pub(super) fn start(&self, state: &mut State) -> bool {
+        self.started.set(state.flights.start(&self.key, self.tier));
+        self.started.get().is_some()
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Drop for FlightGuard<S, C> {
+    fn drop(&mut self) {
+        let Some(started) = self.started.get().filter(|_| std::thread::panicking()) else { return };
+        let (mover, key, tier) = (Rc::clone(&self.mover), self.key, self.tier);
+        // Not while it unwinds: a second panic would end the process.
+        self.mover.spawn(async move {
+            crate::io::yield_now().await;
+            mover.fail_flight(&key, tier, started);
+        });
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Undoes what the movement had begun, and answers its waiters with an error.
+    fn fail_flight(self: &Rc<Self>, key: &BlockKey, tier: Tier, Started { number, entry: id }: Started) {
+        // A panic under the lock has answered every waiter.
+        let Some(mut state) = self.shared.lock_unless_broken() else { return };
+        let flight = state.flights.get_mut(key, tier);
+        // It has landed, or waits for its verification.
+        if flight.is_none_or(|flight| flight.number != number || flight.unverified.is_some()) {
+            return;
+        }
+        // Or its entry is gone: the block was removed, or given up.
+        if state.index.find(key) == Some(id) && state.index.is_filling(id, tier) {
+            if tier == Tier::Disk {
+                // The slot itself is given back by the operation that may still write to it.
+                let slots = state.disk_slots();
+                let named = |slot: &u32| slots.meta(*slot).is_some_and(|meta| meta.entry == id.as_u32());
+                if let Some(slot) = (0..slots.stripe().slots()).find(named) {
+                    slots.clear(slot, key);
+                }
+            }
+            state.index.abort_fill(id, tier);
+        }
+        drop(state);
+        let error = panicked();
+        if tier == Tier::Disk {
+            self.shared.metrics.writes_refused.add(1);
+            self.shared.note_refused(key, id, &error);
+        }
+        self.land(key, tier, Err(error));
+    }
+}
