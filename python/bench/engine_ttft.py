@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Time to the first tokens of a real SGLang engine with random weights: recomputed, from HBM, and from its third tier.
+"""Time to the first tokens of a real engine with random weights: recomputed, from HBM, and from files.
 
-    python bench/engine_ttft.py --path /mnt/nvme0/kv [--path ...] [--backends kvhoist,file] [--tokens 8192,32768,65536]
-        [--attention triton] [--layers 32] [--steps FILE] [--machine TEXT] [--csv FILE]
+    python bench/engine_ttft.py --path /mnt/nvme0/kv [--path ...] [--engine sglang|vllm] [--backends kvhoist,file]
+        [--tokens 8192,32768,65536] [--attention triton] [--layers 32] [--steps FILE] [--machine TEXT] [--csv FILE]
 
-Needs a CUDA device, SGLang (0.5.17 where torch 2.11 is installed; newer ones with their own torch) and kvhoist.
-`bench/engine_bundle` makes a folder with all of them for a machine without a network. The model has Llama-8B's shape.
+Needs a CUDA device, kvhoist, and SGLang (0.5.17 where torch 2.11 is installed) or vLLM (0.28); newer ones with their
+own torch. `bench/engine_bundle` packs all of them for a machine without a network. The model has Llama-8B's shape.
+`engine_sglang.py` and `engine_vllm.py` have the engines' settings and their back ends.
 
 For each back end an engine computes all prompts, answers them from HBM, flushes HBM and its host memory, and answers
-them from the third tier; a second engine, a new process over the same store, does the same. Pages are 64 tokens,
-prefetches are waited for (`wait_complete`), and generation is greedy: every row says whether its tokens are the
-recomputed ones. With `--steps`, what kvhoist's answers were made of follows into a file of rows for
-docs/results/measured.csv (`engine_steps.py` has the steps), beside the drives' own time: plain reads of as many bytes
-of the store's files.
+them from files; a second engine, a new process over the same files, does the same. Pages are 64 tokens, and
+generation is greedy: every row says whether its tokens are those of the first engine. A back end with `@1` behind its
+name gets the first path alone. Each has a folder of its own below every path, which is removed after it. With
+`--steps`, what answers of SGLang with kvhoist were made of follows into a file of rows for docs/results/measured.csv
+(`engine_steps.py` has the steps), beside the drives' own time: plain reads of as many bytes of the store's files.
 """
 
 from __future__ import annotations
@@ -20,19 +21,24 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import importlib
 import json
 import mmap
 import os
 import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from engine_steps import read_lines, steps
 
 COLUMNS = ("date commit machine command engine attention tokens what generated ms cached_tokens same_tokens").split()
 MODEL = {
@@ -41,28 +47,10 @@ MODEL = {
     "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-#: The class of kvhoist's back end, for SGLang's extra config.
-KVHOIST = {
-    "backend_name": "kvhoist",
-    "module_path": "kvhoist.sglang",
-    "class_name": "HiCacheKvhoist",
-    "interface_v1": 1,
-}
-#: Seconds until SGLang has handed what it computed to its third tier.
-BACKUP_S = 120
-
-
-def third_tier(backend: str, paths: list[str], capacity: str) -> dict[str, Any]:
-    """SGLang's settings of a back end."""
-    if backend == "kvhoist":
-        extra = {**KVHOIST, "path": paths, "capacity": capacity, "host_bytes": "1GiB"}
-        if os.environ.get("KVHOIST_STEPS"):
-            extra["module_path"] = "engine_steps"
-        return {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(extra)}
-    if backend == "file":
-        # It has one folder: the first drive's.
-        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = os.path.join(paths[0], "file")
-    return {"hicache_storage_backend": backend}
+#: Bytes of a token: the keys and values of 8 heads of 128 in bf16, in one layer.
+TOKEN_BYTES = 2 * 8 * 128 * 2
+#: Seconds until an engine has handed what it computed to its files, at most.
+SETTLE_S = 120
 
 
 def read_ms(paths: list[str], nbytes: int) -> float:
@@ -86,125 +74,126 @@ def read_ms(paths: list[str], nbytes: int) -> float:
     return (ended - began) * 1e3
 
 
-def stored_bytes(paths: list[str]) -> int:
-    """Bytes that the file systems of the paths have taken."""
-    free = [os.statvfs(path) for path in paths]
-    return sum((one.f_blocks - one.f_bfree) * one.f_frsize for one in free)
+def written_bytes(paths: list[str]) -> int:
+    """Bytes that were written to the drives of the paths since the machine started."""
+    devices = {os.stat(path).st_dev for path in paths}
+    stats = [Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat") for device in devices]
+    return sum(int(stat.read_text().split()[6]) * 512 for stat in stats if stat.exists())
 
 
-def settle(backend: str, paths: list[str]) -> None:
-    """Waits until a back end has written: SGLang's own files stop growing. kvhoist's stores are allocated at once."""
-    if backend == "kvhoist":
-        time.sleep(8)
-        return
-    until, before = time.monotonic() + BACKUP_S, -1
-    while time.monotonic() < until and (now := stored_bytes(paths)) != before:
+def settle(paths: list[str]) -> None:
+    """Waits until an engine has written what it computed: its drives are not written to for 4 s."""
+    until, before = time.monotonic() + SETTLE_S, -1
+    time.sleep(4)
+    while time.monotonic() < until and (now := written_bytes(paths)) != before:
         before = now
         time.sleep(4)
 
 
-class Engine:
-    """One engine, and the answers that it gave."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        import sglang
-
-        self.engine = sglang.Engine(
-            model_path=given.model, load_format="dummy", skip_tokenizer_init=True, attention_backend=given.attention,
-            sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True, page_size=64,
-            mem_fraction_static=0.5, chunked_prefill_size=16_384, max_total_tokens=given.pool_tokens,
-            enable_hierarchical_cache=True, hicache_size=given.hicache_gb, hicache_mem_layout="page_first_direct",
-            hicache_io_backend="direct", hicache_write_policy="write_through", log_level="warning", random_seed=7,
-            hicache_storage_prefetch_policy="wait_complete",
-            **third_tier(given.backends, given.path, given.capacity),
-        )  # fmt: skip
-        self.version = sglang.__version__
-        # Kernels are compiled at their first call.
-        warm = [5 + i % 1000 for i in range(2048)]
-        for ids in (warm, [9, *warm]):
-            self.answer(ids, 4)
-
-    def answer(self, ids: list[int], count: int) -> tuple[float, int, list[int]]:
-        """Milliseconds, cached tokens, and the tokens."""
-        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        self.began = time.monotonic()
-        result = self.engine.generate(input_ids=[ids], sampling_params=sampling)[0]
-        self.ended = time.monotonic()
-        spent = (self.ended - self.began) * 1e3
-        return spent, int(result["meta_info"].get("cached_tokens") or 0), list(result["output_ids"])
-
-    def steps(self) -> dict[str, float]:
-        """Milliseconds of the last answer's steps, where they are recorded."""
-        path = os.environ.get("KVHOIST_STEPS", "")
-        return steps(read_lines(path), self.began, self.ended) if os.path.exists(path) else {}
+def engines(name: str) -> Any:
+    """The module of an engine."""
+    return importlib.import_module(f"engine_{name}")
 
 
 def phase(given: argparse.Namespace) -> None:
-    """What one engine answers, as a line of JSON for each answer. A process of its own: SGLang's start others."""
+    """What one engine answers, as a line of JSON for each answer. A process of its own: engines start others."""
     chosen = random.Random(3)
     prompts = [[chosen.randrange(10, 128_000) for _ in range(n)] for n in map(int, given.tokens.split(","))]
-    engine = Engine(given)
+    kind, _, drives = given.backends.partition("@")
+    paths = [str(Path(path, re.sub(r"\W", "-", given.backends))) for path in given.path]
+    paths = paths[: int(drives)] if drives else paths
+    for path in paths:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    module = engines(given.engine)
+    engine = module.Engine(given, kind, paths)
+    # Kernels are compiled at their first call.
+    warm = [5 + i % 1000 for i in range(2048)]
+    for ids in (warm, [9, *warm]):
+        engine.answer(ids, 4)
 
     def answers(what: str) -> None:
         for ids in prompts:
-            ms, cached, tokens = engine.answer(ids, given.generate)
-            row = {"what": what, "tokens": len(ids), "ms": ms, "cached": cached, "out": tokens}
-            row["steps"] = engine.steps()
-            print("ANSWER", json.dumps({**row, "version": engine.version}), flush=True)
+            began = time.monotonic()
+            cached, tokens = engine.answer(ids, given.generate)
+            ended = time.monotonic()
+            row = {"what": what, "tokens": len(ids), "ms": (ended - began) * 1e3, "cached": cached, "out": tokens}
+            row |= {"steps": engine.steps(began, ended), "engine": engine.name}
+            print("ANSWER", json.dumps(row), flush=True)
 
-    name = "SGLang's file" if given.backends == "file" else given.backends
-    if given.phase == "first":
+    name = module.BACKENDS[kind] + (f" on {drives} of the drives" if drives else "")
+    if given.phase == "second":
+        answers(f"{name}, after a restart")
+    elif kind == "none":
         answers("recomputed")
         answers("hit in HBM")
-        settle(given.backends, given.path)
-        engine.engine.flush_cache()
-        time.sleep(1)
-        answers(f"{name}, after a flush")
     else:
-        answers(f"{name}, after a restart")
-    engine.engine.shutdown()
+        answers(f"recomputed and stored, {name}")
+        settle(paths)
+        engine.flush()
+        answers(f"{name}, after a flush")
+    engine.close()
 
 
-def answers_of(given: argparse.Namespace, backend: str, which: str) -> list[dict[str, Any]]:
-    """Runs a phase in a process of its own."""
+def answers_of(given: argparse.Namespace, backend: str, which: str) -> Iterator[dict[str, Any]]:
+    """Runs a phase in a process of its own, and yields its answers as they come."""
     # The last one of an argument counts.
     command = [sys.executable, __file__, *sys.argv[1:], "--backends", backend, "--phase", which, "--model", given.model]
     environment = dict(os.environ)
-    if given.steps and backend == "kvhoist":
+    if given.steps and given.engine == "sglang" and backend == "kvhoist":
         here = str(Path(__file__).parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
         environment["KVHOIST_STEPS"] = str(Path(given.model, "steps"))
-    ended = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, timeout=given.timeout, check=False, env=environment
-    )
-    found = [json.loads(line[7:]) for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
-    if ended.returncode or not found:
-        print(f"# {backend}, {which}: exit status {ended.returncode} after {len(found)} answers", file=sys.stderr)
-    return found
+    print(f"# {backend}, {which}", file=sys.stderr, flush=True)
+    count = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as child:
+        assert child.stdout is not None
+        timer = threading.Timer(given.timeout, kill_group, (child.pid,))
+        timer.start()
+        for line in child.stdout:
+            if line.startswith("ANSWER "):
+                count += 1
+                yield json.loads(line[7:])
+            else:
+                sys.stderr.write(line)
+        timer.cancel()
+    kill_group(child.pid)
+    if child.returncode or not count:
+        print(f"# {backend}, {which}: exit status {child.returncode} after {count} answers", file=sys.stderr)
+
+
+def kill_group(pid: int) -> None:
+    """Ends what an engine has left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def main() -> None:
     """Measures each back end in turn, and prints rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", action="append", required=True, help="a folder on a drive; once for each drive")
-    parser.add_argument("--backends", default="kvhoist,file", help="kvhoist, file, nixl: what SGLang's start takes")
+    parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang")
+    parser.add_argument("--backends", help="of those of the engine's module; none recomputes and stores nothing")
     parser.add_argument("--tokens", default="8192,32768,65536")
     parser.add_argument("--generate", type=int, default=8, help="tokens generated, in every figure")
-    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--attention", help="the engine's name of it")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--capacity", default="16GiB")
-    parser.add_argument("--hicache-gb", type=int, default=24)
-    parser.add_argument("--pool-tokens", type=int, default=140_000)
+    parser.add_argument("--host-gb", type=int, default=24, help="the engine's own host memory")
+    parser.add_argument("--pool-tokens", type=int, default=140_000, help="tokens that HBM has room for")
     parser.add_argument("--timeout", type=int, default=400, help="seconds of one engine")
     parser.add_argument("--machine", default="unnamed")
     parser.add_argument("--commit", default="unknown", help="for the rows")
     parser.add_argument("--label", default="", help="for the rows: the command, if its paths say nothing")
     parser.add_argument("--csv", help="a file for the rows")
-    parser.add_argument("--steps", help="a file for the steps of kvhoist's answers")
+    parser.add_argument("--steps", help="a file for the steps of kvhoist's answers in SGLang")
     parser.add_argument("--phase", choices=["first", "second"], help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.attention = given.attention or engines(given.engine).ATTENTION
+    given.backends = given.backends or ",".join(engines(given.engine).BACKENDS)
     if given.phase:
+        # This folder has a vllm.py of its own.
+        sys.path.append(sys.path.pop(0))
         return phase(given)
     with tempfile.TemporaryDirectory() as folder:
         config = {**MODEL, "num_hidden_layers": given.layers}
@@ -224,11 +213,11 @@ def measure(given: argparse.Namespace) -> None:
         writer.writeheader()
     expected: dict[int, list[int]] = {}
     for backend in given.backends.split(","):
-        for which in ("first", "second"):
+        for which in ("first", "second") if backend != "none" else ("first",):
             for one in answers_of(given, backend, which):
                 same = expected.setdefault(one["tokens"], one["out"]) == one["out"]
                 row = {**always, "command": command, "attention": given.attention, "tokens": one["tokens"]}
-                row |= {"engine": f"SGLang {one['version']}, Llama-8B's shape, random weights, {given.layers} layers"}
+                row |= {"engine": f"{one['engine']}, Llama-8B's shape, random weights, {given.layers} layers"}
                 row |= {"what": one["what"], "generated": given.generate, "ms": f"{one['ms']:.1f}"}
                 row |= {"cached_tokens": one["cached"], "same_tokens": same}
                 for writer, file in zip(writers, files, strict=True):
@@ -236,12 +225,13 @@ def measure(given: argparse.Namespace) -> None:
                     file.flush()
                 if given.steps and one["steps"]:
                     add_steps(given, [*always.values(), command], one)
+        for path in given.path:
+            shutil.rmtree(Path(path, re.sub(r"\W", "-", backend)), ignore_errors=True)
 
 
 def add_steps(given: argparse.Namespace, origin: list[str], answer: dict[str, Any]) -> None:
     """Rows of one answer's steps."""
-    # Of a page of 64 tokens: the keys and values of 8 heads of 128, in each layer.
-    nbytes = answer["tokens"] // 64 * 64 * 2 * 8 * 128 * 2 * given.layers
+    nbytes = answer["tokens"] // 64 * 64 * TOKEN_BYTES * given.layers
     rows = {**answer["steps"], "the drives' own time": read_ms(given.path, nbytes)}
     with open(given.steps, "a", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
