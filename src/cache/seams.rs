@@ -26,6 +26,7 @@ use super::{
     open::{End, Parts, Started, assemble, tell_end},
 };
 use crate::{
+    block::Tier,
     config::Config,
     device::CopyEngine,
     disk::Member,
@@ -141,4 +142,16 @@ impl<S: Storage, C: CopyEngine> Balance<S, C> {
 /// The first condition that does not hold.
 pub fn check_idle(cache: &Cache) -> std::result::Result<(), String> {
     cache.shared().check_idle()
+}
+
+/// Takes the disk or the device tier out of service, as after too many failures.
+///
+/// # Panics
+/// For the host tier, which is always in service.
+pub fn retire(cache: &Cache, tier: Tier) {
+    match tier {
+        Tier::Disk => cache.shared().retire_disk("a test".into()),
+        Tier::Device => cache.shared().retire_device("a test".into()),
+        Tier::Host => panic!("the host tier is always in service"),
+    }
 }

@@ -78,6 +78,11 @@ impl SimCopy {
         self.0.borrow_mut().options.failure = failure;
     }
 
+    /// Sets whether the device can compute checksums, for later blocks.
+    pub fn set_checksums(&self, can: bool) {
+        self.0.borrow_mut().options.checksums = can;
+    }
+
     /// Whether a source may change while it is copied: its owner is another process. Otherwise that is a panic.
     pub fn set_memory_may_change(&self, may: bool) {
         self.0.borrow_mut().memory_may_change = may;
