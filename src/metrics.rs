@@ -204,13 +204,11 @@ impl Metrics {
         }
     }
 
-    /// Counts a hit in `tier` by `add`; also as a block served, if it is lent to the caller where it is.
+    /// Counts a hit in `tier`, whose block is lent to the caller where it is, by `add`.
     #[inline]
-    pub(crate) fn hit(&self, tier: Tier, lent: Option<Route>, bytes: usize, mut add: impl FnMut(&Count, u64)) {
+    pub(crate) fn hit(&self, tier: Tier, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
         add(&self.tier(tier).hits, 1);
-        if let Some(route) = lent {
-            self.took(route, bytes, add);
-        }
+        self.took(route, bytes, add);
     }
 
     /// Counts a block that took `route`.

@@ -11,31 +11,27 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    from_region::RegionStore,
+    in_place::StoreStep,
     pages::CallPages,
-    promote::{Asked, Next},
-    read::RegionRead,
+    plan::{Step, Trip},
+    read::Verifier,
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::of_task,
+    route::{self, Checked, Hop, Row, Shape, View, Want},
     speculative_copy::{Offer, Target},
-    staged::Staged,
 };
 use crate::{
-    block::{BlockKey, Direction, Route, Tier},
-    device::{CopyEngine, OwnedBatch, pair_segments},
+    block::{BlockKey, Route, Tier},
+    config::WritePolicy,
+    device::CopyEngine,
     error::Result,
     io::Storage,
     shield::caught,
-    state::{Class, Committed, Found, Pin, Purpose, State},
+    state::{Class, Committed, Pin, Purpose, State},
 };
 
-/// Where the block of a load is after its promotion.
-enum Brought {
-    /// It is in its segments.
-    Copied,
-    /// It is in host memory, pinned; or nowhere.
-    ToHost(Job, Option<Pin>),
-}
+/// A load, and its first step.
+pub(super) type BegunLoad<S, C> = (Trip, Result<Step<S, C>>);
 
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 const BEGUN_PER_TURN: usize = 32;
@@ -95,15 +91,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Copies each block into its segments; `false` for a block that is resident nowhere.
     pub(super) async fn load(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        let begin = |state: &mut State, job: &Job| self.begin_region_read(state, job);
-        self.each(jobs, begin, Self::load_begun).await
+        self.each(jobs, |state, job| self.begin_load(state, job), Self::load_begun).await
     }
 
     /// Stores each block from its segments.
     pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
         let pages = Rc::new(CallPages::default());
         let bytes = jobs.len() as u64 * self.shared.config.slot_bytes() as u64;
-        let begin = |state: &mut State, job: &Job| self.begin_region_store(state, job, bytes, &pages);
+        let begin = |state: &mut State, job: &Job| self.begin_store(state, job, bytes, &pages);
         self.each(jobs, begin, |this, job, begun| this.store_begun(job, begun, Rc::clone(&pages))).await
     }
 
@@ -142,79 +137,78 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         results
     }
 
-    pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
-        let begun = self.begin_region_read(&mut self.shared.lock(), &job);
-        self.load_begun(Box::new(job), begun).await
+    /// Plans a load.
+    pub(super) fn begin_load(self: &Rc<Self>, state: &mut State, job: &Job) -> BegunLoad<S, C> {
+        let is_in_place =
+            self.shared.config.host.bypass && !job.is_shared && job.may_bypass_host(self.memory_align_bytes);
+        let mut trip = Trip::load(&job.key, Shape { is_device: job.memory() == RegionMemory::Device, is_in_place });
+        let step = self.plan(state, &mut trip);
+        (trip, step)
     }
 
     /// The job is boxed, and what seldom happens: every block has a future, which is the smaller for it.
-    async fn load_begun(self: Rc<Self>, job: Box<Job>, begun: RegionRead) -> Result<bool> {
-        match self.read_to_region(job, begun).await? {
-            None => Ok(true),
-            Some(job) => Box::pin(self.load_otherwise(*job)).await,
+    pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad<S, C>) -> Result<bool> {
+        let started = Instant::now();
+        let (mut job, mut step) = (job, step?);
+        loop {
+            let block = match self.ready(&mut trip, step).await? {
+                Step::OnDisk(block) => block,
+                step => return Box::pin(self.load_through_host(job, &trip, step, started)).await,
+            };
+            let left = match trip.row().hops {
+                [Hop::DiskToCaller] => self.read_in_place(&mut trip, block, job, started).await?,
+                _ => Box::pin(self.load_by_cufile(&mut trip, block, job, started)).await?,
+            };
+            let Some(again) = left else { return Ok(true) };
+            job = again;
+            trip.rule_out();
+            step = self.plan(&mut self.shared.lock(), &mut trip)?;
         }
     }
 
-    async fn load_otherwise(self: &Rc<Self>, job: Job) -> Result<bool> {
-        match self.load_staged(job).await? {
-            Staged::Loaded => Ok(true),
-            Staged::Elsewhere(job) => self.load_through_host(job).await,
-            Staged::Suspect(job) => {
-                let loaded = self.load_through_host(job).await;
-                if let Ok(true) = loaded {
-                    self.blame_cufile();
-                }
-                loaded
+    async fn load_through_host(
+        self: &Rc<Self>,
+        job: Box<Job>,
+        trip: &Trip,
+        step: Step<S, C>,
+        started: Instant,
+    ) -> Result<bool> {
+        let key = &trip.key;
+        let (outcome, job, is_copied) = match trip.row().checked {
+            Checked::OnDevice => {
+                let offer = Offer::new(Some(Target::Memory(job)));
+                let outcome = self.to_host(key, Class::Awaited, step, Verifier::Device(offer.copy())).await;
+                // Also after a failure: the owner may use the memory again once it has an answer.
+                let (Some(Target::Memory(job)), is_copied) = offer.withdraw().await? else {
+                    unreachable!("a target comes back as the one that it was");
+                };
+                (outcome, job, is_copied)
             }
+            _ => (self.to_host(key, Class::Awaited, step, Verifier::Workers).await, job, false),
+        };
+        let Some(pin) = outcome? else { return Ok(false) };
+        if !is_copied {
+            self.copy(pin, job).await.0?;
         }
-    }
-
-    async fn load_through_host(self: &Rc<Self>, job: Job) -> Result<bool> {
-        let (key, started) = (job.key, Instant::now());
-        let (job, pin) = match self.shared.look_up_to_copy(&key, Tier::Host)? {
-            Found::Hit(pin) => (job, Some(pin)),
-            Found::Miss => return Ok(false),
-            Found::Elsewhere(_) => match self.bring(job).await? {
-                Brought::Copied => {
-                    self.loaded(&key, started);
-                    return Ok(true);
-                }
-                Brought::ToHost(job, pin) => (job, pin),
-            },
-        };
-        let Some(pin) = pin else { return Ok(false) };
-        let direction = match job.memory() {
-            RegionMemory::Host => Direction::HostToHost,
-            RegionMemory::Device => self.promote_direction(),
-        };
-        let ops = pair_segments(&[self.host_segment(pin.slot())], &job.segments)?;
-        let regions = job.copy_regions();
-        // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
-        // promised at registration not to touch a segment while it is loaded. All guards travel.
-        let batch = unsafe { OwnedBatch::new(ops, direction, (pin, job)) };
-        // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
-        let batch = unsafe { batch.within(regions) };
-        self.copied(batch).await.0?;
-        self.loaded(&key, started);
+        self.loaded(key, started);
+        if trip.is_suspect {
+            self.blame_cufile();
+        }
         Ok(true)
     }
 
-    /// Brings the block of a load into host memory, and on to the device where it is wanted there.
-    async fn bring(self: &Rc<Self>, job: Job) -> Result<Brought> {
-        let key = job.key;
-        if job.memory() == RegionMemory::Host {
-            let pin = self.obtain_host(&key, Class::Awaited, Next::Elsewhere, Asked::ByCaller).await?;
-            return Ok(Brought::ToHost(job, pin));
+    /// Counts a block that was read from disk to a caller past host memory, and releases it.
+    pub(super) fn read_past_host(&self, trip: &Trip, pin: Pin, started: Instant) {
+        // Only here: a block that goes through a host slot is looked up and counted there.
+        {
+            let mut state = self.shared.lock();
+            state.index.touch(pin.id());
+            state.index.hit(pin.id());
+            state.note_right(&pin);
+            pin.release(&mut state);
         }
-        let offer = Offer::new(Target::Memory(job));
-        let outcome = self.obtain_host(&key, Class::Awaited, Next::Device(offer.ahead()), Asked::ByCaller).await;
-        // Also after a failure: the owner may use the memory again once it has an answer.
-        let (Target::Memory(job), copied) = offer.withdraw().await? else {
-            unreachable!("a target comes back as the one that it was");
-        };
-        let pin = outcome?;
-        let wanted = pin.as_ref().map(|pin| self.shared.lock().host_checksums[pin.slot() as usize]);
-        Ok(if copied.is_some() && copied == wanted { Brought::Copied } else { Brought::ToHost(job, pin) })
+        self.shared.metrics.looked_up(Some(Tier::Disk));
+        self.shared.metrics.moved(trip.row().route, self.shared.config.block_bytes, started.elapsed());
     }
 
     /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by
@@ -228,66 +222,96 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Begins the store of a block, whose call stores `call_bytes` in all and writes records to `pages`.
+    fn begin_store(
+        self: &Rc<Self>,
+        state: &mut State,
+        job: &Job,
+        call_bytes: u64,
+        pages: &Rc<CallPages>,
+    ) -> Result<StoreStep<S, C>> {
+        if let Some(committed) = self.shared.store_known(state, &job.key, job.parent.as_ref())? {
+            return Ok(StoreStep::Known(committed));
+        }
+        let row = self.choose_store(state, job);
+        if row.hops != [Hop::CallerToHost] && self.shared.refuses(state, &job.key, job.parent.as_ref(), Tier::Disk) {
+            return Ok(StoreStep::Known(Committed::Done));
+        }
+        if row.hops != [Hop::CallerToDisk] {
+            return Ok(StoreStep::Planned(row));
+        }
+        self.begin_in_place(state, job, call_bytes, pages)
+    }
+
+    fn choose_store(&self, state: &State, job: &Job) -> &'static Row {
+        let config = &self.shared.config;
+        let memory = Shape {
+            is_device: job.memory() == RegionMemory::Device,
+            is_in_place: config.host.bypass && job.is_kept_unchanged() && job.may_bypass_host(self.memory_align_bytes),
+        };
+        if memory == Shape::default() {
+            return route::choose(Want::Store, &View::default(), None).expect("the last row applies always");
+        }
+        let id = state.index.find(&job.key);
+        let view = View {
+            held: Tier::ALL.map(|tier| id.is_some_and(|id| state.index.slot(id, tier).is_some())),
+            is_moving: Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)),
+            has_cufile: self.cufile.get().is_some() && state.cufile.writes(),
+            writes_through: config.disk.write_policy == WritePolicy::WriteThrough
+                && !config.disk.paths.is_empty()
+                && state.disk_service.writes(),
+            memory,
+        };
+        route::choose(Want::Store, &view, None).expect("the last row applies always")
+    }
+
     /// Boxes as [`load_begun`](Self::load_begun).
     async fn store_begun(
         self: Rc<Self>,
         job: Box<Job>,
-        begun: Result<RegionStore<S, C>>,
+        begun: Result<StoreStep<S, C>>,
         pages: Rc<CallPages>,
     ) -> Result<bool> {
         let left = match begun? {
-            RegionStore::Known(Committed::Done) | RegionStore::Refused => None,
-            RegionStore::Known(committed) => {
+            StoreStep::Known(Committed::Done) => None,
+            StoreStep::Known(committed) => {
                 drop(job);
                 Box::pin(self.finish_store(committed)).await?;
                 None
             }
-            RegionStore::Begun(begun, sharing) => {
+            StoreStep::Begun(begun, sharing) => {
                 self.write_unsummed(job, begun, sharing).await?;
                 None
             }
-            RegionStore::Later => Box::pin(self.write_unsummed_late(job, &pages)).await?,
-            RegionStore::Unsummed => Box::pin(self.sum_and_write(job)).await?,
-            RegionStore::Elsewhere => Some(job),
+            StoreStep::InPlace { is_summed_first, taken } => {
+                Box::pin(self.store_in_place(job, is_summed_first, taken, &pages)).await?
+            }
+            StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => Some(job),
+            StoreStep::Planned(_) => Box::pin(self.store_by_cufile(job)).await?,
         };
+        // What is left after a way that failed takes the last one.
         if let Some(job) = left {
-            Box::pin(self.store_otherwise(*job)).await?;
+            Box::pin(self.store_by_copy(job)).await?;
         }
         Ok(true)
     }
 
-    async fn store_otherwise(self: &Rc<Self>, job: Job) -> Result<()> {
-        let Some(job) = self.store_staged(job).await? else { return Ok(()) };
-        let committed = self.gather(job).await?;
-        self.finish_store(committed).await
-    }
-
-    async fn gather(&self, job: Job) -> Result<Committed> {
-        let (key, parent, memory) = (job.key, job.parent, job.memory());
+    /// Stores a block by way of a host slot.
+    async fn store_by_copy(self: &Rc<Self>, job: Box<Job>) -> Result<()> {
+        let (key, parent) = (job.key, job.parent);
         let filling = self.shared.acquire(Tier::Host, Purpose::Call).await?;
         job.check_is_there()?;
-        let direction = match memory {
-            RegionMemory::Host => Direction::HostToHost,
-            RegionMemory::Device => self.demote_direction(),
-        };
-        let ops = pair_segments(&job.segments, &[self.host_segment(filling.slot())])?;
-        let (regions, job) = (job.copy_regions(), Arc::new(job));
-        // SAFETY: the source lies in regions that the job holds, whose owner promised at
-        // registration not to write to a segment while it is stored; the target is unpublished.
-        let batch = unsafe { OwnedBatch::new(ops, direction, (Arc::clone(&job), filling)) };
-        // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
-        let batch = unsafe { batch.within(regions) };
-        // Prompt: copies that end together would reach the disk together. The device can checksum its own memory while
-        // it is copied.
+        let job = Arc::new(*job);
+        // The device can checksum its own memory while it is copied.
         let sum = async {
-            match memory {
+            match job.memory() {
                 RegionMemory::Host => None,
                 // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration not to
                 // write to a segment while it is stored.
                 RegionMemory::Device => unsafe { self.copy.checksum(&job.segments, Arc::clone(&job) as _) }.await,
             }
         };
-        let ((result, (_, filling)), sum) = tokio::join!(self.copied(batch.prompt()), sum);
+        let ((result, _, filling), sum) = tokio::join!(self.copy_promptly(Arc::clone(&job), filling), sum);
         result?;
         // What the copy found may be zeros.
         job.check_is_there()?;
@@ -296,7 +320,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             _ => self.checksum_of(filling).await,
         };
         drop(job);
-        self.shared.commit(&key, parent.as_ref(), filling, checksum)
+        let committed = self.shared.commit(&key, parent.as_ref(), filling, checksum)?;
+        self.finish_store(committed).await
     }
 
     /// Does what the write policy wants for a committed block.

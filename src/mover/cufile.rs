@@ -6,22 +6,20 @@
 
 use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
-use super::{CufileRoute, Mover, read::OnDisk};
+use super::{CufileRoute, Mover};
 use crate::{
-    block::{BlockKey, FileId, IO_ALIGN, OpKind, Segment, Tier},
-    checksum::checksum,
+    block::{FileId, IO_ALIGN, Tier},
     config::EngineMode,
     device::{
-        CopyEngine, OwnedBatch,
+        CopyEngine,
         cuda::Gpu,
-        cufile::{Buffer, Cufile, Ended, Part, SelfTest, Setup},
-        left_out, pair_segments,
+        cufile::{Buffer, Cufile, Part, SelfTest, Setup},
+        left_out,
     },
     error::{Error, Result},
-    index::EntryId,
     io::{Storage, read_into},
     memory::AlignedBuf,
-    state::{DiskPlace, DiskWrite, Filling, Health, Pin, Purpose, Shared, State},
+    state::{Health, Purpose},
 };
 
 /// Consecutive failed requests after which the route is retired.
@@ -29,9 +27,6 @@ const FAILURES_MAX: u32 = 3;
 
 /// Bytes of each file that the self-test reads: the superblocks.
 const PROBE_BYTES: usize = 2 * IO_ALIGN;
-
-/// A block that libcufile reads or has read: the pin on its disk slot, and the device slot that it is read to.
-pub(super) type Reading = (Pin, Filling);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Takes the route into service if the settings ask for it and it passes its self-test; its [`Health`] has the
@@ -54,8 +49,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 tracing::info!(evidence, "blocks go between disk and device by libcufile");
                 self.shared.lock().cufile = Health::Up(evidence);
                 self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
-                let direct = CufileRoute { cufile, failures: Cell::new(0) };
-                assert!(self.cufile.set(direct).is_ok(), "the route is opened once");
+                let route = CufileRoute { cufile, failures: Cell::new(0) };
+                assert!(self.cufile.set(route).is_ok(), "the route is opened once");
                 Ok(())
             }
             Err(reason) => {
@@ -128,9 +123,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
         let (read, wanted) = read_into(&self.storage, last, 0, wanted.into_io()).await;
         read.map_err(|error| format!("the store cannot be read: {error}"))?;
-        let found = self.copy_to_host(&[Segment { ptr: segment.ptr, len }], filling).await;
-        match found {
-            Ok(found) if found[..] == wanted[..len] => Ok((cufile, proof)),
+        match self.copy_to_host(filling).await {
+            Ok(found) if found[..len] == wanted[..len] => Ok((cufile, proof)),
             Ok(_) => {
                 cufile.close().await;
                 Err("libcufile reported a read, and the device does not hold what is in the file".into())
@@ -142,187 +136,42 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a block into a device slot by libcufile. After an error the block goes through host memory; the error has
-    /// what the read owned, unless libcufile still holds it.
-    pub(super) async fn read_by_cufile(
-        &self,
-        direct: &CufileRoute,
-        block: OnDisk,
-        filling: Filling,
-    ) -> Result<Reading, Option<Reading>> {
-        let OnDisk { pin, file, offset, .. } = block;
-        let parts = self.parts(filling.slot(), offset);
-        let reading: Reading = (pin, filling);
-        // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the
-        // pool.
-        match unsafe { direct.cufile.transfer(OpKind::Read, file, parts, reading).await } {
-            Ended::Done(reading) => {
-                direct.failures.set(0);
-                Ok(reading)
-            }
-            Ended::Failed(reading, reason) => {
-                self.cufile_failed(direct, &reason);
-                Err(Some(reading))
-            }
-            Ended::Stuck(reason) => {
-                self.retire_cufile(direct, format!("libcufile is stuck: {reason}"));
-                Err(None)
-            }
-        }
-    }
-
     /// Retires the route because a read by libcufile gave wrong bytes and one through host memory the right ones.
     pub(super) fn blame_cufile(&self) {
-        if let Some(direct) = self.cufile.get() {
+        if let Some(route) = self.cufile.get() {
             self.shared.metrics.cufile_errors.add(1);
             let reason = "libcufile gave wrong bytes where a read through host memory was right";
-            self.retire_cufile(direct, reason.into());
+            self.retire_cufile(route, reason.into());
         }
-    }
-
-    /// Writes a block that only the device holds. `None` if it must go through host memory.
-    pub(super) async fn write_by_cufile(
-        self: &Rc<Self>,
-        key: &BlockKey,
-        pin: &Arc<Pin>,
-    ) -> Option<Result<Option<DiskWrite>>> {
-        let direct = self.cufile.get()?;
-        if !self.shared.lock().cufile.writes() {
-            return None;
-        }
-        let (share, DiskWrite { id, filling }, place) = match self.begin_write(key, pin).await {
-            Ok(Some(begun)) => begun,
-            Ok(None) => return Some(Ok(None)),
-            Err(error) => return Some(Err(error)),
-        };
-        let (slot, DiskPlace { file, offset, page }) = (filling.slot(), place);
-        let owner = (Arc::clone(pin), filling);
-        let parts = self.parts(pin.slot(), offset);
-        // SAFETY: the device slot is pinned and full, the disk slot unpublished; both travel as owner.
-        let transfer = unsafe { direct.cufile.transfer(OpKind::Write, file, parts, owner) };
-        let (ended, recorded) = tokio::join!(transfer, self.write_page(page));
-        drop(share);
-        let fault = match ended {
-            Ended::Done((_pin, filling)) => {
-                direct.failures.set(0);
-                return Some(self.written(DiskWrite { id, filling }, recorded));
-            }
-            Ended::Failed((_pin, filling), reason) => {
-                self.cufile_failed(direct, &reason);
-                Some(filling)
-            }
-            Ended::Stuck(reason) => {
-                self.retire_cufile(direct, format!("libcufile is stuck: {reason}"));
-                None
-            }
-        };
-        self.shared.abort_cufile_write(id, slot, fault);
-        // If the block is removed before it is written elsewhere, no record may name it. After an error the page stays
-        // stale, and a removal of the block writes it again.
-        drop(self.write_record(slot).await);
-        None
-    }
-
-    /// The parts of a block: one for each segment of its device slot.
-    pub(super) fn parts(&self, slot: u32, offset: u64) -> Vec<Part> {
-        let mut at = offset;
-        let segments = self.device_segments(slot).into_iter();
-        segments
-            .map(|Segment { ptr, len }| {
-                let part = Part { ptr, len, offset: at };
-                at += len as u64;
-                part
-            })
-            .collect()
-    }
-
-    /// The checksum of a block in a device slot: computed by the device if it can, otherwise from a copy in host
-    /// memory.
-    pub(super) async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
-        let segments = self.device_segments(filling.slot());
-        let filling = Arc::new(filling);
-        // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; the read into it has ended.
-        let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&filling) as _) };
-        let result = match sum.await {
-            Some(result) => result,
-            None => self.copy_to_host(&segments, Arc::clone(&filling)).await.map(|bytes| checksum(&bytes)),
-        };
-        (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
-    }
-
-    /// Copies device memory, which `owner` keeps, to the host.
-    async fn copy_to_host(&self, segments: &[Segment], owner: Arc<Filling>) -> Result<Vec<u8>> {
-        let mut buf = vec![0; segments.iter().map(|segment| segment.len).sum()];
-        let ops = pair_segments(segments, &[Segment { ptr: buf.as_mut_ptr(), len: buf.len() }])?;
-        // SAFETY: the slot is unpublished and `buf` is owned: both travel with the batch, and a moved Vec keeps its
-        // heap memory in place.
-        let batch = unsafe { OwnedBatch::new(ops, self.demote_direction(), (owner, buf)) };
-        let (result, (_owner, buf)) = self.copied(batch).await;
-        result.map(|()| buf)
     }
 
     /// Counts a failed request; retires the route after too many in a row.
-    pub(super) fn cufile_failed(&self, direct: &CufileRoute, reason: &str) {
+    pub(super) fn cufile_failed(&self, route: &CufileRoute, reason: &str) {
         self.shared.metrics.cufile_errors.add(1);
-        direct.failures.set(direct.failures.get() + 1);
+        route.failures.set(route.failures.get() + 1);
         tracing::warn!(reason, "libcufile did not move a block; it goes through host memory");
-        if direct.failures.get() >= FAILURES_MAX {
-            self.retire_cufile(direct, format!("{FAILURES_MAX} requests in a row failed, the last with: {reason}"));
+        if route.failures.get() >= FAILURES_MAX {
+            self.retire_cufile(route, format!("{FAILURES_MAX} requests in a row failed, the last with: {reason}"));
         }
     }
 
     /// Retires the route; requests that libcufile has not taken yet go through host memory.
-    pub(super) fn retire_cufile(&self, direct: &CufileRoute, reason: String) {
+    pub(super) fn retire_cufile(&self, route: &CufileRoute, reason: String) {
         if !self.shared.lock().cufile.lower(Health::Retired(reason.clone())) {
             return;
         }
         tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
         self.shared.metrics.cufile_in_use.set(0.0);
-        direct.cufile.retire();
+        route.cufile.retire();
     }
 
     /// Ends the worker. Transfers that libcufile does not return keep their files, slots and memory.
     pub(super) async fn close_cufile(&self) {
-        let Some(direct) = self.cufile.get() else { return };
-        if !direct.cufile.close().await {
+        let Some(route) = self.cufile.get() else { return };
+        if !route.cufile.close().await {
             tracing::error!(
                 "libcufile has not come back: the store's files stay open, and locked, for as long as this process runs"
             );
-        }
-    }
-}
-
-impl State {
-    /// True if libcufile may read the block: it is on disk, in no faster tier, and not being read to host memory.
-    pub(super) fn is_for_cufile(&self, key: &BlockKey) -> bool {
-        let Some(id) = self.index.find(key) else { return false };
-        self.cufile.reads()
-            && self.disk_service.reads()
-            && self.index.best_tier(id) == Some(Tier::Disk)
-            && !self.flights.contains(key, Tier::Host)
-    }
-}
-
-impl Shared {
-    /// Ends a failed read. `reading` is `None` if libcufile still uses its pin and slot.
-    pub(super) fn abort_cufile_read(&self, id: EntryId, reading: Option<Reading>) {
-        let mut state = self.lock();
-        state.index.abort_fill(id, Tier::Device);
-        if let Some((pin, filling)) = reading {
-            filling.release(&mut state);
-            pin.release(&mut state);
-        }
-    }
-
-    /// Ends a failed write. `filling` is `None` if libcufile still uses its slot.
-    pub(super) fn abort_cufile_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
-        let mut state = self.lock();
-        let key = state.index.key(id);
-        state.index.abort_fill(id, Tier::Disk);
-        state.disk_slots().clear(slot, &key);
-        state.note_given_up(&key, id);
-        if let Some(filling) = filling {
-            filling.release(&mut state);
         }
     }
 }

@@ -41,7 +41,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match command {
             Command::Promote { key, to, .. } => {
                 if self.shared.lock().flights.start(&key, to).is_some() {
-                    self.land(&key, to, Err(error));
+                    self.end_flight(&key, to, Err(error));
                 }
             }
             Command::Load { jobs, reply } | Command::StoreFrom { jobs, reply } => {

@@ -21,11 +21,29 @@ pub(super) struct FlightGuard<S: Storage, C: CopyEngine> {
     tier: Tier,
     /// `None` until the movement is taken on.
     started: Cell<Option<Started>>,
+    /// The disk slot that it writes to.
+    slot: Cell<Option<u32>>,
 }
 
 impl<S: Storage, C: CopyEngine> FlightGuard<S, C> {
     pub(super) fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier, started: Option<Started>) -> Self {
-        FlightGuard { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started) }
+        FlightGuard { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started), slot: Cell::new(None) }
+    }
+
+    /// As [`new`](Self::new), of a write to a disk slot.
+    pub(super) fn of_write(mover: &Rc<Mover<S, C>>, key: &BlockKey, started: Started, slot: u32) -> Self {
+        let guard = FlightGuard::new(mover, key, Tier::Disk, Some(started));
+        guard.writes_to(slot);
+        guard
+    }
+
+    pub(super) fn key(&self) -> &BlockKey {
+        &self.key
+    }
+
+    /// Notes the disk slot that the movement writes to from now on.
+    pub(super) fn writes_to(&self, slot: u32) {
+        self.slot.set(Some(slot));
     }
 
     /// Takes on the movement that has begun; false if there is none, or if another task has taken it on.
@@ -38,34 +56,38 @@ impl<S: Storage, C: CopyEngine> FlightGuard<S, C> {
 impl<S: Storage, C: CopyEngine> Drop for FlightGuard<S, C> {
     fn drop(&mut self) {
         let Some(started) = self.started.get().filter(|_| std::thread::panicking()) else { return };
-        let (mover, key, tier) = (Rc::clone(&self.mover), self.key, self.tier);
+        let (mover, key, tier, slot) = (Rc::clone(&self.mover), self.key, self.tier, self.slot.get());
         // Not while it unwinds: a second panic would end the process.
         self.mover.spawn(async move {
             crate::io::yield_now().await;
-            mover.fail_flight(&key, tier, started);
+            mover.fail_flight(&key, tier, started, slot);
         });
     }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Undoes what the movement had begun, and answers its waiters with an error.
-    fn fail_flight(self: &Rc<Self>, key: &BlockKey, tier: Tier, Started { number, entry: id }: Started) {
+    fn fail_flight(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        Started { number, entry: id }: Started,
+        slot: Option<u32>,
+    ) {
         // A panic under the lock has answered every waiter.
         let Some(mut state) = self.shared.lock_unless_broken() else { return };
         let flight = state.flights.get_mut(key, tier);
-        // It has landed, or waits for its verification.
+        // It has ended, or waits for its verification.
         if flight.is_none_or(|flight| flight.number != number || flight.unverified.is_some()) {
             return;
         }
         // Or its entry is gone: the block was removed, or given up.
         if state.index.find(key) == Some(id) && state.index.is_filling(id, tier) {
-            if tier == Tier::Disk {
-                // The slot itself is given back by the operation that may still write to it.
-                let slots = state.disk_slots();
-                let named = |slot: &u32| slots.meta(*slot).is_some_and(|meta| meta.entry == id.as_u32());
-                if let Some(slot) = (0..slots.stripe().slots()).find(named) {
-                    slots.clear(slot, key);
-                }
+            // The slot itself is given back by the operation that may still write to it.
+            if let Some(slot) = slot
+                && state.disk_slots().meta(slot).is_some_and(|meta| meta.entry == id.as_u32())
+            {
+                state.disk_slots().clear(slot, key);
             }
             state.index.abort_fill(id, tier);
         }
@@ -75,6 +97,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.metrics.writes_refused.add(1);
             self.shared.note_refused(key, id, &error);
         }
-        self.land(key, tier, Err(error));
+        self.end_flight(key, tier, Err(error));
     }
 }

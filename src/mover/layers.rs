@@ -11,15 +11,16 @@ use tokio::{task::JoinHandle, time::Instant};
 use super::{
     Mover,
     caller_memory::in_turns,
+    plan::Step,
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
     results::or_panicked,
 };
 use crate::{
-    block::{CopyOp, Direction, Tier},
+    block::{CopyOp, Direction},
     device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
-    state::{Found, Pin},
+    state::Pin,
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -69,18 +70,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let LayerJobs { jobs, layers, board } = load;
         let board = Rc::new(RefCell::new(board));
         let (mut resident, mut away) = (Vec::new(), Vec::new());
-        let sort = |(at, job): (usize, Job)| match self.shared.look_up_to_copy(&job.key, Tier::Host) {
-            Ok(Found::Hit(pin)) => resident.push((at, pin, job)),
-            Ok(Found::Elsewhere(_)) => away.push((at, job)),
-            Ok(Found::Miss) => board.borrow_mut().block_ended(at, Ok(false)),
-            Err(error) => board.borrow_mut().block_ended(at, Err(error)),
+        let sort = |(at, job): (usize, Job)| match self.begin_load(&mut self.shared.lock(), &job) {
+            (_, Ok(Step::Pinned(pin))) => resident.push((at, pin, job)),
+            begun => away.push((at, Box::new(job), begun)),
         };
         in_turns(jobs.into_iter().enumerate(), sort).await;
         // Reads go on while what is in host memory is copied.
-        let load_away = |(at, job)| {
+        let load_away = |(at, job, begun)| {
             let (this, board) = (Rc::clone(&self), Rc::clone(&board));
             tokio::task::spawn_local(async move {
-                let outcome = or_panicked(this.load_one(job)).await;
+                let outcome = or_panicked(this.load_begun(job, begun)).await;
                 board.borrow_mut().block_ended(at, outcome);
             })
         };
@@ -100,10 +99,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         layers: &[Vec<usize>],
         board: &Rc<RefCell<LayerBoard>>,
     ) {
-        let direction = match resident.blocks[0].2.memory() {
-            RegionMemory::Host => Direction::HostToHost,
-            RegionMemory::Device => self.promote_direction(),
-        };
+        let direction = self.direction(false, resident.blocks[0].2.memory() == RegionMemory::Device);
         let regions = resident.regions();
         // The processor copies one after the other in any case: side by side all layers would end late. A device's
         // stream has one layer behind the one that it copies, however long they are: it does not wait for the host.
@@ -151,7 +147,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn ops_of(&self, resident: &Resident, segments: &[usize]) -> Vec<CopyOp> {
         let mut ops = Vec::with_capacity(resident.blocks.len() * segments.len());
         for ((_, pin, job), starts) in resident.blocks.iter().zip(&resident.starts) {
-            let block = self.host_segment(pin.slot()).ptr;
+            let block = self.shared.host_segment(pin.slot()).ptr;
             ops.extend(segments.iter().map(|&at| CopyOp {
                 src: block.wrapping_add(starts[at]),
                 dst: job.segments[at].ptr,

@@ -8,26 +8,29 @@ mod busy_poll;
 mod by_value;
 mod caller_memory;
 mod command;
+mod copy;
 mod cufile;
+mod cufile_transfer;
 mod deadlines;
 mod flight_guard;
 mod flush;
-mod from_region;
 mod in_flight;
+mod in_place;
 #[cfg(feature = "sim")]
 mod invariants;
 mod layers;
 mod offload;
 mod pages;
+mod plan;
 mod progress;
 mod promote;
 mod read;
 mod records;
 mod region;
 mod results;
+mod route;
 mod shutdown;
 mod speculative_copy;
-mod staged;
 mod write;
 mod write_budget;
 
@@ -219,7 +222,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to: Tier::Host } => self.spawn(this.fill_host_for_waiters(key)),
+            Command::Promote { key, to: Tier::Host } => self.spawn(this.promote_to_host(key)),
             Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
             Command::Promote { to: Tier::Disk, .. } => unreachable!("copies to disk are writes"),
             Command::Load { jobs, reply } => self.spawn(async move {
@@ -269,7 +272,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
-    pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
+    pub(super) fn end_flight(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
         self.answer_all(self.shared.end_flight(key, tier, outcome));
     }
 

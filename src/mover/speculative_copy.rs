@@ -2,7 +2,7 @@
 //!
 //! A block on its way from disk to the device is in host memory, whole, before its checksum is known. There the
 //! processor would have to compute it; at its target, the device can. The movement that wants the block offers the
-//! target, and gets the checksum of what was copied there once the block is verified: no caller sees the block before.
+//! target, and learns whether the block was copied there once it is verified: no caller sees the block before.
 //!
 //! The copies are prompt, in small groups. Otherwise blocks that arrive together would leave together and request their
 //! successors together, and the disk would idle meanwhile (0.69 of the bare loop, with 32 blocks in flight).
@@ -11,47 +11,57 @@ use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{Mover, region::Job};
+use super::{
+    Mover,
+    copy::{BlockMemory, Where},
+    region::Job,
+};
 use crate::{
-    block::{Segment, Tier},
-    device::{CopyEngine, CopyRegion, OwnedBatch, pair_segments},
+    block::{BlockKey, Tier},
+    device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Filling, Outcome, Unverified, verify::panicked},
+    state::{Filling, Unverified, verify::panicked},
 };
 
 /// The target of a block on the device.
 pub(super) enum Target {
-    /// Any slot that is free once the block has been read. There may be none: a movement that has read a block waits
-    /// for no slot.
-    AnySlot,
-    /// A slot that was free.
     Slot(Filling),
     /// A caller's memory.
-    Memory(Job),
+    Memory(Box<Job>),
 }
 
-/// A target that is returned, with the checksum of what was copied there and verified, if anything was. The checksum
-/// names the block, and not its entry, because the block may have been removed and stored anew meanwhile.
-type Told = (Target, Option<u64>);
+// SAFETY: as of the slot or the job in it.
+unsafe impl BlockMemory for Target {
+    fn place(&self) -> Where<'_> {
+        match self {
+            Target::Slot(filling) => filling.place(),
+            Target::Memory(job) => job.place(),
+        }
+    }
+}
 
-/// A target that was offered, for the movement that reads the block.
-pub(super) struct Ahead(RefCell<Option<(Target, oneshot::Sender<Told>)>>);
+/// A target that is returned, and whether the block was copied there, verified, and made visible in host memory.
+type Returned = (Option<Target>, bool);
 
-/// A target that was offered, for the movement that offered it.
+/// A target that is offered, for the movement that reads the block. `None`: any slot that is free once the block has
+/// been read. There may be none: a movement that has read a block waits for no slot.
+pub(super) struct SpeculativeCopy(RefCell<Option<(Option<Target>, oneshot::Sender<Returned>)>>);
+
+/// A target that is offered, for the movement that offers it.
 pub(super) struct Offer {
-    ahead: Rc<Ahead>,
-    told: oneshot::Receiver<Told>,
+    copy: Rc<SpeculativeCopy>,
+    returned: oneshot::Receiver<Returned>,
 }
 
 impl Offer {
-    pub(super) fn new(target: Target) -> Self {
-        let (tell, told) = oneshot::channel();
-        Offer { ahead: Rc::new(Ahead(RefCell::new(Some((target, tell))))), told }
+    pub(super) fn new(target: Option<Target>) -> Self {
+        let (sender, returned) = oneshot::channel();
+        Offer { copy: Rc::new(SpeculativeCopy(RefCell::new(Some((target, sender))))), returned }
     }
 
-    pub(super) fn ahead(&self) -> Rc<Ahead> {
-        Rc::clone(&self.ahead)
+    pub(super) fn copy(&self) -> Rc<SpeculativeCopy> {
+        Rc::clone(&self.copy)
     }
 
     /// Takes the target back; nothing is copied there after that. Waits for a copy in flight, and so for the
@@ -59,87 +69,49 @@ impl Offer {
     ///
     /// # Errors
     /// If the movement that had taken it panicked.
-    pub(super) async fn withdraw(self) -> Result<Told> {
-        if let Some((target, _)) = self.ahead.0.take() {
-            return Ok((target, None));
+    pub(super) async fn withdraw(self) -> Result<Returned> {
+        if let Some((target, _)) = self.copy.0.take() {
+            return Ok((target, false));
         }
-        self.told.await.map_err(|_| panicked())
+        self.returned.await.map_err(|_| panicked())
     }
-}
-
-/// A copy that has ended, of a block that may be wrong.
-struct Copied {
-    target: Target,
-    result: Result<()>,
-    /// The checksum of what is there, where the device can tell.
-    sum: Option<Result<u64>>,
-    tell: oneshot::Sender<Told>,
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Copies a block to the device, if that was offered, and verifies it: there, if the device can. What does not
-    /// match there is summed up here before anything is concluded from it.
-    pub(super) async fn copy_and_verify(&self, unverified: Unverified, ahead: &Ahead) -> Outcome {
-        let wanted = unverified.checksum;
-        let (unverified, copied) = self.copy_ahead(unverified, ahead).await;
-        let Some(Copied { target, result, sum, tell }) = copied else { return self.verify_here(unverified).await };
-        let matches = matches!(sum, Some(Ok(found)) if found == wanted);
-        let outcome = match matches {
-            true => self.shared.finish_read(unverified, true),
-            false => self.verify_here(unverified).await,
+    /// Copies a block to the device, if that is still offered and verifies it: there, if the device can. What does not
+    /// match there is summed up here before anything is concluded from it. Ends the block's flight.
+    pub(super) async fn verify_on_device(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        unverified: Unverified,
+        copy: &SpeculativeCopy,
+    ) {
+        let (sum, wanted) = (unverified.sum, unverified.checksum);
+        let Some((target, returned)) = copy.0.take() else { return self.verify_here(key, unverified).await };
+        let Some(target) = target.or_else(|| self.shared.acquire_now(Tier::Device).map(Target::Slot)) else {
+            // Who offered it may be gone.
+            drop(returned.send((None, false)));
+            return self.verify_here(key, unverified).await;
         };
-        // Where host memory holds the right bytes and the device saw others, what is there may be wrong.
-        let is_right = matches!(outcome, Ok(Some(_))) && (matches || (result.is_ok() && sum.is_none()));
-        // Who offered it may be gone.
-        drop(tell.send((target, is_right.then_some(wanted))));
-        outcome
-    }
-
-    /// Copies a block where it was offered to be. `None` where that is withdrawn, or no slot is free.
-    async fn copy_ahead(&self, unverified: Unverified, ahead: &Ahead) -> (Unverified, Option<Copied>) {
-        let Some((target, tell)) = ahead.0.take() else { return (unverified, None) };
-        let target = match target {
-            Target::AnySlot => self.shared.acquire_now(Tier::Device).map_or(Target::AnySlot, Target::Slot),
-            target => target,
-        };
-        let (segments, regions) = match &target {
-            Target::Memory(job) => (job.segments.clone(), job.copy_regions()),
-            Target::Slot(filling) => (self.device_segments(filling.slot()), Vec::new()),
-            Target::AnySlot => {
-                drop(tell.send((target, None)));
-                return (unverified, None);
-            }
-        };
-        let (unverified, target, result) = self.copy_onto(unverified, Arc::new(target), &segments, regions).await;
-        let sum = match result {
-            // SAFETY: the segments are of a slot that `target` is filling, or in regions that it holds; nobody writes
-            // there before it is dropped, but for the copy, which has ended.
+        let (result, unverified, target) = self.copy_promptly(unverified, target).await;
+        let (segments, target) = (self.segments(&target.place()).into_owned(), Arc::new(target));
+        let on_device = match result {
+            // SAFETY: the target keeps the segments, where nobody writes but the copy, which has ended.
             Ok(()) => unsafe { self.copy.checksum(&segments, Arc::clone(&target) as _) }.await,
             Err(_) => None,
         };
         let target = Arc::into_inner(target).expect("the engine keeps no owner");
-        (unverified, Some(Copied { target, result, sum, tell }))
-    }
-
-    /// Copies a block that has been read to `segments`, which `target` keeps.
-    async fn copy_onto(
-        &self,
-        unverified: Unverified,
-        target: Arc<Target>,
-        segments: &[Segment],
-        regions: Vec<CopyRegion>,
-    ) -> (Unverified, Arc<Target>, Result<()>) {
-        let ops = match pair_segments(&[self.host_segment(unverified.filling.slot())], segments) {
-            Ok(ops) => ops,
-            Err(error) => return (unverified, target, Err(error)),
+        let matches = matches!(on_device, Some(Ok(found)) if found == wanted);
+        let (is_right, unverified) = match matches {
+            true => (true, unverified),
+            false => self.is_right(unverified, sum, wanted).await,
         };
-        // SAFETY: the source is an unpublished slot, which nobody writes to any more; the target is one too, or lies in
-        // regions that the job holds, whose owner promised at registration not to touch a segment while it is loaded.
-        // All guards travel.
-        let batch = unsafe { OwnedBatch::new(ops, self.promote_direction(), (target, unverified)) };
-        // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
-        let batch = unsafe { batch.within(regions) };
-        let (result, (target, unverified)) = self.copied(batch.prompt()).await;
-        (unverified, target, result)
+        // Where host memory holds the right bytes and the device saw others, what is there may be wrong.
+        let is_copied = is_right && (matches || (result.is_ok() && on_device.is_none()));
+        let end = self.shared.end_read(key, unverified, is_right);
+        // A block that was removed meanwhile may have been stored anew, with other bytes.
+        let is_visible = end.0.iter().any(|(_, outcome)| matches!(outcome, Ok(Some(_))));
+        drop(returned.send((Some(target), is_copied && is_visible)));
+        self.answer_all(end);
     }
 }

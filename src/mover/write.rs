@@ -8,9 +8,11 @@ use tokio::time::Instant;
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    in_flight::{Kind, Permit},
+    in_flight::Permit,
     offload::Place,
-    promote::{Asked, Next},
+    plan::{Taken, WRITE},
+    read::Verifier,
+    route::{self, Hop, View, Want},
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
@@ -18,7 +20,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, State},
+    state::{Class, Committed, DiskPlace, DiskWrite, PendingWrite, Pin, Purpose, State},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
@@ -32,13 +34,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
         let PendingWrite { key, pin, started } = write;
-        let _guard = FlightGuard::new(&self, &key, Tier::Disk, Some(started));
+        let guard = FlightGuard::new(&self, &key, Tier::Disk, Some(started));
         let began = Instant::now();
         let (id, pin) = (pin.id(), Arc::new(pin));
-        let (written, route) = match pin.tier() {
-            Tier::Device => self.write_from_device(&key, &pin).await,
-            _ => (self.write_block(&key, &pin).await, Route::HostToDisk),
-        };
+        let (written, route) = self.write_pinned(&guard, &pin).await;
         if let Ok(true) = self.end_write(&key, id, Some(pin), written).await {
             self.shared.metrics.moved(route, self.shared.config.block_bytes, began.elapsed());
         }
@@ -91,23 +90,48 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Err(error)
     }
 
-    /// Writes a block that only the device holds: by libcufile, or through host memory if that fails.
-    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> (Result<Option<DiskWrite>>, Route) {
-        if let Some(result) = self.write_by_cufile(key, pin).await {
-            return (result, Route::DeviceToDisk);
+    /// Writes a pinned block, by a way that the table has for its tier.
+    async fn write_pinned(
+        self: &Rc<Self>,
+        guard: &FlightGuard<S, C>,
+        pin: &Arc<Pin>,
+    ) -> (Result<Option<DiskWrite>>, Route) {
+        let mut held = [false; Tier::COUNT];
+        held[pin.tier() as usize] = true;
+        let from_device = pin.tier() == Tier::Device;
+        let has_cufile = from_device && self.cufile.get().is_some() && self.shared.lock().cufile.writes();
+        let view = View { held, has_cufile, ..View::default() };
+        let mut ruled_out = None;
+        loop {
+            let row = route::choose(Want::Write, &view, ruled_out).expect("the last row applies always");
+            let result = match row.hops {
+                [Hop::DeviceToDisk] => match Box::pin(self.write_by_cufile(guard, pin)).await {
+                    Some(result) => result,
+                    None => {
+                        ruled_out = Some(row.route);
+                        continue;
+                    }
+                },
+                [Hop::ToHost, ..] => Box::pin(self.write_through_host(guard)).await,
+                _ => self.write_block(guard, pin).await,
+            };
+            return (result, row.route);
         }
+    }
+
+    /// Writes a block that only the device holds, by way of a host slot.
+    async fn write_through_host(self: &Rc<Self>, guard: &FlightGuard<S, C>) -> Result<Option<DiskWrite>> {
+        let key = guard.key();
         let class = self.shared.lock().flights.class(key, Tier::Disk);
-        let result = match self.obtain_host(key, class, Next::Elsewhere, Asked::InPassing).await {
-            Ok(Some(host)) => self.write_block(key, &Arc::new(host)).await,
-            Ok(None) => Ok(None),
-            Err(error) => Err(error),
-        };
-        (result, Route::HostToDisk)
+        match self.obtain_host(key, class, Verifier::Workers).await? {
+            Some(host) => self.write_block(guard, &Arc::new(host)).await,
+            None => Ok(None),
+        }
     }
 
     /// Writes a block that is pinned in host memory. `None` if it was on disk already or was removed meanwhile.
-    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Result<Option<DiskWrite>> {
-        let Some(begun) = self.begin_write(key, pin).await? else { return Ok(None) };
+    async fn write_block(self: &Rc<Self>, guard: &FlightGuard<S, C>, pin: &Arc<Pin>) -> Result<Option<DiskWrite>> {
+        let Some(begun) = self.begin_write(guard, pin).await? else { return Ok(None) };
         let place = [self.place_of(pin.slot())];
         // SAFETY: the range is a full host slot, which the pin keeps, and the arena with it: nobody writes to it.
         unsafe { self.write_out(begun, &place, Arc::clone(pin)) }.await
@@ -115,33 +139,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Takes what the write of a pinned block needs: under one lock, if all of it can be had at once. `None` if
     /// the block was on disk already or was removed meanwhile.
-    pub(super) async fn begin_write(&self, key: &BlockKey, pin: &Pin) -> Result<Option<BegunWrite>> {
-        let purpose = Purpose::Movement(key, Tier::Disk);
-        let begun = self.begin_write_now(&mut self.shared.lock(), purpose, pin);
-        let (permit, filling, place) = match begun {
-            Some(begun) => begun,
-            None => {
-                let permit = self.permit(Kind::Write, purpose).await;
-                let filling = self.shared.acquire(Tier::Disk, purpose).await?;
-                let place = self.shared.lock().begin_pinned_write(pin, &filling);
-                (permit, filling, place)
-            }
-        };
-        Ok(place.map(|place| (permit, DiskWrite { id: pin.id(), filling }, place)))
-    }
-
-    fn begin_write_now(
-        &self,
-        state: &mut State,
-        purpose: Purpose<'_>,
-        pin: &Pin,
-    ) -> Option<(Permit, Filling, Option<DiskPlace>)> {
-        let urgency = state.holder_urgency(purpose);
-        let slot = || self.shared.acquire_locked(state, Tier::Disk);
-        let (permit, filling) =
-            self.in_flight.take_now(Kind::Write, urgency, self.shared.config.slot_bytes() as u64, slot)?;
-        let place = state.begin_pinned_write(pin, &filling);
-        Some((permit, filling, place))
+    pub(super) async fn begin_write(&self, guard: &FlightGuard<S, C>, pin: &Pin) -> Result<Option<BegunWrite>> {
+        let (purpose, mut taken) = (Purpose::Movement(guard.key(), Tier::Disk), Taken::default());
+        loop {
+            let missing = {
+                let mut state = self.shared.lock();
+                if let Some(missing) = self.take(&mut state, &mut taken, WRITE, purpose) {
+                    missing
+                } else {
+                    let filling = taken.slot();
+                    guard.writes_to(filling.slot());
+                    let place = state.begin_pinned_write(pin, &filling);
+                    drop(state);
+                    return Ok(place.map(|place| (taken.permit(), DiskWrite { id: pin.id(), filling }, place)));
+                }
+            };
+            Box::pin(self.wait_for(missing, &mut taken, purpose)).await?;
+        }
     }
 
     /// Writes a block from host memory, which `guard` keeps, to its disk slot, and its record.

@@ -65,23 +65,6 @@ impl Shared {
         tier: Tier,
         reserve: impl FnOnce() -> Option<P>,
     ) -> Result<Found<P>> {
-        self.look_up_and_pin(key, tier, true, reserve)
-    }
-
-    /// As [`look_up`](Self::look_up) without room, for a load, which copies the block to its caller: it has the route
-    /// of that copy.
-    pub(crate) fn look_up_to_copy(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found<()>> {
-        self.look_up_and_pin(key, tier, false, || None)
-    }
-
-    #[inline(always)]
-    fn look_up_and_pin<P>(
-        self: &Arc<Self>,
-        key: &BlockKey,
-        tier: Tier,
-        is_leased: bool,
-        reserve: impl FnOnce() -> Option<P>,
-    ) -> Result<Found<P>> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
@@ -89,12 +72,12 @@ impl Shared {
         if let Some(slot) = state.index.pin_used(id, tier) {
             self.reconsider(&mut state, id);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-            let (lent, bytes) = (is_leased.then_some(route), self.config.block_bytes);
-            self.leases[tier as usize].add_locked(u64::from(is_leased), &mut *state);
-            self.metrics.hit(tier, lent, bytes, |count, n| count.add_locked(n, &mut *state));
+            let bytes = self.config.block_bytes;
+            self.leases[tier as usize].add_locked(1, &mut *state);
+            self.metrics.hit(tier, route, bytes, |count, n| count.add_locked(n, &mut *state));
             drop(state);
-            self.metrics.hit(tier, lent, bytes, Count::export);
-            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased }));
+            self.metrics.hit(tier, route, bytes, Count::export);
+            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }));
         }
         self.look_elsewhere(state, key, id, tier, reserve)
     }
@@ -275,7 +258,7 @@ impl State {
     }
 
     #[inline]
-    fn reads_from(&self, tier: Tier) -> bool {
+    pub(crate) fn reads_from(&self, tier: Tier) -> bool {
         match tier {
             Tier::Device => self.device_service.reads(),
             Tier::Host => true,

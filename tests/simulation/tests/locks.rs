@@ -47,6 +47,27 @@ fn a_call_takes_the_lock_this_often() {
     });
 }
 
+/// A block that is read from disk for a device's memory, through a host slot.
+#[test]
+fn a_load_to_a_device_takes_the_lock_this_often() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(config().device_blocks(2).device(kvhoist::DeviceKind::Simulated)).await;
+        fill(&cache).await;
+        let mut pool = vec![0; BLOCK_BYTES];
+        // SAFETY: the pool lives until the region is unregistered, and is not looked at while a block is on its way.
+        let memory = unsafe { kvhoist::Memory::device(pool.as_mut_ptr(), BLOCK_BYTES) };
+        let region = cache.register(memory).await.expect("free");
+        let place = kvhoist::Segment { ptr: pool.as_mut_ptr(), len: BLOCK_BYTES };
+        let (loaded, locks) = locks_of(cache.load_into(&[key(0)], &[vec![place]])).await;
+        assert!(matches!(loaded.expect("asked")[..], [Ok(true)]));
+        println!("locks of a load to a device's memory: {locks}");
+        assert_eq!(locks, 3, "the plan, the end of the read, and the end of the pin");
+        cache.unregister(&region).await.expect("its own");
+        assert_eq!(pool, payload(0));
+        finish(cache, reactor).await;
+    });
+}
+
 /// A user's code, called where the cache calls it: it calls the cache in turn, and counts how often it was called.
 struct Theirs {
     cache: Cache,

@@ -1,0 +1,219 @@
+//! Blocks between disk and device memory by libcufile.
+//!
+//! libcufile is given the cache's own slots and never a caller's memory: a call that does not return keeps a slot, and
+//! cannot write to memory that its owner uses again. The device copies between slot and caller, and the checksum is
+//! taken of the slot, so no caller sees bytes that were not verified.
+
+use std::{rc::Rc, sync::Arc};
+
+use tokio::time::Instant;
+
+use super::{
+    CufileRoute, Mover,
+    copy::{BlockMemory, Buffer},
+    flight_guard::FlightGuard,
+    plan::{OnDisk, Taken, Trip},
+    region::Job,
+    write::BegunWrite,
+};
+use crate::{
+    block::{OpKind, Route, Segment, Tier},
+    checksum::checksum,
+    device::{
+        CopyEngine,
+        cufile::{Ended, Part},
+    },
+    error::{Error, Result},
+    index::EntryId,
+    io::Storage,
+    state::{DiskPlace, DiskWrite, Filling, Pin, Purpose, Shared},
+};
+
+/// A block that libcufile reads or has read: the pin on its disk slot, and the device slot that it is read to.
+type Reading = (Pin, Filling);
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Reads a block to the device slot that its movement has taken, and verifies it there. `None` if it must go
+    /// another way.
+    pub(super) async fn read_by_cufile(&self, trip: &mut Trip, block: OnDisk) -> Result<Option<Reading>> {
+        let OnDisk { pin, file, offset, checksum } = block;
+        let (id, slot, permit) = (pin.id(), trip.taken.slot(), trip.taken.permit());
+        let parts = self.parts(&slot, offset);
+        // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the
+        // pool.
+        let ended = unsafe { self.cufile_route().cufile.transfer(OpKind::Read, file, parts, (pin, slot)) }.await;
+        drop(permit);
+        let (pin, slot) = match self.cufile_ended(ended) {
+            Ok(reading) => reading,
+            Err((reading, _)) => {
+                self.shared.abort_cufile_read(id, trip.fills_slot(), reading);
+                return Ok(None);
+            }
+        };
+        let (found, slot) = self.checksum_on_device(slot).await;
+        match found {
+            Ok(found) if found == checksum => return Ok(Some((pin, slot))),
+            Ok(_) => trip.is_suspect = true,
+            Err(_) => {}
+        }
+        self.shared.abort_cufile_read(id, trip.fills_slot(), Some((pin, slot)));
+        found.map(|_| None)
+    }
+
+    /// Reads a block to its caller's device memory. Returns the job if the block must go another way.
+    pub(super) async fn load_by_cufile(
+        &self,
+        trip: &mut Trip,
+        block: OnDisk,
+        job: Box<Job>,
+        started: Instant,
+    ) -> Result<Option<Box<Job>>> {
+        let Some((pin, slot)) = self.read_by_cufile(trip, block).await? else { return Ok(Some(job)) };
+        self.copy(slot, job).await.0?;
+        self.read_past_host(trip, pin, started);
+        Ok(None)
+    }
+
+    /// Writes a block from its caller's device memory. The job comes back where the block must go another way.
+    pub(super) async fn store_by_cufile(self: &Rc<Self>, job: Box<Job>) -> Result<Option<Box<Job>>> {
+        let slot = self.shared.acquire(Tier::Device, Purpose::Call).await?;
+        let (copied, job, slot) = self.copy(job, slot).await;
+        copied?;
+        let (checksum, slot) = self.checksum_on_device(slot).await;
+        let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
+        let Some((begun, _guard)) = begun else { return Ok(Some(job)) };
+        let (id, began) = (begun.1.id, Instant::now());
+        let fault = match self.write_slot(begun, slot).await {
+            Ok(written) => {
+                if self.end_write(&job.key, id, None, written).await? {
+                    self.shared.metrics.stores.add(1);
+                    self.shared.metrics.moved(Route::DeviceToDisk, self.shared.config.block_bytes, began.elapsed());
+                }
+                return Ok(None);
+            }
+            Err(fault) => fault,
+        };
+        // Others that store the same block meanwhile are told; this one goes on through host memory.
+        drop(self.end_write(&job.key, id, None, Err(Error::unavailable("device", fault))).await);
+        Ok(Some(job))
+    }
+
+    /// Writes a block that only the device holds. `None` if it must go another way.
+    pub(super) async fn write_by_cufile(
+        self: &Rc<Self>,
+        guard: &FlightGuard<S, C>,
+        pin: &Arc<Pin>,
+    ) -> Option<Result<Option<DiskWrite>>> {
+        match self.begin_write(guard, pin).await {
+            Ok(Some(begun)) => self.write_slot(begun, Arc::clone(pin)).await.ok(),
+            Ok(None) => Some(Ok(None)),
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// Writes a device slot to its disk slot, and its record.
+    ///
+    /// # Errors
+    /// Why libcufile did not: nothing is left of the write.
+    async fn write_slot<K: BlockMemory>(
+        self: &Rc<Self>,
+        (permit, DiskWrite { id, filling }, place): BegunWrite,
+        source: K,
+    ) -> Result<Result<Option<DiskWrite>>, String> {
+        let DiskPlace { file, offset, page } = place;
+        let (slot, parts) = (filling.slot(), self.parts(&source, offset));
+        // SAFETY: `source` keeps its memory, which nobody writes to, the disk slot is unpublished, and both travel.
+        let transfer = unsafe { self.cufile_route().cufile.transfer(OpKind::Write, file, parts, (source, filling)) };
+        let (ended, recorded) = tokio::join!(transfer, self.write_page(page));
+        drop(permit);
+        let (owners, fault) = match self.cufile_ended(ended) {
+            Ok((_, filling)) => return Ok(self.written(DiskWrite { id, filling }, recorded)),
+            Err(failed) => failed,
+        };
+        self.shared.abort_cufile_write(id, slot, owners.map(|(_, filling)| filling));
+        // If the block is removed before it is written elsewhere, no record may name it. After an error the page stays
+        // stale, and a removal of the block writes it again.
+        drop(self.write_record(slot).await);
+        Err(fault)
+    }
+
+    fn cufile_route(&self) -> &CufileRoute {
+        self.cufile.get().expect("only its rows lead here")
+    }
+
+    /// The owner of what was transferred; or why it was not, with the owner unless libcufile still holds it.
+    fn cufile_ended<O>(&self, ended: Ended<O>) -> Result<O, (Option<O>, String)> {
+        let route = self.cufile_route();
+        match ended {
+            Ended::Done(owner) => {
+                route.failures.set(0);
+                Ok(owner)
+            }
+            Ended::Failed(owner, reason) => {
+                self.cufile_failed(route, &reason);
+                Err((Some(owner), reason))
+            }
+            Ended::Stuck(reason) => {
+                self.retire_cufile(route, format!("libcufile is stuck: {reason}"));
+                Err((None, reason))
+            }
+        }
+    }
+
+    /// The parts of a block: one for each segment.
+    fn parts(&self, memory: &impl BlockMemory, offset: u64) -> Vec<Part> {
+        let mut at = offset;
+        let part = |&Segment { ptr, len }: &Segment| {
+            let part = Part { ptr, len, offset: at };
+            at += len as u64;
+            part
+        };
+        self.segments(&memory.place()).iter().map(part).collect()
+    }
+
+    /// The checksum of a block in a device slot: computed by the device if it can, otherwise from a copy in host
+    /// memory.
+    pub(super) async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
+        let segments = self.segments(&filling.place()).into_owned();
+        let filling = Arc::new(filling);
+        // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; the read into it has ended.
+        let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&filling) as _) };
+        let result = match sum.await {
+            Some(result) => result,
+            None => self.copy_to_host(Arc::clone(&filling)).await.map(|bytes| checksum(&bytes)),
+        };
+        (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
+    }
+
+    /// Copies a device slot, which nothing writes to, to the host.
+    pub(super) async fn copy_to_host(&self, filling: Arc<Filling>) -> Result<Vec<u8>> {
+        let (result, _, buffer) = self.copy(filling, Buffer::new(Vec::new(), &self.shared)).await;
+        result.map(|()| buffer.into_bytes())
+    }
+}
+
+impl Shared {
+    /// Ends a failed read. `reading` is `None` if libcufile still uses its pin and slot.
+    fn abort_cufile_read(&self, id: EntryId, fills_slot: bool, reading: Option<Reading>) {
+        let mut state = self.lock();
+        if fills_slot {
+            state.index.abort_fill(id, Tier::Device);
+        }
+        if let Some((pin, filling)) = reading {
+            filling.release(&mut state);
+            pin.release(&mut state);
+        }
+    }
+
+    /// Ends a failed write. `filling` is `None` if libcufile still uses its slot.
+    fn abort_cufile_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
+        let mut state = self.lock();
+        let key = state.index.key(id);
+        state.index.abort_fill(id, Tier::Disk);
+        state.disk_slots().clear(slot, &key);
+        state.note_given_up(&key, id);
+        if let Some(filling) = filling {
+            filling.release(&mut state);
+        }
+    }
+}

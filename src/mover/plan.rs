@@ -1,0 +1,301 @@
+//! A movement's plan, made under one lock: its way, and what it needs of it.
+
+use std::rc::Rc;
+
+use tokio::sync::oneshot;
+
+use super::{
+    Mover,
+    flight_guard::FlightGuard,
+    in_flight::{Kind, Permit},
+    route::{self, Hop, Otherwise, Row, Shape, View, Want},
+};
+use crate::{
+    block::{BlockKey, FileId, Route, Tier},
+    device::CopyEngine,
+    error::Result,
+    io::Storage,
+    state::{Class, Filling, Message, Pin, Promotion, Purpose, State, Use},
+};
+
+/// A movement, and what it has taken so far.
+pub(super) struct Trip {
+    pub(super) key: BlockKey,
+    want: Want,
+    shape: Shape,
+    /// The tier that its flight goes to; `None` for a call's.
+    flight: Option<Tier>,
+    /// How its look-up counts, once.
+    usage: Use,
+    pub(super) taken: Taken,
+    /// The row that it has tried in vain.
+    ruled_out: Option<Route>,
+    /// libcufile has read wrong bytes: if a read through host memory gives the right ones, it is at fault.
+    pub(super) is_suspect: bool,
+    /// The last plan's.
+    row: Option<&'static Row>,
+}
+
+/// A slot, and a share of the bytes in flight.
+#[derive(Default)]
+pub(super) struct Taken {
+    slot: Option<Filling>,
+    permit: Option<Permit>,
+}
+
+impl Taken {
+    pub(super) fn slot(&mut self) -> Filling {
+        self.slot.take().expect("its plan has taken one")
+    }
+
+    pub(super) fn permit(&mut self) -> Permit {
+        self.permit.take().expect("its plan has taken one")
+    }
+}
+
+/// What a transfer needs: a slot to fill, and bytes in flight.
+#[derive(Clone, Copy)]
+pub(super) struct Needs(pub(super) Option<Tier>, pub(super) Option<Kind>);
+
+/// What a write to disk needs.
+pub(super) const WRITE: Needs = Needs(Some(Tier::Disk), Some(Kind::Write));
+
+/// What must be waited for.
+#[derive(Clone, Copy)]
+pub(super) enum Missing {
+    Slot(Tier),
+    Permit(Kind),
+}
+
+/// A block on disk, pinned to be read.
+pub(super) struct OnDisk {
+    pub(super) pin: Pin,
+    pub(super) file: FileId,
+    pub(super) offset: u64,
+    /// The checksum that it must have.
+    pub(super) checksum: u64,
+}
+
+/// The next step of a movement.
+pub(super) enum Step<S: Storage, C: CopyEngine> {
+    /// Something is not to be had at once.
+    Wait(Missing),
+    /// No tier in service has the block.
+    Gone,
+    /// It is in memory, pinned.
+    Pinned(Pin),
+    /// It is on disk, pinned.
+    OnDisk(OnDisk),
+    /// It is on its way to a host slot.
+    Flight(Flight<S, C>),
+}
+
+/// A movement to a host slot that another one waits for.
+pub(super) struct Flight<S: Storage, C: CopyEngine> {
+    pub(super) outcome: oneshot::Receiver<Message>,
+    /// It had begun before.
+    pub(super) is_joined: bool,
+    /// To be carried out by who waits.
+    pub(super) begun: Option<Box<Fill<S, C>>>,
+}
+
+/// A fill of a host slot that has begun.
+pub(super) struct Fill<S: Storage, C: CopyEngine> {
+    pub(super) guard: FlightGuard<S, C>,
+    pub(super) trip: Trip,
+    pub(super) step: Step<S, C>,
+}
+
+impl Trip {
+    /// The movement of a block to a slot of `tier`, whose flight has begun.
+    pub(super) fn to_slot(key: &BlockKey, tier: Tier) -> Self {
+        let want = if tier == Tier::Device { Want::DeviceSlot } else { Want::HostSlot };
+        Trip::new(key, want, Some(tier), Shape::default(), Use::Counted)
+    }
+
+    /// The load of a block to a caller's memory.
+    pub(super) fn load(key: &BlockKey, shape: Shape) -> Self {
+        Trip::new(key, Want::Load, None, shape, Use::Now)
+    }
+
+    fn new(key: &BlockKey, want: Want, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
+        let taken = Taken::default();
+        Trip { key: *key, want, shape, flight, usage, taken, ruled_out: None, is_suspect: false, row: None }
+    }
+
+    /// Has the next plan take the next row.
+    pub(super) fn rule_out(&mut self) {
+        let row = self.row();
+        assert_eq!(row.otherwise, Otherwise::Next, "the last row of a want is not ruled out");
+        self.ruled_out = Some(row.route);
+    }
+
+    /// Whether it fills a slot of a tier, and not a caller's memory.
+    pub(super) fn fills_slot(&self) -> bool {
+        self.flight.is_some()
+    }
+
+    pub(super) fn row(&self) -> &'static Row {
+        self.row.expect("it was planned")
+    }
+}
+
+fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
+    flight.map_or(Purpose::Call, |tier| Purpose::Movement(key, tier))
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Chooses the way of a block that is read or promoted, takes what its first transfer needs, and pins its source.
+    pub(super) fn plan(self: &Rc<Self>, state: &mut State, trip: &mut Trip) -> Result<Step<S, C>> {
+        let Some(row) = self.choose(state, trip) else { return Ok(Step::Gone) };
+        if row.hops.first() == Some(&Hop::ToHost) {
+            let usage = std::mem::replace(&mut trip.usage, Use::Counted);
+            return self.begin_to_host(state, &trip.key, Class::Awaited, usage);
+        }
+        Ok(self.begin_row(state, trip, row))
+    }
+
+    /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
+    pub(super) async fn ready(self: &Rc<Self>, trip: &mut Trip, step: Step<S, C>) -> Result<Step<S, C>> {
+        let mut step = step;
+        while let Step::Wait(missing) = step {
+            // Boxed: every movement would have room for it.
+            Box::pin(self.wait_for(missing, &mut trip.taken, purpose(&trip.key, trip.flight))).await?;
+            step = self.plan(&mut self.shared.lock(), trip)?;
+        }
+        if trip.row.is_none_or(|row| matches!(row.hops.first(), None | Some(Hop::ToHost))) {
+            // The block has come nearer meanwhile. What another movement is to take must not be held here.
+            trip.taken = Taken::default();
+        }
+        Ok(step)
+    }
+
+    fn choose(&self, state: &State, trip: &mut Trip) -> Option<&'static Row> {
+        let id = state.index.find(&trip.key);
+        let holds = |tier| id.is_some_and(|id| state.reads_from(tier) && state.index.slot(id, tier).is_some());
+        let view = View {
+            held: Tier::ALL.map(holds),
+            // Of a fill of a host slot it is the movement itself.
+            is_moving: trip.want != Want::HostSlot && state.flights.contains(&trip.key, Tier::Host),
+            has_cufile: self.cufile.get().is_some() && state.cufile.reads() && state.device_service.reads(),
+            writes_through: false,
+            memory: trip.shape,
+        };
+        trip.row = route::choose(trip.want, &view, trip.ruled_out);
+        trip.row
+    }
+
+    /// Takes what the first transfer of a way needs, and pins its source.
+    fn begin_row(self: &Rc<Self>, state: &mut State, trip: &mut Trip, row: &'static Row) -> Step<S, C> {
+        let (needs, tier) = match row.hops.first() {
+            None => (Needs(None, None), Tier::Host),
+            Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
+            Some(Hop::DiskToDevice) => (Needs(Some(Tier::Device), Some(Kind::Read)), Tier::Disk),
+            Some(Hop::DiskToCaller) => (Needs(None, Some(Kind::Read)), Tier::Disk),
+            Some(Hop::DeviceToHost) => (Needs(Some(Tier::Host), None), Tier::Device),
+            Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
+        };
+        if let Some(missing) = self.take(state, &mut trip.taken, needs, purpose(&trip.key, trip.flight)) {
+            return Step::Wait(missing);
+        }
+        let id = state.index.find(&trip.key);
+        let pin = id.and_then(|id| Pin::take(&self.shared, state, id, tier, row.route));
+        let Some(pin) = pin else { return Step::Gone };
+        // Without a hop nothing is filled.
+        let filled = trip.flight.filter(|_| !row.hops.is_empty());
+        if filled.is_some_and(|tier| !state.index.begin_fill(pin.id(), tier)) {
+            assert!(filled == Some(Tier::Device), "flights are single, and stores publish in one step");
+            pin.release(state);
+            return Step::Gone;
+        }
+        if tier != Tier::Disk {
+            return Step::Pinned(pin);
+        }
+        let slots = state.disk_slots();
+        let (file, offset) = slots.locate(pin.slot());
+        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+        Step::OnDisk(OnDisk { pin, file, offset, checksum })
+    }
+
+    /// Pins a block in host memory, or waits for its movement there, which begins unless it has begun.
+    pub(super) fn begin_to_host(
+        self: &Rc<Self>,
+        state: &mut State,
+        key: &BlockKey,
+        class: Class,
+        usage: Use,
+    ) -> Result<Step<S, C>> {
+        let (promotion, source) = self.shared.promote_locked(state, key, Tier::Host, class, usage)?;
+        if usage == Use::Now {
+            let metrics = &self.shared.metrics;
+            state.count(source.map_or(&metrics.misses, |tier| &metrics.tier(tier).hits), 1);
+        }
+        let (outcome, is_joined) = match promotion {
+            Promotion::Hit(pin) => return Ok(Step::Pinned(pin)),
+            Promotion::Miss => return Ok(Step::Gone),
+            Promotion::Joined(outcome) => (outcome, true),
+            Promotion::Started(outcome) => (outcome, false),
+        };
+        // Also a flight that a caller began: its command may be queued behind movements like this one. A movement in
+        // flight to a block that was stored since is carried out by its command.
+        let begun = state.flights.start(key, Tier::Host).map(|started| {
+            let guard = FlightGuard::new(self, key, Tier::Host, Some(started));
+            let mut trip = Trip::to_slot(key, Tier::Host);
+            let step = self.begin_fill(state, &mut trip);
+            Box::new(Fill { guard, trip, step })
+        });
+        Ok(Step::Flight(Flight { outcome, is_joined, begun }))
+    }
+
+    /// Plans the fill of a host slot.
+    pub(super) fn begin_fill(self: &Rc<Self>, state: &mut State, trip: &mut Trip) -> Step<S, C> {
+        match self.choose(state, trip) {
+            Some(row) => self.begin_row(state, trip, row),
+            None => Step::Gone,
+        }
+    }
+
+    /// Takes what a transfer needs, as far as it is to be had now; what is missing then.
+    ///
+    /// A slot before bytes to be read, which a movement may wait for with its slot: it is as urgent as the callers that
+    /// wait for a host slot. Bytes to be written before a disk slot: background writes get none while awaited reads
+    /// wait, and must not hold a slot that a store waits for.
+    pub(super) fn take(
+        &self,
+        state: &mut State,
+        taken: &mut Taken,
+        Needs(tier, kind): Needs,
+        purpose: Purpose<'_>,
+    ) -> Option<Missing> {
+        let mut wanted = [tier.map(Missing::Slot), kind.map(Missing::Permit)];
+        if kind == Some(Kind::Write) {
+            wanted.reverse();
+        }
+        let is_missing = |missing: &Missing| match *missing {
+            Missing::Slot(tier) => {
+                taken.slot = taken.slot.take().or_else(|| self.shared.acquire_locked(state, tier));
+                taken.slot.is_none()
+            }
+            Missing::Permit(kind) => {
+                let (urgency, bytes) = (state.holder_urgency(purpose), self.shared.config.slot_bytes() as u64);
+                let take = || self.in_flight.take_now(kind, urgency, bytes, || Some(())).map(|(permit, ())| permit);
+                taken.permit = taken.permit.take().or_else(take);
+                taken.permit.is_none()
+            }
+        };
+        wanted.into_iter().flatten().find(is_missing)
+    }
+
+    /// Waits for something that a transfer needs.
+    pub(super) async fn wait_for(&self, missing: Missing, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
+        match missing {
+            Missing::Slot(tier) => taken.slot = Some(self.shared.acquire(tier, purpose).await?),
+            Missing::Permit(kind) => {
+                // Read here: a movement that is raised later is in the queue by then.
+                let urgency = self.shared.lock().holder_urgency(purpose);
+                taken.permit = Some(self.in_flight.take(kind, urgency, self.shared.config.slot_bytes() as u64).await);
+            }
+        }
+        Ok(())
+    }
+}
