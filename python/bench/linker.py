@@ -27,7 +27,7 @@ from collections.abc import Iterator
 import torch
 
 from kvhoist import Cache
-from kvhoist.linker import Batch, Pages, Part, Piece
+from kvhoist.sglang.linker_pages import Batch, Pages, Part, Piece
 
 MIB = 1 << 20
 TOKENS = 64  # of a page

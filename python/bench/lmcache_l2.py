@@ -63,7 +63,7 @@ def run(adapter: str, given: argparse.Namespace) -> dict[str, float]:
         output = os.path.join(folder, "result.json")
         os.mkdir(os.path.join(folder, "store"), 0o700)
         spec = specification(adapter, os.path.join(folder, "store"), given.capacity)
-        tests = str(Path(__file__).resolve().parents[1] / "tests")
+        tests = str(Path(__file__).resolve().parents[1] / "tests/support")
         command = [
             sys.executable,
             "-c",

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-import vgpu  # noqa: E402
+sys.path.insert(0, str(HERE.parent / "tests/support"))
 import torch  # noqa: E402
+import vgpu  # noqa: E402
 
 GIB = 1 << 30
 THREADS = 16
@@ -53,7 +53,7 @@ class Kvhoist:
     def _run(self, keys, blocks, is_load: bool) -> float:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-        from kvhoist.vllm_gpu import Keys
+        from kvhoist.vllm.spec import Keys
 
         self.jobs += 1
         spec = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from ._native import Held, LayerLoad, Queue, Region, __version__
+from ._values import parse_bytes
 from .cache import Cache
 from .client import Client, SharedMemory, connect
-from .config import parse_bytes
 from .errors import *  # noqa: F403  Its `__all__`, which this module's repeats.
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import signal
 import sys
 
 from . import _logs, _native, doctor
-from .config import printable
-
+from ._values import printable
 
 _LEVELS = {
     "OFF": logging.CRITICAL + 1, "ERROR": logging.ERROR, "WARN": logging.WARNING, "WARNING": logging.WARNING,

@@ -1,18 +1,17 @@
-"""`Cache`: the native cache with sizes in bytes, registered memory, and an asyncio face."""
+"""`Cache`: the native cache with sizes in bytes, registered memory, and asyncio."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Sequence
 
-from . import _logs, _native
+from . import _native
+from ._calls import Calls
 from ._settings import EngineSettings
-from .config import config_error, nearest, parse_block_bytes, parse_bytes
+from ._values import config_error, nearest, parse_block_bytes, parse_bytes
 from .errors import ArgumentError
-from .loops import AsyncFace, _LoopFace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,12 +45,6 @@ def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int:
     return _native.slots_on_each(max(capacity, 0), paths, block_bytes)
 
 
-def _happened(events: Sequence[Any]) -> None:
-    """Waits for events of a device's streams."""
-    for event in events:
-        event.synchronize()
-
-
 def _paths(path: Any) -> list[str]:
     expected = "a path, or a list of at least one"
     try:
@@ -76,7 +69,7 @@ def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> li
     return [(p, store_bytes(count, block_bytes), count) for p in paths]
 
 
-class Cache(AsyncFace, _native.Cache):
+class Cache(Calls, _native.Cache):
     """A tiered cache of fixed-size blocks.
 
     ``path`` is a directory, a file or a block device, or a list of them, over which slots are striped; ``None`` is a
@@ -93,8 +86,6 @@ class Cache(AsyncFace, _native.Cache):
     Raises ConfigError with the wrong field, StoreError if the paths hold another store or none that can be opened, and
     IoError.
     """
-
-    _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopFace]
 
     def __new__(
         cls,
@@ -128,21 +119,9 @@ class Cache(AsyncFace, _native.Cache):
                     raise config_error(name, value, "none without a path")
         else:
             settings["disks"] = _disks(_paths(path), capacity, disk_blocks, block_bytes)
-        _logs.start()
         self = super().__new__(cls, settings)
-        self._loops = weakref.WeakKeyDictionary()
         _opened[next(_numbers)] = self
         return self
-
-    def __init__(self, *_args: Any, **_settings: Any) -> None:
-        super().__init__()
-
-    def __enter__(self) -> "Cache":
-        """Returns the cache, which the end of the ``with`` block closes."""
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __reduce__(self):
         raise TypeError(
@@ -152,12 +131,6 @@ class Cache(AsyncFace, _native.Cache):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<kvhoist.Cache {self.namespace!r} of {self.block_bytes}-byte blocks, {state}>"
-
-    # Dunder methods say nothing in `help`; `contains` has the words.
-
-    def __contains__(self, key: str | bytes) -> bool:
-        """Whether a key is resident. No I/O, no use counted."""
-        return self.contains(key)
 
     # Memory
 
@@ -197,61 +170,6 @@ class Cache(AsyncFace, _native.Cache):
 
     # Blocks
 
-    def load(self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, errors: str = "raise") -> list:
-        """Copies blocks into memory: True for each that is there, False for one that was nowhere.
-
-        ``blocks`` has one entry per key: a writable buffer object, a pair ``(address, bytes)`` in registered memory, or
-        a list or tuple of either (the segments of the block, in the order of its bytes). All reads are under way at
-        once.
-        ``errors`` says what becomes of a block that could not be read: ``"raise"`` its exception when all have ended,
-        ``"return"`` it in the list, or ``"false"``.
-
-        Raises ArgumentError before anything moved: other lengths than a block's, memory that is not registered.
-        Interrupted by a signal (Ctrl-C), the loads go on: a buffer object is kept until they have ended; other memory
-        must stay mapped until ``Region.unregister`` or ``close`` has returned.
-        """
-        return super().load(keys, blocks, errors)
-
-    def store(
-        self,
-        keys: Sequence[str | bytes],
-        blocks: Sequence[Any],
-        *,
-        parent: str | bytes | None = None,
-        after: Sequence[Any] = (),
-        errors: str = "raise",
-    ) -> list:
-        """Stores blocks from memory: True for each, once the write policy is satisfied.
-
-        A list is one chain: the parent of each block is the one before it, ``parent`` the first's, and the cache keeps
-        what others continue. Blocks that do not continue one another are stored by a call each. ``blocks`` and
-        ``errors`` as for ``load``. Memory must not change until the call returns; interrupted by a signal, until
-        ``Region.unregister`` or ``close`` has.
-
-        ``after`` are events of a device's streams, such as ``torch.cuda.Event``: the store begins when all of them have
-        happened. Whoever still writes the memory records one; the call waits for it, without the interpreter's lock.
-        """
-        _happened(after)
-        return super().store(keys, blocks, parent, errors)
-
-    def load_pages(self, keys: list, addresses: list[int], sizes: list[int], *, errors: str = "raise") -> list:
-        """``load`` with the segments of all blocks in two flat lists, equally many for each key."""
-        return super().load_pages(keys, addresses, sizes, errors)
-
-    def store_pages(
-        self,
-        keys: list,
-        addresses: list[int],
-        sizes: list[int],
-        *,
-        parent: str | bytes | None = None,
-        after: Sequence[Any] = (),
-        errors: str = "raise",
-    ) -> list:
-        """``store`` with the segments of all blocks in two flat lists, equally many for each key."""
-        _happened(after)
-        return super().store_pages(keys, addresses, sizes, parent, errors)
-
     def load_layers(
         self, keys: Sequence[str | bytes], addresses: Any, sizes: Sequence[int], layer_of: Sequence[int]
     ) -> _native.LayerLoad:
@@ -269,17 +187,6 @@ class Cache(AsyncFace, _native.Cache):
         Raises ArgumentError before anything moved: as ``load``, and for layers without segments.
         """
         return super().load_layers(keys, addresses, sizes, layer_of)
-
-    def remove(self, key: str | bytes, *, durable: bool = False) -> bool:
-        """Forgets a block in every tier; True if it was resident.
-
-        Returned, the removal survives the end of the process. A power cut may undo it until a `sync` has followed, or
-        with ``durable``, which flushes the disks: for several blocks it is enough to remove the last one durably.
-
-        Raises IoError where its record on disk could not be cleared, or the flush failed, and DeadlineError where that
-        takes too long. The block is forgotten all the same, but it may be back at the next start.
-        """
-        return super().remove(key, bool(durable))
 
     def queue(self, depth: int = 1024) -> _native.Queue:
         """A queue of at most ``depth`` submissions that are not drained yet: submit, ``event_fd``, drain."""

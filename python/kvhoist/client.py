@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import weakref
-from typing import Any, Sequence
+from typing import Any
 
-from . import _logs, _native
-from .config import config_error, parse_block_bytes, parse_bytes
+from . import _native
+from ._calls import Calls
+from ._values import config_error, parse_block_bytes, parse_bytes
 from .errors import ArgumentError, ClosedError
-from .loops import AsyncFace, _LoopFace
 
 DEFAULT_BOUNCE_BYTES = "64MiB"
 
@@ -80,33 +79,18 @@ def connect(
     return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), shared)
 
 
-class Client(AsyncFace, _native.Client):
+class Client(Calls, _native.Client):
     """A space of a node's service. `connect` makes it.
 
     Usable from any number of threads. While the service is away every call fails at once with an UnavailableError, in
     each block's place for loads and stores; the client connects again by itself (10 ms later at first, then up to a
     second), registers all regions again, and finds the blocks. ``connected`` is False while the service is away.
 
+    Calls are as those of `Cache`, for all clients of the space. A store is True once the service's disk has taken the
+    block; with ``by_value``, its memory. Interrupted by a signal, memory of buffer objects is left alone from then on.
+
     A context manager: leaving it closes the connection, and waits until the service uses none of this memory.
     """
-
-    _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopFace]
-
-    def __new__(cls, *settings: Any) -> "Client":
-        _logs.start()
-        self = super().__new__(cls, *settings)
-        self._loops = weakref.WeakKeyDictionary()
-        return self
-
-    def __init__(self, *_settings: Any) -> None:
-        super().__init__()
-
-    def __enter__(self) -> "Client":
-        """Returns the client, which the end of the ``with`` block closes."""
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __reduce__(self):
         raise TypeError("found a Client to pickle or copy, expected one left where it is: connect another")
@@ -114,10 +98,6 @@ class Client(AsyncFace, _native.Client):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "away"
         return f"<kvhoist.Client of {self.namespace!r} at {self.socket}, {state}>"
-
-    def __contains__(self, key: str | bytes) -> bool:
-        """Whether a key is resident, as the service answers."""
-        return self.contains(key)
 
     def register_host(
         self, memory: Any, nbytes: int | None = None, *, pin: bool = False, fd: int | None = None
@@ -144,41 +124,6 @@ class Client(AsyncFace, _native.Client):
                 raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
             return self.register_address(memory, nbytes, _place(memory, nbytes, fd), pin)
         return self.register_buffer(memory, _place(*_address(memory), fd), pin)
-
-    def load(self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, errors: str = "raise") -> list:
-        """As `Cache.load`. Interrupted by a signal, memory of buffer objects is left alone from then on."""
-        return super().load(keys, blocks, errors)
-
-    def store(
-        self,
-        keys: Sequence[str | bytes],
-        blocks: Sequence[Any],
-        *,
-        parent: str | bytes | None = None,
-        errors: str = "raise",
-    ) -> list:
-        """As `Cache.store`: True once the service's disk has taken the block; with ``by_value``, its memory."""
-        return super().store(keys, blocks, parent, errors)
-
-    def load_pages(self, keys: list, addresses: list[int], sizes: list[int], *, errors: str = "raise") -> list:
-        """As `Cache.load_pages`."""
-        return super().load_pages(keys, addresses, sizes, errors)
-
-    def store_pages(
-        self,
-        keys: list,
-        addresses: list[int],
-        sizes: list[int],
-        *,
-        parent: str | bytes | None = None,
-        errors: str = "raise",
-    ) -> list:
-        """As `Cache.store_pages`."""
-        return super().store_pages(keys, addresses, sizes, parent, errors)
-
-    def remove(self, key: str | bytes, *, durable: bool = False) -> bool:
-        """As `Cache.remove`, for all clients of the space."""
-        return super().remove(key, bool(durable))
 
     def queue(self, depth: int = 1024) -> _native.Queue:
         """As `Cache.queue`, with a thread of its own, of which at most 16 submissions are in flight.

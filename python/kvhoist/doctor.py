@@ -15,12 +15,14 @@ from importlib import metadata
 from typing import Any, Iterator, Optional, Tuple
 
 from . import __version__, _native
+from ._store_settings import StoreSettings
+from ._stores import tier_settings
+from ._values import config_error, parse_bytes, parse_json, printable
+from ._versions import TESTED
 from .cache import slot_bytes
-from .chunks import tier_settings
-from .config import SGLANG_KEYS, HiCacheConfig, config_error, parse_bytes, parse_json, printable
-from .device_settings import DeviceSettings, vllm_settings
-from .linker_settings import LinkerSettings
-from .versions import TESTED
+from .sglang.linker_settings import LinkerSettings
+from .sglang.settings import SGLANG_KEYS, backend_settings
+from .vllm.device_settings import DeviceSettings, vllm_settings
 
 #: Where the engines find the adapters, and by which calls.
 _SGLANG = {"module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist", "interface_v1": 1}
@@ -89,7 +91,7 @@ def _examine(engine: str, config: str | None, ranks: int, named: bool) -> tuple[
     return findings, flags
 
 
-def _shown(config: HiCacheConfig) -> Iterator[str]:
+def _shown(config: StoreSettings) -> Iterator[str]:
     """The settings that are not what they are by themselves."""
     for field in fields(config):
         value = getattr(config, field.name)
@@ -135,21 +137,21 @@ def _engine(engine: str) -> Finding:
 
 
 def _service(socket: str) -> Finding:
-    from .service import listens
+    from .service.launch import listens
 
     if listens(socket):
         return ("service", f"a service listens at {socket}", None, False)
     return ("service", f"nobody listens at {socket}", f"start it: kvhoist serve --socket {socket} ...", True)
 
 
-def _settings(engine: str, given: Any, ranks: int) -> tuple[HiCacheConfig | DeviceSettings, list[Finding]]:
+def _settings(engine: str, given: Any, ranks: int) -> tuple[StoreSettings | DeviceSettings, list[Finding]]:
     """The settings as the engine's adapter reads them."""
     if engine == "sglang":
         if isinstance(given, dict) and _LINKER.keys() & given.keys():
             _check(given, _LINKER)
             return LinkerSettings.load(given.get("linker_extra_config")).store.for_ranks(ranks), []
         _check_sglang(given)
-        return HiCacheConfig.load(given).for_ranks(ranks), []
+        return backend_settings(given).for_ranks(ranks), []
     if engine == "lmcache":
         return tier_settings(lmcache_adapter(given)), []
     if is_gpu_spec(given):

@@ -28,7 +28,7 @@ import threading
 import time
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
-from . import __version__
+from ._native import __version__
 from .cache import Cache, _opened
 from .errors import Error
 

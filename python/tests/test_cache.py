@@ -174,7 +174,7 @@ def test_pinned_memory_is_read_into_and_stored_from(store_dir):
 
 
 def test_pinned_memory_lies_in_huge_pages_where_the_system_moves_it(store_dir):
-    from kvhoist.hicache import huge_page_share
+    from kvhoist.sglang.pool_memory import huge_page_share
 
     nbytes = 16 << 20
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -671,7 +671,7 @@ def test_the_examples_in_the_docs_run(store_dir, monkeypatch):
     import doctest
 
     monkeypatch.setenv("TMPDIR", str(store_dir))
-    for module in (kvhoist, kvhoist.config):
+    for module in (kvhoist, kvhoist._values):
         failed, tried = doctest.testmod(module)
         assert tried > 0 and failed == 0
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 
 import pytest
 
-import kvhoist.metrics
 from kvhoist import ConfigError, parse_bytes
+from kvhoist._folders import make_private_folders
+from kvhoist._store_settings import StoreSettings
 from kvhoist.cache import slots_on_each, store_bytes
-from kvhoist.config import HiCacheConfig
-from kvhoist.folders import make_private_folders
+from kvhoist.sglang.settings import backend_settings
 
 
 @pytest.mark.parametrize(
@@ -55,21 +54,21 @@ def test_absurd_numbers_are_wrong_settings(value):
     good = {"path": "/a", "capacity": "1GiB"}
     for name in ("capacity", "host_bytes", "deadline_ms", "read_bytes_in_flight_max", "pool_shares", "revision"):
         with pytest.raises(ConfigError, match=f"^{name}: found"):
-            HiCacheConfig.load({**good, name: [value] if name in ("pool_shares", "revision") else value}, {})
+            StoreSettings.load({**good, name: [value] if name in ("pool_shares", "revision") else value}, {})
     with pytest.raises(ConfigError, match="^pool_shares: found"):
-        HiCacheConfig.load({**good, "pool_shares": {"a": value}}, {})
+        StoreSettings.load({**good, "pool_shares": {"a": value}}, {})
 
 
 @pytest.mark.parametrize("path", ["/a\0b", "/\ud800", ["/a", "/b\0"], b"/a", {"a": 1}, [1]])
 def test_paths_that_are_none_are_wrong_settings(path):
     with pytest.raises(ConfigError, match="^path: found"):
-        HiCacheConfig.load({"path": path, "capacity": "1GiB"}, {})
+        StoreSettings.load({"path": path, "capacity": "1GiB"}, {})
 
 
 @pytest.mark.parametrize("extra", [[], "x", 3, [["path", "/a"]]])
 def test_a_config_that_is_no_object_is_a_wrong_setting(extra):
     with pytest.raises(ConfigError, match="^extra_config: found"):
-        HiCacheConfig.load(extra, {})
+        backend_settings(extra, {})
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, **se
     """The folder's name of the stores of a server with these arguments."""
     from types import SimpleNamespace
 
-    from kvhoist.hicache import Geometry, Identity, PoolStore
+    from kvhoist.sglang.pools import Geometry, Identity, PoolStore
 
     storage = SimpleNamespace(model_name=model_name, tp_rank=0, tp_size=1, is_mla_model=False, dp_rank=0)
     args = SimpleNamespace(**server_args) if server_args else None
@@ -199,7 +198,7 @@ def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
         "KVHOIST_DEADLINE_MS": "5000",
         "KVHOIST_WRITE_POLICY": "",
     }
-    config = HiCacheConfig.load(extra, environ)
+    config = backend_settings(extra, environ)
     assert (config.path, config.capacity, config.deadline_ms) == (["/a", "/b"], 1 << 30, 5000)
     assert config.write_policy == "write_through"
 
@@ -209,42 +208,42 @@ def test_what_must_be_given(missing):
     extra = {"path": "/a", "capacity": "1GiB"}
     del extra[missing]
     with pytest.raises(ConfigError, match=f"^{missing}: .*KVHOIST_{missing.upper()}"):
-        HiCacheConfig.load(extra, {})
+        StoreSettings.load(extra, {})
 
 
 def test_the_total_is_divided_by_the_ranks():
-    config = HiCacheConfig.load({"path": "/a", "capacity_total": "3TiB"}, {})
+    config = StoreSettings.load({"path": "/a", "capacity_total": "3TiB"}, {})
     assert config.for_ranks(8).capacity == 384 << 30 and config.for_ranks(1).capacity == 3 << 40
-    assert HiCacheConfig.load({"path": "/a"}, {"KVHOIST_CAPACITY_TOTAL": "8GB"}).for_ranks(4).capacity == 2 * 10**9
-    assert HiCacheConfig.load({"path": "/a", "capacity": 7}, {}).for_ranks(8).capacity == 7
+    assert StoreSettings.load({"path": "/a"}, {"KVHOIST_CAPACITY_TOTAL": "8GB"}).for_ranks(4).capacity == 2 * 10**9
+    assert StoreSettings.load({"path": "/a", "capacity": 7}, {}).for_ranks(8).capacity == 7
     for wrong in ({"capacity_total": "1GiB", "capacity": "1GiB"}, {"capacity_total": "much"}):
         with pytest.raises(ConfigError, match="^capacity_total: found"):
-            HiCacheConfig.load({"path": "/a", **wrong}, {})
+            StoreSettings.load({"path": "/a", **wrong}, {})
     with pytest.raises(ConfigError, match="^capacity_total: found 7, expected bytes for 8 ranks"):
-        HiCacheConfig.load({"path": "/a", "capacity_total": 7}, {}).for_ranks(8)
+        StoreSettings.load({"path": "/a", "capacity_total": 7}, {}).for_ranks(8)
 
 
 def test_a_write_budget_is_divided_as_the_disk_is():
     given = {"path": "/a", "write_policy": "by_value", "write_budget": "1TiB"}
-    config = HiCacheConfig.load({**given, "capacity_total": "8TiB"}, {})
+    config = StoreSettings.load({**given, "capacity_total": "8TiB"}, {})
     assert (config.for_ranks(4).write_budget, config.for_ranks(1).write_budget) == (1 << 38, 1 << 40)
-    assert HiCacheConfig.load({**given, "capacity": "8TiB"}, {}).for_ranks(4).write_budget == 1 << 40
+    assert StoreSettings.load({**given, "capacity": "8TiB"}, {}).for_ranks(4).write_budget == 1 << 40
     environ = {"KVHOIST_WRITE_POLICY": "by_value", "KVHOIST_WRITE_BUDGET": "1TiB"}
-    assert HiCacheConfig.load({"path": "/a", "capacity": "8TiB"}, environ).write_budget == 1 << 40
+    assert StoreSettings.load({"path": "/a", "capacity": "8TiB"}, environ).write_budget == 1 << 40
     for wrong in ({"write_policy": "write_back"}, {"write_budget": "much"}):
         with pytest.raises(ConfigError, match="^write_budget: found"):
-            HiCacheConfig.load({**given, "capacity": "8TiB", **wrong}, {})
+            StoreSettings.load({**given, "capacity": "8TiB", **wrong}, {})
 
 
 def test_a_service_has_the_budget_of_all_its_disk(tmp_path):
-    from kvhoist.hicache_service import service_settings
+    from kvhoist.service.supervisor import service_settings
 
     given = {"path": str(tmp_path), "capacity": "1GiB", "write_policy": "by_value", "write_budget": "1GiB"}
-    settings = service_settings(HiCacheConfig.load(given, {}))
+    settings = service_settings(StoreSettings.load(given, {}))
     assert settings.write_policy == "by_value" and settings.write_budget == settings.capacity
     command = settings.command()
     assert command[command.index("--write-budget") + 1] == str(settings.capacity)
-    through = service_settings(HiCacheConfig.load({"path": str(tmp_path), "capacity": "1GiB"}, {}))
+    through = service_settings(StoreSettings.load({"path": str(tmp_path), "capacity": "1GiB"}, {}))
     assert "--write-budget" not in through.command()
 
 
@@ -275,7 +274,7 @@ def test_the_stubs_are_those_of_the_native_half():
 
 def test_unknown_keys_are_named():
     with pytest.raises(ConfigError, match="^capasity: found '1GiB', expected no such name; did you mean capacity"):
-        HiCacheConfig.load({"path": "/a", "capasity": "1GiB"}, {})
+        StoreSettings.load({"path": "/a", "capasity": "1GiB"}, {})
 
 
 @pytest.mark.parametrize("block", [1, 654, 4096, 70_272, 8 << 20])
@@ -379,7 +378,7 @@ def test_the_example_config_is_one(monkeypatch):
     from pathlib import Path
 
     example = Path(__file__).parents[1] / "example.json"
-    config = HiCacheConfig.load(json.loads(example.read_text()), {})
+    config = backend_settings(json.loads(example.read_text()), {})
     assert config.capacity == 400 << 30 and len(config.path) == 2
 
 
@@ -416,8 +415,8 @@ def test_folders_that_are_made_are_private_at_every_level_whatever_the_umask(tmp
 
 
 def test_settings_that_would_do_nothing_for_an_engine_are_refused(monkeypatch):
-    from kvhoist.chunks import tier_settings
-    from kvhoist.device_settings import DeviceSettings
+    from kvhoist._stores import tier_settings
+    from kvhoist.vllm.device_settings import DeviceSettings
 
     given = {"path": "/a", "capacity": "1GiB"}
     for wrong in (True, "8GiB"):

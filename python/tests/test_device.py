@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import array
-import ctypes
 import select
 
 import pytest
+from segments import EACH, SEGMENT, Pool
 
 from kvhoist import ArgumentError, Cache, UnavailableError
-
-SEGMENT = 1024
-EACH = 4
-
-
-class Pool:
-    """Memory that plays a device's, cut into segments."""
-
-    def __init__(self, segments: int) -> None:
-        self.memory = bytearray(segments * SEGMENT)
-        self._keep = (ctypes.c_char * len(self.memory)).from_buffer(self.memory)
-        self.address = ctypes.addressof(self._keep)
-
-    def addresses(self, segments) -> array.array:
-        return array.array("q", [self.address + n * SEGMENT for n in segments])
 
 
 def drained(queue):

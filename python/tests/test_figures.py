@@ -10,12 +10,13 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import kvhoist
-from kvhoist import figures, service
-from kvhoist.chunks import Place, open_store, tier_settings
-from kvhoist.config import HiCacheConfig
-from kvhoist.service import ServiceSettings
 from nodes import await_
+
+import kvhoist
+from kvhoist import _figures, service
+from kvhoist._store_settings import StoreSettings
+from kvhoist._stores import Place, open_store, tier_settings
+from kvhoist.service import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 4096
@@ -44,7 +45,7 @@ def stats(host=0, disk=0, misses=0, read=0, written=0, evictions=0) -> dict:
 def test_a_line_now_and_then_says_what_happened_since_the_one_before(caplog):
     caplog.set_level(logging.INFO)
     now, found = [1000.0], {}
-    lines = figures.Lines(lambda: now[0])
+    lines = _figures.Lines(lambda: now[0])
 
     def said(later: float, **figures_now) -> list[str]:
         now[0] += later
@@ -70,31 +71,31 @@ def test_a_line_now_and_then_says_what_happened_since_the_one_before(caplog):
 def test_a_cache_and_a_space_have_what_the_lines_are_made_of(store_dir):
     with kvhoist.Cache(store_dir, block_bytes=BLOCK, capacity="4MiB", direct_io="prefer", host_blocks=1) as cache:
         cache.store(["a", "b", "c"], [bytes(BLOCK)] * 3)
-        counts = figures._counts(cache.stats())
+        counts = _figures._counts(cache.stats())
         assert counts["written"] == 3 * BLOCK and counts["misses"] == 0
         cache.load(["a", "x"], [bytearray(BLOCK)] * 2)
-        counts = figures._counts(cache.stats())
+        counts = _figures._counts(cache.stats())
         assert (counts["disk"], counts["misses"], counts["read"]) == (1, 1, BLOCK)
 
 
 def test_the_port_is_a_setting_and_a_variable():
     given = {"path": "/a", "capacity": "1GiB"}
-    assert HiCacheConfig.load(given, {}).metrics_port is None
-    assert HiCacheConfig.load(given, {"KVHOIST_METRICS": "9400"}).metrics_port == 9400
-    assert HiCacheConfig.load({**given, "metrics_port": 9500}, {"KVHOIST_METRICS": "9400"}).metrics_port == 9500
+    assert StoreSettings.load(given, {}).metrics_port is None
+    assert StoreSettings.load(given, {"KVHOIST_METRICS": "9400"}).metrics_port == 9400
+    assert StoreSettings.load({**given, "metrics_port": 9500}, {"KVHOIST_METRICS": "9400"}).metrics_port == 9500
 
 
 def test_a_process_of_an_engine_serves_its_figures_at_the_port_of_its_rank(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(figures, "_servers", {})
+    monkeypatch.setattr(_figures, "_servers", {})
     with kvhoist.metrics.serve(0) as other:
-        figures.serve(other.port - 3, rank=3)
-        assert "choose another metrics_port" in caplog.text and not figures._servers, "the engine starts all the same"
-    figures.serve(None)
-    assert not figures._servers
-    figures.serve(0, rank=1)
-    figures.serve(0, rank=1)
-    (server,) = figures._servers.values()
+        _figures.serve(other.port - 3, rank=3)
+        assert "choose another metrics_port" in caplog.text and not _figures._servers, "the engine starts all the same"
+    _figures.serve(None)
+    assert not _figures._servers
+    _figures.serve(0, rank=1)
+    _figures.serve(0, rank=1)
+    (server,) = _figures._servers.values()
     with server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
         assert b"kvhoist_hits_total" in answer.read()
     assert f"http://127.0.0.1:{server.port}/metrics" in caplog.text
@@ -104,15 +105,15 @@ def test_the_port_of_a_rank_is_the_setting_and_its_number(monkeypatch):
     with kvhoist.metrics.serve(0) as stand_in:
         for port, rank, wanted in ((9400, 0, 9400), (9400, 7, 9407), (0, 7, 0)):
             asked = []
-            monkeypatch.setattr(figures, "_servers", {})
+            monkeypatch.setattr(_figures, "_servers", {})
             monkeypatch.setattr(kvhoist.metrics, "serve", lambda at, asked=asked: asked.append(at) or stand_in)
-            figures.serve(port, rank)
+            _figures.serve(port, rank)
             assert asked == [wanted], (port, rank)
 
 
 def test_a_store_serves_the_figures_of_its_rank(store_dir, monkeypatch):
     served = []
-    monkeypatch.setattr(figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    monkeypatch.setattr(_figures, "serve", lambda port, rank=0: served.append((port, rank)))
     config = tier_settings({"path": str(store_dir), "capacity": "16MiB", "direct_io": "prefer", "metrics_port": 9400})
     for rank in (0, 3):
         open_store(config, Place("model", f"dp{rank}", {}, rank=rank), BLOCK).close()
@@ -120,10 +121,10 @@ def test_a_store_serves_the_figures_of_its_rank(store_dir, monkeypatch):
 
 
 def test_a_store_of_vllm_or_lmcache_serves_the_figures_of_its_process(store_dir, monkeypatch):
-    monkeypatch.setattr(figures, "_servers", {})
+    monkeypatch.setattr(_figures, "_servers", {})
     config = tier_settings({"path": str(store_dir), "capacity": "16MiB", "direct_io": "prefer", "metrics_port": 0})
     with open_store(config, Place("model", "dp1", {}, rank=1), BLOCK):
-        (server,) = figures._servers.values()
+        (server,) = _figures._servers.values()
         with server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
             assert b"kvhoist_slots" in answer.read()
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 import kvhoist
-from kvhoist import _native, folders
-from kvhoist.chunks import Place, open_store, tier_settings
-from kvhoist.config import HiCacheConfig
-from kvhoist.hicache_refusals import warn_of_copies, warn_of_small_pages
-from kvhoist.hicache_service import service_settings
+from kvhoist import _folders, _native
+from kvhoist._store_settings import StoreSettings
+from kvhoist._stores import Place, open_store, tier_settings
 from kvhoist.service import ServiceSettings, find_or_start
+from kvhoist.service.supervisor import service_settings
+from kvhoist.sglang.refusals import warn_of_copies, warn_of_small_pages
 
 PLACE = Place("model", "replica", {"dtype": "bf16"})
 
@@ -25,7 +25,7 @@ def openers(path: str) -> list:
     given = {"path": path, "capacity": "64MiB", "direct_io": "prefer"}
     return [
         lambda: open_store(tier_settings(given), PLACE, 4096),
-        lambda: service_settings(HiCacheConfig.load(given)),
+        lambda: service_settings(StoreSettings.load(given)),
         lambda: find_or_start(ServiceSettings((path,), 64 << 20, 8 << 20)),
     ]
 
@@ -52,12 +52,12 @@ def test_the_last_part_of_a_path_is_made_for_its_user_alone(store_dir):
 
 def test_a_path_on_the_root_file_system_is_warned_of_with_its_bytes(store_dir, monkeypatch, caplog):
     assert _native.is_on_root("/") and not _native.is_on_root("/proc")
-    monkeypatch.setattr(folders, "_warned", set())
+    monkeypatch.setattr(_folders, "_warned", set())
     for is_on_root, told in ((True, 1), (False, 0)):
         caplog.clear()
         monkeypatch.setattr(_native, "is_on_root", lambda path, is_on_root=is_on_root: is_on_root)
         for _ in range(2):
-            folders.make_folder(str(store_dir / str(is_on_root)), 3 << 30)
+            _folders.make_folder(str(store_dir / str(is_on_root)), 3 << 30)
         (*warnings,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == told, warnings
         assert all("root file system" in text and "3.0 GiB" in text for text in warnings)
@@ -71,7 +71,7 @@ def test_the_machine_is_as_large_as_it_is(store_dir):
     # Two paths on one file system have its room together, and the service of both starts.
     (store_dir / "a").mkdir()
     (store_dir / "b").mkdir()
-    config = HiCacheConfig.load({"path": [str(store_dir / "a"), str(store_dir / "b")], "capacity": "64MiB"})
+    config = StoreSettings.load({"path": [str(store_dir / "a"), str(store_dir / "b")], "capacity": "64MiB"})
     assert service_settings(config).capacity == disk // 2 * 2
 
 

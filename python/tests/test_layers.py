@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_device import EACH, SEGMENT, Pool
+from segments import EACH, SEGMENT, Pool
 
 from kvhoist import ArgumentError, Cache, ClosedError, UnavailableError
 

@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvhoist import Cache, UnavailableError
 from kvhoist._native import chunk_keys
-from kvhoist.chunks import Jobs, Place, tier_settings
-from kvhoist.objects import DIGEST_BYTES, ObjectStore, StoredObject
+from kvhoist._stores import Place, tier_settings
+from kvhoist.lmcache.objects import DIGEST_BYTES, ObjectStore, StoredObject
+from kvhoist.vllm.jobs import ChunkJobs
 
 BLOCK = 8192
 ARENA = 64 * BLOCK
@@ -67,7 +68,7 @@ class Objects(RuleBasedStateMachine):
 
     def end(self, task):
         with self.changed:
-            self.ended[task.task_id] = task
+            self.ended[task.job_id] = task
             self.changed.notify_all()
 
     def moved(self, begin) -> list[bool]:
@@ -76,7 +77,8 @@ class Objects(RuleBasedStateMachine):
         begin(self.tasks)
         with self.changed:
             assert self.changed.wait_for(lambda: self.tasks in self.ended, 60), "a task never ended"
-            return self.ended.pop(self.tasks).moved
+            ended = self.ended.pop(self.tasks)
+        return [n in ended.good for n in range(len(ended.good) + len(ended.failed))]
 
     def lay_out(self, chosen: list[int], gap: int) -> list[int]:
         """Addresses of objects in the arena, one behind the other from `gap` pages on."""
@@ -179,15 +181,15 @@ def test_every_end_is_reported_whatever_became_of_another(store_dir, caplog):
 
     def end(task):
         with changed:
-            ended.append(task.task_id)
+            ended.append(task.job_id)
             changed.notify_all()
-        if task.task_id == 1:
+        if task.job_id == 1:
             raise KeyError("an engine's own trouble")
 
     address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
     config = tier_settings({"path": str(store_dir), "capacity": "4MiB", "direct_io": "prefer"})
     store = ObjectStore(config, Place("test", "objects", {}), BLOCK, [(address, ARENA, False)], end)
-    store._queue = queue = Misled(store._queue)
+    store.jobs.queue = queue = Misled(store.jobs.queue)
     for task in range(1, 6):
         store.submit_store(task, [object_of(task)], [address + task * 8 * BLOCK], [None])
     with changed:
@@ -199,8 +201,8 @@ def test_every_end_is_reported_whatever_became_of_another(store_dir, caplog):
 
 def test_every_job_ends_whatever_became_of_a_submission(store_dir):
     with Cache(None, block_bytes=4096, host_blocks=64) as cache:
-        jobs = Jobs(cache)
-        jobs._queue = queue = Misled(jobs._queue)
+        jobs = ChunkJobs(cache)
+        jobs.jobs.queue = queue = Misled(jobs.jobs.queue)
         for job in range(5):
             name, block = bytes([job]) * 36, bytes(4096)
             jobs.begin(job, False, [([name], lambda q, n=name, b=block: q.submit_store(chunk_keys([n]), [b]))])

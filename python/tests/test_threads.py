@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from nodes import PATIENCE_S, Node, await_
-from test_service import BLOCK, block, key, service_pids
+from nodes import BLOCK, PATIENCE_S, Node, await_, block, key, service_pids
 
 import kvhoist
-from kvhoist import hicache_service, pause, service, service_space
-from kvhoist.config import HiCacheConfig
+from kvhoist import service
+from kvhoist._store_settings import StoreSettings
+from kvhoist.service import pause, space, supervisor
 
 
 def exhausted(*_arguments, **_more):
@@ -131,10 +131,10 @@ def keeper(monkeypatch, store_dir):
             raise kvhoist.UnavailableError("service: it ended")
         return "socket"
 
-    monkeypatch.setattr(hicache_service, "find_or_start", start)
-    monkeypatch.setattr(hicache_service, "time", clock)
-    config = HiCacheConfig.load({"path": str(store_dir), "capacity": "1MiB"}, {})
-    return hicache_service.Keeper(config), clock, tries
+    monkeypatch.setattr(supervisor, "find_or_start", start)
+    monkeypatch.setattr(supervisor, "time", clock)
+    config = StoreSettings.load({"path": str(store_dir), "capacity": "1MiB"}, {})
+    return supervisor.ServiceSupervisor(config), clock, tries
 
 
 def test_a_service_is_started_again_when_threads_are_to_be_had_again(monkeypatch, store_dir, caplog):
@@ -173,7 +173,7 @@ def is_zombie(pid: int) -> bool:
 
 def space_of(node, **more):
     given = {"service": node.socket, "capacity": "24MiB", "host_bytes": "4MiB", **more}
-    return service_space.ServiceSpace(HiCacheConfig.load(given, {}), "space", BLOCK)
+    return space.ServiceSpace(StoreSettings.load(given, {}), "space", BLOCK)
 
 
 def test_a_service_that_hangs_costs_one_short_question_a_pause(node, monkeypatch, caplog):

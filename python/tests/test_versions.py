@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvhoist.versions import Supported
+from kvhoist._versions import Supported
 
 
 def supported(version):

@@ -1,0 +1,157 @@
+"""A node's service from Python: `find_or_start` finds or starts one, by `python -m kvhoist serve`."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._folders import make_folder
+from .._values import config_error
+from ..errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds until a started service must listen.
+_START_PATIENCE_S = 120
+
+#: The kernel's bound on a socket's path.
+_SOCKET_BYTES_MAX = 107
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """The settings that a service is started with. A running service keeps its own."""
+
+    #: Directories, one for each drive.
+    paths: tuple[str, ...]
+    #: Bytes on disk of all spaces.
+    capacity: int
+    #: Bytes of host memory that all spaces together may reserve; no other is used.
+    host_bytes: int
+    #: Seconds without a client after which it ends by itself.
+    linger_s: int = 300
+    direct_io: str = "require"
+    storage: str = "auto"
+    #: Move blocks through the service's host memory, and keep them there.
+    keep_in_host: bool = False
+    #: When blocks go to disk: "write_through" or "by_value".
+    write_policy: str = "write_through"
+    #: Bytes a day that by_value may write to disk, of all spaces together.
+    write_budget: int | None = None
+    #: Where it serves its figures, on this machine's own address; 0: the system chooses.
+    http_port: int = 0
+
+    def targets(self) -> str:
+        """The file with the address of its figures, as Prometheus reads it (`file_sd_configs`)."""
+        return self.socket() + ".targets.json"
+
+    def socket(self) -> str:
+        """Where the service of these paths listens: beside the store on the first."""
+        path = os.path.join(self.paths[0], "kvhoist.sock")
+        if len(os.fsencode(path)) > _SOCKET_BYTES_MAX:
+            expected = f"a path whose socket {path} has {_SOCKET_BYTES_MAX} bytes at most; name a socket as `service`"
+            raise config_error("path", self.paths[0], expected)
+        return path
+
+    def command(self) -> list[str]:
+        """The command line of a service with these settings."""
+        paths = [argument for path in self.paths for argument in ("--path", path)]
+        sizes = ["--capacity", str(self.capacity), "--host-bytes", str(self.host_bytes), "--no-move-host"]
+        more = ["--linger", str(self.linger_s), "--direct-io", self.direct_io, "--storage", self.storage]
+        more += ["--write-policy", self.write_policy]
+        more += ["--keep-in-host"] if self.keep_in_host else []
+        more += ["--write-budget", str(self.write_budget)] if self.write_budget else []
+        # Where it answers stands in the file that `targets` names.
+        more += ["--http", f"127.0.0.1:{self.http_port}"]
+        return [sys.executable, "-m", "kvhoist", "serve", "--socket", self.socket(), *paths, *sizes, *more]
+
+
+def listens(path: str) -> bool:
+    """Whether a service listens there."""
+    with socket.socket(socket.AF_UNIX) as stream:
+        try:
+            stream.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def find_or_start(settings: ServiceSettings) -> str:
+    """The socket of the service of these paths. Starts a detached one if there is none.
+
+    A file lock lets one of several processes start it; the others wait.
+
+    Raises UnavailableError with the last line of the service's log if it does not begin to listen.
+    """
+    path = settings.socket()
+    if listens(path):
+        return path
+    for directory in settings.paths:
+        make_folder(directory, settings.capacity // len(settings.paths))
+    with open(os.path.join(settings.paths[0], "kvhoist-start.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not listens(path):
+            _start(settings, path)
+    return path
+
+
+def _start(settings: ServiceSettings, path: str) -> None:
+    log = os.path.join(settings.paths[0], "kvhoist-service.log")
+    environment = dict(os.environ)
+    # The package is found where this process found it; the working directory differs.
+    roots = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
+    with open(log, "ab") as output:
+        try:
+            service = subprocess.Popen(
+                settings.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                cwd="/", env=environment,
+            )  # fmt: skip
+        except OSError as error:
+            raise UnavailableError(
+                f"service: its process could not be started: {error}; raise `ulimit -u`, or the container's limit of "
+                "processes, if that is reached"
+            ) from error
+    give_up = time.monotonic() + _START_PATIENCE_S
+    while not listens(path):
+        status = service.poll()
+        if status is not None:
+            raise UnavailableError(f"service: it ended with status {status}; {log} says: {_last_line(log)}")
+        if time.monotonic() > give_up:
+            service.kill()
+            service.wait()
+            raise UnavailableError(f"service: it did not listen at {path} for {_START_PATIENCE_S} s; see {log}")
+        time.sleep(0.01)
+    logger.info(
+        "kvhoist: started a service, process %d, at %s; its log is %s, the address of its figures in %s",
+        service.pid, path, log, settings.targets(),
+    )  # fmt: skip
+    # It outlives this process. While this process lives, a thread logs the end of the service.
+    try:
+        threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
+    except RuntimeError as error:
+        logger.warning("kvhoist: the end of the service will not be logged: %s", error)
+
+
+def _reap(service: subprocess.Popen) -> None:
+    status = service.wait()
+    level = logging.WARNING if status else logging.INFO
+    logger.log(level, "kvhoist: the service, process %d, ended with status %d", service.pid, status)
+
+
+def _last_line(log: str) -> str:
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError as error:
+        return str(error)
+    return next((line for line in reversed(lines) if line.strip()), "nothing")

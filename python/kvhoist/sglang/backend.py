@@ -1,0 +1,396 @@
+"""kvhoist as the third tier of SGLang's HiCache: a dynamic storage backend for sglang 0.5.17 to 0.5.23.
+
+`docs/sglang.md` has the launch line and the settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any, Callable, Optional
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+
+from .. import _figures
+from .._guard import Failures
+from .._values import config_error, warn_of_keywords
+from ..errors import ClosedError, DeadlineError, UnavailableError
+from ..service.pause import Pause
+from ..service.supervisor import ServiceSupervisor
+from .hits import policy, pool_result, trailing
+from .identity import Identity
+from .pool_memory import percent
+from .pool_service import is_writer, wants_service
+from .pools import Geometry, PoolStore, prefix_parent, split_capacity
+from .refusals import (
+    refuse_adapters_without_keys,
+    refuse_what_is_not_kept,
+    server_args,
+    warn_of_copies,
+    warn_of_salts,
+    warn_of_small_pages,
+)
+from .settings import backend_settings
+
+logger = logging.getLogger(__name__)
+
+#: SGLang's name of the pool that `register_mem_pool_host` registers.
+KV = "kv"
+
+#: The most batches whose figures are kept for `get_stats`.
+_STATS_BATCHES_MAX = 4096
+
+
+class HiCacheKvhoist(HiCacheStorage):
+    """Pages of SGLang's host pools on NVMe.
+
+    The constructor and the registration of pools raise errors in the settings. Later calls never raise into SGLang's
+    threads: a failure is a miss or a `False`, a line in the log, and a count in ``counters``.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Optional[dict] = None, **more: Any) -> None:
+        warn_of_keywords("HiCacheKvhoist", more)
+        self.config = backend_settings(storage_config.extra_config)
+        args = server_args()
+        self.identity = Identity.of(storage_config, args, self.config.revision)
+        refuse_adapters_without_keys(args)
+        warn_of_salts()
+        warn_of_copies(storage_config.extra_config)
+        in_service = wants_service(self.config, storage_config)
+        refuse_what_is_not_kept(storage_config, in_service)
+        if in_service:
+            self.identity = self.identity.shared()
+            self.config = self.config.for_ranks(self.identity.groups())
+        else:
+            self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
+        #: Finds or starts the node's service, if that has the pages.
+        self._keeper = ServiceSupervisor(self.config) if in_service else None
+        if self._keeper is None:
+            _figures.serve(self.config.metrics_port, self.identity.number())
+        self._lines = _figures.Lines()
+        self._pause = Pause()
+        #: One of the ranks with the same pages stores them.
+        self._is_writer = not in_service or is_writer(storage_config)
+        self.registered_pools: dict[str, Any] = {}
+        self._pages: dict[str, tuple[Any, int]] = {}
+        self._stores: dict[str, PoolStore] = {}
+        self._announced = False
+        self._closed = False
+        self._lock = threading.RLock()
+        #: Failed calls by the method's name, and failed pages of all methods as `pages`.
+        failures = Failures(logger, "pages", self._missed)
+        self._guarded, self._failed = failures.guarded, failures.failed
+        self.counters = failures.counters
+        self._prefetched: deque = deque(maxlen=_STATS_BATCHES_MAX)
+        self._backed_up: deque = deque(maxlen=_STATS_BATCHES_MAX)
+
+    # Attaching: errors are raised, for the operator.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Registers SGLang's host pool. Raises if the store cannot be opened."""
+        self.mem_pool_host = mem_pool_host
+        self._add(KV, mem_pool_host)
+        if not hasattr(HiCacheStorage, "on_host_pools_registered"):
+            # Versions before 0.5.23 do not say which pool is the last.
+            self._open_waiting()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Registers another host pool of the model (Mamba, SWA, an indexer, a draft), with a store of its own."""
+        name = str(host_pool_name)
+        self.registered_pools[name] = host_pool
+        if name == KV:
+            # The pool that is registered already, or the one that it wraps.
+            self._add(KV, host_pool)
+            return
+        self._add(name, host_pool)
+        if not self._announced and hasattr(HiCacheStorage, "on_host_pools_registered"):
+            return
+        if name not in self.config.pool_shares:
+            raise config_error(
+                "pool_shares",
+                self.config.pool_shares,
+                f"a share for pool {name!r}, which comes after the others were opened: {{{name!r}: 0.2}}",
+            )
+        self._open_waiting()
+
+    def on_host_pools_registered(self) -> None:
+        """Opens the stores: the number of pools that share the capacity is known now."""
+        self._announced = True
+        self._open_waiting()
+
+    def _add(self, name: str, pool: Any) -> None:
+        with self._lock:
+            if name not in self._stores:
+                self._pages[name] = (
+                    pool,
+                    int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
+                )
+
+    def _open_waiting(self) -> None:
+        """Opens a store for each pool without one."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the backend is closed")
+            waiting = {name: pool for name, pool in self._pages.items() if name not in self._stores}
+            sizes = {name: Geometry.of(pool, tokens).page_bytes for name, (pool, tokens) in waiting.items()}
+            split = split_capacity(self.config, sizes)
+            if not self._announced:
+                # Pools that are registered later have shares in the settings.
+                split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
+            for name, (pool, tokens) in waiting.items():
+                socket = self._keeper.socket if self._keeper else None
+                store = PoolStore(self.config, self.identity, name, pool, tokens, split[name], socket)
+                self._stores[name] = store
+                if socket is not None:
+                    self._say_attached(store)
+                    continue
+                stats, geometry = store.cache.stats(), store.geometry
+                logger.info(
+                    "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
+                    "storage %s, direct I/O %s, pages go %s, %s of the pool lies in huge pages",
+                    name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
+                    geometry.layout, stats["tiers"]["disk"]["resident"], stats["storage"], stats["direct_io"],
+                    "straight to the pool" if store.goes_straight() else "through the cache's memory",
+                    percent(share := store.huge_page_share()),
+                )  # fmt: skip
+                warn_of_small_pages(name, store.pool_bytes(), share)
+
+    def _say_attached(self, store: PoolStore) -> None:
+        stats, geometry = store.cache.stats(), store.geometry
+        logger.info(
+            "kvhoist: pool %s in the service at %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
+            "pages go %s, this rank %s",
+            store.name, store.socket, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
+            geometry.layout, stats["tiers"]["disk"]["resident"],
+            "straight to the pool where the service can map it" if store.goes_straight() else "through host memory",
+            "stores pages" if self._is_writer else "reads what another rank stores",
+        )  # fmt: skip
+
+    def _kv_capacity(self) -> int:
+        return int(self.config.capacity * (1 - sum(self.config.pool_shares.values())))
+
+    def _store(self, name: str) -> PoolStore:
+        store = self._stores.get(name)
+        if store is None:
+            if name not in self._pages:
+                raise LookupError(f"pool {name!r} was never registered; known: {sorted(self._pages)}")
+            self._open_waiting()
+            store = self._stores[name]
+        return store
+
+    # v1: pages of the KV pool, in place
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """The number of leading pages that are resident."""
+        return self._asked("batch_exists", 0, lambda: self._store(KV).match(keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Reads pages into the host pool; a result for each."""
+        return self._move(KV, "batch_get_v1", keys, lambda store: store.get(keys, host_indices), self._prefetched)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Stores pages of the host pool; a result for each."""
+        if not self._is_writer:
+            return [True] * len(keys)
+        parent = prefix_parent(extra_info)
+        return self._move(
+            KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._backed_up
+        )
+
+    # v2: pages of all pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Optional[list] = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The longest prefix that all pools can restore, by their hit policies."""
+        empty = pool_result(0, {}, [])
+        return self._asked("batch_exists_v2", empty, lambda: self._exists_v2(keys, pool_transfers or []))
+
+    def _exists_v2(self, keys: list[str], transfers: list) -> PoolTransferResult:
+        kv_pages = self._store(KV).match(keys)
+        hits = {KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in transfers:
+            name, wanted = str(transfer.name), policy(transfer)
+            if wanted == "block_groups":
+                # A second form of the pages, which does not limit the others.
+                group, block = int(transfer.group_pages), int(transfer.block_pages)
+                groups = self._store(name).match(list(transfer.keys or [])) // group if group else 0
+                if groups:
+                    hits[name] = groups * block
+                continue
+            if not restorable:
+                break
+            if wanted == "all_pages":
+                boundary = self._store(name).match(keys[:kv_pages])
+                reachable = range(1, boundary + 1)
+            else:
+                reachable = trailing(self._store(name).contains(keys[:kv_pages]), max(1, len(transfer.keys or ())))
+                boundary = max(reachable, default=0)
+            if boundary:
+                hits[name] = boundary
+            restorable = [pages for pages in restorable if pages in reachable]
+        return pool_result(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: list, extra_info: Any = None) -> dict:
+        """Reads pages of each pool; one result for each page of each."""
+        return {
+            transfer.name: self._move(
+                str(transfer.name),
+                "batch_get_v2",
+                list(transfer.keys or []),
+                lambda store, t=transfer: store.get(list(t.keys or []), t.host_indices),
+                self._prefetched,
+            )
+            for transfer in transfers
+        }
+
+    def batch_set_v2(self, transfers: list, extra_info: Any = None) -> dict:
+        """Stores pages of each pool; one result for each page of each."""
+        if not self._is_writer:
+            return {transfer.name: [True] * len(transfer.keys or []) for transfer in transfers}
+        parent = prefix_parent(extra_info)
+
+        def stored(store: PoolStore, transfer: Any) -> list:
+            # The parent precedes the first page of the node, which trailing pages need not include.
+            before = parent if policy(transfer) == "all_pages" else None
+            return store.set(list(transfer.keys or []), transfer.host_indices, before)
+
+        return {
+            transfer.name: self._move(
+                str(transfer.name),
+                "batch_set_v2",
+                list(transfer.keys or []),
+                lambda store, t=transfer: stored(store, t),
+                self._backed_up,
+            )
+            for transfer in transfers
+        }
+
+    # v0: pages as tensors, copied
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """The page in `target_location`, a tensor of a page; None for a miss."""
+        return self._get_tensors("get", [key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list:
+        """The pages, each in its tensor of `target_locations`; None for each miss."""
+        return self._get_tensors("batch_get", keys, target_locations)
+
+    def _get_tensors(self, method: str, keys: list[str], targets: Any) -> list:
+        targets = list(targets) if targets is not None else []
+        if len(targets) != len(keys) or any(target is None for target in targets):
+            why = f"found {len(targets)} targets, expected a tensor for each of {len(keys)} keys"
+            self._failed(method, why, len(keys))
+            return [None] * len(keys)
+        done = self._move(KV, method, keys, lambda store: store.get_flat(keys, targets), self._prefetched)
+        return [target if there else None for target, there in zip(targets, done)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Stores a tensor of a page."""
+        return self.batch_set([key], None if value is None else [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores tensors of a page each; True if all are stored."""
+        values = list(values) if values is not None else []
+        if not self._is_writer:
+            return True
+        if len(values) != len(keys):
+            why = f"found {len(values)} values, expected one for each of {len(keys)} keys"
+            self._failed("batch_set", why, len(keys))
+            return False
+        return all(self._move(KV, "batch_set", keys, lambda store: store.set_flat(keys, values), self._backed_up))
+
+    def exists(self, key: str) -> bool:
+        """Whether the page is there."""
+        return self.batch_exists([key]) == 1
+
+    # The rest
+
+    def clear(self) -> bool:
+        """Forgets every page of this rank, also on disk."""
+
+        def cleared() -> bool:
+            for store in list(self._stores.values()):
+                store.clear()
+            return True
+
+        return self._guarded("clear", False, cleared)
+
+    def get_stats(self) -> Any:
+        """Pages and GB/s of each batch since the last call."""
+        return self._guarded("get_stats", None, self._take_stats)
+
+    def _take_stats(self) -> Any:
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        metrics = StorageMetrics()
+        for batches, pages, bandwidth in (
+            (self._prefetched, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
+            (self._backed_up, metrics.backup_pgs, metrics.backup_bandwidth),
+        ):
+            for _ in range(len(batches)):
+                count, gb_per_s = batches.popleft()
+                pages.append(count)
+                bandwidth.append(gb_per_s)
+        return metrics
+
+    def stats(self) -> dict:
+        """The cache's figures of each pool, and the counts of failures."""
+        return {
+            "pools": {name: store.cache.stats() for name, store in self._stores.items()},
+            "failed": dict(self.counters),
+        }
+
+    def close(self) -> None:
+        """Writes dirty pages and releases the files. Later calls are misses."""
+        with self._lock:
+            self._closed = True
+            stores = list(self._stores.values())
+        for store in stores:
+            self._guarded("close", None, store.close)
+
+    # Never raising
+
+    def _asked(self, method: str, otherwise: Any, run: Callable[[], Any]) -> Any:
+        """As `_guarded`, for questions to the index. A service that has just let one wait is not asked."""
+        return otherwise if self._pause.is_on() else self._guarded(method, otherwise, run)
+
+    def _move(
+        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore], list], batches: deque
+    ) -> list[bool]:
+        if self._pause.is_on():
+            self._failed(method, "the service has not answered a moment ago", len(keys))
+            return [False] * len(keys)
+        started = time.perf_counter()
+        # SGLang gets a bool for each page; the log gets the error.
+        results = self._guarded(method, None, lambda: (store := self._store(pool), run(store)), units=len(keys))
+        if results is None:
+            return [False] * len(keys)
+        store, results = results
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            self._missed(errors[0])
+            self._failed(method, f"{len(errors)} of {len(keys)} pages of pool {pool}: {errors[0]}", len(errors))
+        moved = sum(result is True for result in results)
+        if moved:
+            elapsed = max(time.perf_counter() - started, 1e-9)
+            batches.append((moved, moved * store.geometry.page_bytes / elapsed / 1e9))
+        self._guarded("stats", None, self._say_figures)
+        return [result is True for result in results]
+
+    def _say_figures(self) -> None:
+        self._lines.turn({name: store.cache.stats for name, store in list(self._stores.items())})
+
+    def _missed(self, error: BaseException) -> None:
+        """Starts the service again if it is away, and leaves it alone for a while if it does not answer."""
+        if self._keeper is None or self._closed:
+            return
+        if isinstance(error, UnavailableError):
+            self._keeper.missed()
+        elif isinstance(error, DeadlineError):
+            self._pause.begin(error)

@@ -1,0 +1,400 @@
+"""SGLang's external linker: device pools straight to kvhoist's host memory and drives, and back layer by layer.
+
+Use it as `kvhoist.sglang.KvhoistLinker`. `docs/sglang.md` has the launch line and the settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel
+
+from .._guard import Failures
+from .._stores import Place, open_store
+from .._values import config_error, warn_of_keywords
+from .device_pools import by_component, memory_of, pieces_of, pools_of, rows_of
+from .hits import policy, trailing
+from .identity import Identity
+from .linker_pages import Batch, Figures, Offloads, Pages, Part
+from .linker_settings import LinkerSettings
+from .refusals import refuse_adapters_without_keys
+
+logger = logging.getLogger(__name__)
+
+#: Changed whenever stored pages would be read differently.
+FORMAT = "sglang-linker-v1"
+
+KV = str(PoolName.KV)
+
+#: Pages are held, and kept on drives, for so many seconds between a lookup and the load at most.
+HELD_S = 60.0
+
+#: Ends of prefixes that were restored, of which it is known: at most so many.
+_RESTORED_MAX = 65_536
+
+#: Seconds between two lines of figures in the log, where there was anything to do.
+_FIGURES_EVERY_S = 60.0
+
+
+class Held(NamedTuple):
+    """What a request's last lookup has found, held for its load."""
+
+    until: float
+    #: Of each component: its pages, and what is held of them.
+    parts: list[tuple[Pages, Any]]
+
+    def release(self) -> None:
+        for pages, held in self.parts:
+            pages.release(held)
+
+
+class LayerCounter:
+    """What SGLang's pools call before a layer's pages are read: the consumer's stream waits, not its thread.
+
+    `device`: the number of the streams' CUDA device; without one the thread waits.
+    """
+
+    def __init__(self, device: int | None, figures: Figures) -> None:
+        self._device, self._figures = device, figures
+        self.consumer_index = -1
+        self.batches: dict[int, Batch] = {}
+
+    def set_consumer(self, index: int) -> None:
+        """The batch whose layers the calls after this one wait for; -1 for none."""
+        self.consumer_index = index
+
+    def wait_until(self, threshold: int) -> None:
+        """Waits for all layers up to this one. Never raises into the forward."""
+        batch = self.batches.get(self.consumer_index)
+        if batch is None:
+            return
+        stream = None if self._device is None else torch.cuda.current_stream(self._device).cuda_stream
+        self._figures["layers_waited_for"] += batch.wait(threshold, stream)
+
+
+class KvhoistLinker(UnifiedCacheLinker):
+    """kvhoist as second and third tier of SGLang in one, without a host pool of SGLang's.
+
+    The constructor raises what is wrong with the settings. Later calls never raise into SGLang's scheduler: a failure
+    is a miss, a `False`, or one aborted batch, with a line in the log and a count.
+    """
+
+    def __init__(
+        self, server_args: Any, params: Any, *, components: Any, extra_config: dict | None = None,
+        forward_stream: Any = None, **more: Any,
+    ) -> None:  # fmt: skip
+        warn_of_keywords("KvhoistLinker", more)
+        self.settings = LinkerSettings.load(extra_config)
+        refuse_adapters_without_keys(server_args)
+        self.forward_stream = forward_stream
+        self._figures, self._failures = Figures(), Failures(logger, "pages")
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        group = pools_of(kvcache, params, set(components))
+        self.pools = group.entry_map
+        self._device = _device(group, self.settings)
+        waits = self._device if self.settings.wait == "stream" else None
+        self.layer_done_counter = LayerCounter(waits, self._figures)
+        if str(PoolName.MAMBA) in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        window = getattr(params, "sliding_window_size", None)
+        #: Pages at the end of a node that are stored, by component: what a window can reach, the last state.
+        self._kept = {str(PoolName.MAMBA): 1}
+        if window is not None:
+            self._kept[str(PoolName.SWA)] = -(-window // params.page_size)
+        self._held: dict[str, Held] = {}
+        #: The last keys of prefixes that requests were offered as their longest, the latest last.
+        self._restored: dict[str, None] = {}
+        #: Loads that the next batch begins, with what is held for them.
+        self._queued: dict[str, tuple[list[Part], Held | None]] = {}
+        self._begun: dict[int, list[Held]] = {}
+        self._index, self._closed, self._said = -1, False, time.monotonic()
+        self._entries = by_component(group)
+        self._pages = self._open(_identity(server_args, params, group, self.settings), group)
+        self._offloads = Offloads("kvhoist-offload", self._failures)
+
+    # Opening
+
+    def _open(self, identity: Identity, group: Any) -> dict[str, Pages]:
+        """Opens a cache for each component."""
+        config = self.settings.store.for_ranks(identity.tp_size * identity.pp_size)
+        opened: dict[str, Pages] = {}
+        try:
+            for name, entries in self._entries.items():
+                pieces, share = pieces_of(entries, group.num_layers), _share(config, name, list(self._entries))
+                cut = [[piece.pool, piece.nbytes, piece.layer] for piece in pieces]
+                what = {"format": FORMAT, "pool": name, "page": group.page_size, "cut": cut, **identity.digested(True)}
+                part = replace(config, capacity=int(config.capacity * share), host_bytes=int(config.host_bytes * share))
+                nbytes = sum(piece.nbytes for piece in pieces)
+                place = Place(identity.model_name, f"{identity.rank_name()}-{name}", what, identity.number())
+                cache = open_store(
+                    part, place, nbytes, bypass_host=False,
+                    device="simulated" if self._device is None else "cuda", device_ordinal=self._device or 0,
+                    device_blocks=1, copy_blocks_max=self.settings.copy_blocks_max,
+                )  # fmt: skip
+                opened[name] = pages = Pages(name, pieces, cache, self.settings.offer)
+                for address, size in memory_of(entries):
+                    cache.register_device(address, size)
+                tiers = cache.stats()["tiers"]
+                logger.info(
+                    "kvhoist: linker, component %s: pages of %d bytes in %d pieces of %d layers; %d slots in host "
+                    "memory, %d on disk, %d resident; offered: %s",
+                    name, nbytes, len(pieces), len(pages.layers), tiers["host"]["slots"], tiers["disk"]["slots"],
+                    tiers["disk"]["resident"], self.settings.offer,
+                )  # fmt: skip
+        except BaseException:
+            for pages in opened.values():
+                pages.cache.close()
+            raise
+        return opened
+
+    # Lookup
+
+    def lookup(self, rid: str, transfers: list) -> list[int]:
+        """Every prefix length, in pages, that can be restored; what the longest needs is held for the request."""
+        return self._failures.guarded("lookup", [], lambda: self._lookup(rid, transfers))
+
+    def _lookup(self, rid: str, transfers: list) -> list[int]:
+        self._age()
+        self._let_go(self._held.pop(rid, None))
+        by_name = {str(transfer.name): transfer for transfer in transfers}
+        if self._closed or not set(self._pages) <= set(by_name):
+            return []
+        keys = list(by_name[KV].keys or [])
+        tiers = self._pages[KV].tiers(keys)
+        lengths = set(range(1, len(tiers) + 1))
+        # Of each component but KV: how many pages of a prefix's end it needs, and which pages are there.
+        ends: dict[str, tuple[int, list[bool]]] = {}
+        for name, transfer in by_name.items():
+            if name == KV or name not in self._pages or not lengths:
+                continue
+            if policy(transfer) != "trailing_pages":
+                raise config_error("hit_policy", policy(transfer), f"trailing_pages of component {name}")
+            ends[name] = max(1, len(transfer.keys or ())), self._pages[name].there(keys[: len(tiers)])
+            lengths &= trailing(ends[name][1], ends[name][0])
+        if not lengths:
+            return []
+        longest = max(lengths)
+        self._let_older_go(keys, longest, ends)
+        parts = []
+        for name, pages in self._pages.items():
+            wanted = keys[:longest] if name == KV else keys[max(0, longest - ends[name][0]) : longest]
+            pages.cache.keep(wanted, HELD_S)
+            parts.append((pages, pages.hold(wanted)))
+        self._held[rid] = Held(time.monotonic() + HELD_S, parts)
+        for tier in set(tiers[:longest]):
+            self._figures[f"hits_{tier}"] += tiers[:longest].count(tier)
+        return sorted(lengths)
+
+    def _let_older_go(self, keys: list[str], longest: int, ends: dict[str, tuple[int, list[bool]]]) -> None:
+        """Evicts first what only shorter prefixes of this chain need, where no request has come for them.
+
+        A conversation leaves a state and a window at the end of each turn, and returns for the last. Ends that a
+        request has come for, such as a common system prompt's, stay in the order of their use.
+        """
+        if not ends:
+            return
+        self._restored.pop(keys[longest - 1], None)
+        self._restored[keys[longest - 1]] = None
+        if len(self._restored) > _RESTORED_MAX:
+            del self._restored[next(iter(self._restored))]
+        for name, (window, there) in ends.items():
+            needed = [at for at, key in enumerate(keys[:longest]) if at == longest - 1 or key in self._restored]
+            wanted = {before for at in needed for before in range(max(0, at + 1 - window), at + 1)}
+            for at in range(longest):
+                if there[at] and at not in wanted:
+                    self._pages[name].cache.release([keys[at]])
+
+    def _let_go(self, held: Held | None) -> None:
+        if held is not None:
+            held.release()
+
+    def _age(self) -> None:
+        """Lets go of what requests hold that were never admitted. They are in the order of their lookups."""
+        now = time.monotonic()
+        while self._held and (rid := next(iter(self._held))) and self._held[rid].until <= now:
+            self._let_go(self._held.pop(rid))
+        if now - self._said >= _FIGURES_EVERY_S:
+            self._say(now)
+
+    def _say(self, now: float) -> None:
+        if any(self._figures.values()):
+            logger.info("kvhoist: linker: %s", self._figures.described())
+        self._said = now
+
+    # Loads
+
+    def load(self, rid: str, transfers: list) -> bool:
+        """Queues a load for the next batch. The answer depends on the transfers alone: it is the same on all ranks."""
+        return self._failures.guarded("load", False, lambda: self._load(rid, transfers))
+
+    def _load(self, rid: str, transfers: list) -> bool:
+        parts = self._parts(transfers)
+        if not parts:
+            return False
+        _, former = self._queued.pop(rid, (None, None))
+        self._let_go(former)
+        self._queued[rid] = (parts, self._held.pop(rid, None))
+        return True
+
+    def _parts(self, transfers: list) -> list[Part]:
+        """Pages and rows of transfers. Waits until the current stream has made their indices."""
+        parts = []
+        for transfer in transfers:
+            name = str(transfer.name)
+            if name in self._pages and transfer.keys and transfer.device_indices is not None:
+                rows = rows_of(self._entries[name], transfer.device_indices)
+                parts.append(Part(self._pages[name], list(transfer.keys), rows))
+        return parts
+
+    def start_layer_wise_loading(self) -> int:
+        """Begins the loads of all queued requests together, in the order of layers; -1 if there are none."""
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, {}
+        self._index += 1
+        batch = Batch(list(queued), [part for parts, _ in queued.values() for part in parts])
+        self.layer_done_counter.batches[self._index] = batch
+        self._begun[self._index] = [held for _, held in queued.values() if held is not None]
+        self._figures["loads"] += len(queued)
+        return self._index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Waits until nothing of the batch is written to device memory. False: its requests are to be aborted."""
+        batch = self.layer_done_counter.batches.pop(counter_index, None)
+        if batch is None:
+            return True
+        failed = batch.finish()
+        for held in self._begun.pop(counter_index, ()):
+            held.release()
+        for pages, keys, why in failed:
+            missing = "evicted between lookup and load" if why is False else why
+            self._failures.failed("load", f"pages of component {pages.name}: {missing}", len(keys))
+            if why is not False:
+                # Removed, they are a miss for the next request, and stored anew.
+                pages.not_read(keys)
+                self._offloads.run(lambda pages=pages, keys=keys: pages.remove(keys))
+        if batch.error is not None:
+            self._failures.failed("load", batch.error)
+        if failed or batch.error is not None:
+            self._figures["requests_aborted"] += len(batch.rids)
+        return not failed and batch.error is None
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Takes a load back that has not begun."""
+        self._let_go(self._held.pop(rid, None))
+        parts, held = self._queued.pop(rid, (None, None))
+        self._let_go(held)
+        return parts is not None
+
+    # Offloads
+
+    def offload(self, transfers: list, session_id: str | None = None) -> bool:
+        """Queues a node's pages to be stored when the streams have written them."""
+        named = [t for t in transfers if str(t.name) in self._pages and t.keys and t.device_indices is not None]
+        if self._closed or not named:
+            return False
+        events = self.record_offload_ready()
+        self._offloads.offload(lambda: self._store(named, events))
+        return True
+
+    def _store(self, transfers: list, events: list) -> bool:
+        for event in events:
+            event.synchronize()
+        stored = True
+        for pages, keys, rows in self._parts(transfers):
+            if (kept := self._kept.get(pages.name)) is not None:
+                keys, rows = keys[-kept:], [of_pool[-kept:] for of_pool in rows]
+            results = pages.store(keys, rows)
+            bad = [result for result in results if result is not True]
+            self._figures["pages_stored"] += len(keys) - len(bad)
+            if bad:
+                stored = False
+                why = bad[0] or "refused"
+                self._failures.failed("offload", f"pages of component {pages.name}: {why}", len(bad))
+        return stored
+
+    def num_completed_offloads(self) -> int:
+        """Offloads that have ended and are not popped yet."""
+        self._age()
+        return self._offloads.results.qsize()
+
+    def pop_completed_offload(self) -> bool:
+        """Whether the oldest of them is stored."""
+        return self._offloads.results.get_nowait()
+
+    # The rest
+
+    def reset(self) -> None:
+        """Ends all that is under way, and forgets what was asked for. Pages stay."""
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        for index in list(self.layer_done_counter.batches):
+            self._failures.guarded("reset", None, lambda index=index: self.finish_layer_wise_loading(index))
+        self._offloads.join()
+        while self._offloads.results.qsize():
+            self.pop_completed_offload()
+        for rid in list(self._held):
+            self._let_go(self._held.pop(rid))
+        self.layer_done_counter.set_consumer(-1)
+
+    def stats(self) -> dict:
+        """Figures since the start: the caches' of each component, the linker's own, and the counts of failures."""
+        return {
+            "components": {name: pages.cache.stats() for name, pages in self._pages.items()},
+            "linker": dict(self._figures),
+            "failed": dict(self._failures.counters),
+        }
+
+    def close(self) -> None:
+        """Ends all that is under way, and closes the caches. Again: does nothing."""
+        if self._closed:
+            return
+        self.reset()
+        self._closed = True
+        self._say(time.monotonic())
+        self._offloads.close()
+        for pages in self._pages.values():
+            self._failures.guarded("close", None, pages.cache.close)
+
+
+def _device(group: Any, settings: LinkerSettings) -> int | None:
+    """The CUDA device of the pools; `None` for host memory in its place."""
+    devices = {buffer.device for entry in group.entries for buffer in entry.get_hybrid_pool_buffer()}
+    (device,) = devices if len(devices) == 1 else (None,)
+    if device is not None and device.type == "cuda" and settings.device == "auto":
+        return device.index if device.index is not None else torch.cuda.current_device()
+    if device is None or device.type != "cpu" or settings.device != "simulated":
+        found = f"{settings.device} with pools on {', '.join(map(str, devices))}"
+        raise config_error("device", found, "'auto' with pools on one CUDA device, or 'simulated' with them on the CPU")
+    return None
+
+
+def _identity(server_args: Any, params: Any, group: Any, settings: LinkerSettings) -> Identity:
+    """What a page's bytes depend on beside its key. The ranks are those of the group that shares a prefix tree."""
+    tensor = getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
+    rank, size = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(group=tensor), torch.distributed.get_world_size(group=tensor)
+    parallel = get_parallel()
+    if getattr(parallel, "attn_dcp_size", 1) > 1:
+        raise config_error("attn_dcp_size", parallel.attn_dcp_size, "1: pages that are spread over ranks are not kept")
+    model = getattr(server_args, "model_path", None)
+    config = SimpleNamespace(
+        model_name=model, tp_rank=rank, tp_size=size, is_mla_model=group.rank_replicated,
+        pp_rank=params.pp_rank, pp_size=params.pp_size, attn_cp_rank=params.attn_cp_rank,
+        attn_cp_size=params.attn_cp_size, dp_rank=getattr(parallel, "attn_dp_rank", 0) or 0,
+    )  # fmt: skip
+    return Identity.of(config, server_args, settings.store.revision)
+
+
+def _share(config: Any, name: str, names: list[str]) -> float:
+    """A component's share of the capacity and of host memory: that of the settings, or an equal part of the rest."""
+    given = {other: share for other, share in config.pool_shares.items() if other in names}
+    return given[name] if name in given else (1.0 - sum(given.values())) / (len(names) - len(given))

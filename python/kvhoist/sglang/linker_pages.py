@@ -1,0 +1,207 @@
+"""Pages of an engine's device pools, host memory and drives behind them: the linker's parts that need no engine."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import threading
+from collections import Counter
+from itertools import chain
+from typing import Any, Callable, NamedTuple, Sequence
+
+import numpy
+
+from .._guard import Failures
+from ..cache import Cache
+
+logger = logging.getLogger(__name__)
+
+#: The share of host memory's slots that requests may hold between a lookup and the end of their load.
+HELD_SHARE = 4
+
+#: Pages that could not be read, and are not offered until they are removed: at most so many.
+_UNREAD_MAX = 65_536
+
+
+class Piece(NamedTuple):
+    """One page's bytes in one buffer: row `n` of the buffer's pool has `nbytes` at `address + n * stride`."""
+
+    #: Which of the component's pools it belongs to: pools number their rows on their own.
+    pool: int
+    address: int
+    stride: int
+    nbytes: int
+    #: The first layer of the model that reads it.
+    layer: int
+
+
+class Pages:
+    """The pages of one component: a cache whose blocks are the bytes of a page in all buffers, layer after layer.
+
+    Methods raise; the linker catches.
+    """
+
+    def __init__(self, name: str, pieces: Sequence[Piece], cache: Cache, offer: str) -> None:
+        self.name, self.cache = name, cache
+        #: Layers of the model that have bytes here, in order.
+        self.layers = sorted({piece.layer for piece in pieces})
+        self._layer_of = [self.layers.index(piece.layer) for piece in pieces]
+        self._sizes = [piece.nbytes for piece in pieces]
+        self._pools = numpy.array([piece.pool for piece in pieces])
+        self._bases = numpy.array([piece.address for piece in pieces], dtype=numpy.int64)
+        self._strides = numpy.array([piece.stride for piece in pieces], dtype=numpy.int64)
+        self._offered = ("device", "host") if offer == "host" else ("device", "host", "disk")
+        self._queue = cache.queue(1)
+        #: Keys of pages that could not be read and are about to be removed.
+        self._unread: set = set()
+        #: Slots of host memory that requests hold, and may hold.
+        self.held, self.held_max = 0, cache.stats()["tiers"]["host"]["slots"] // HELD_SHARE
+
+    def _addresses(self, rows: Sequence[Sequence[int]]) -> Any:
+        """The addresses of all pieces of pages, page after page; `rows` are the rows of each pool."""
+        numbers = numpy.array(rows, dtype=numpy.int64)
+        return numpy.ascontiguousarray(self._bases + numbers[self._pools].T * self._strides)
+
+    def tiers(self, keys: Sequence[str]) -> list[str]:
+        """The tier of each leading page that is offered."""
+        found = self.cache.tiers(keys)
+        for at, (key, tier) in enumerate(zip(keys, found)):
+            if tier not in self._offered or key in self._unread:
+                return found[:at]
+        return found
+
+    def there(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each page is offered."""
+        return [len(self.tiers([key])) == 1 for key in keys]
+
+    def hold(self, keys: Sequence[str]) -> Any:
+        """Holds those of the pages that are in host memory, as far as there is room."""
+        held = self.cache.hold(keys, max(self.held_max - self.held, 0))
+        self.held += len(held)
+        return held
+
+    def release(self, held: Any) -> None:
+        """Lets pages go that are held. Again: does nothing."""
+        self.held -= len(held)
+        held.release()
+
+    def load(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> Any:
+        """Begins to load pages into rows of the pools, layer by layer."""
+        return self.cache.load_layers(keys, self._addresses(rows), self._sizes, self._layer_of)
+
+    def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
+        """Stores the pages of a chain out of rows of the pools: for each True, False, or why not. Waits."""
+        self._queue.submit_store_pages(keys, self._addresses(rows), self._sizes)
+        while not (ended := self._queue.drain()):
+            select.select([self._queue.event_fd], [], [])
+        return ended[0][1]
+
+    def not_read(self, keys: Sequence[str]) -> None:
+        """Offers these pages no more, until they are removed."""
+        room = _UNREAD_MAX - len(self._unread)
+        self._unread.update(keys[:room])
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Removes pages that could not be read, so that they are stored anew."""
+        for key in keys:
+            try:
+                self.cache.remove(key)
+            finally:
+                self._unread.discard(key)
+
+
+class Part(NamedTuple):
+    """Pages of one component, and their rows in each of its pools."""
+
+    pages: Pages
+    keys: list[str]
+    rows: list[list[int]]
+
+
+class Batch:
+    """The loads of the requests of one batch, all under way at once."""
+
+    def __init__(self, rids: Sequence[str], parts: Sequence[Part]) -> None:
+        self.rids = list(rids)
+        self.error: Exception | None = None
+        #: Of each component: its pages, all their keys, and their load.
+        self._loads: list[tuple[Pages, list[str], Any]] = []
+        #: How many of each component's layers a stream waits for already.
+        self._waited: dict[int | None, list[int]] = {}
+        try:
+            for pages in dict.fromkeys(part.pages for part in parts):
+                mine = [part for part in parts if part.pages is pages]
+                keys = [key for part in mine for key in part.keys]
+                rows = [list(chain.from_iterable(of_pool)) for of_pool in zip(*(part.rows for part in mine))]
+                self._loads.append((pages, keys, pages.load(keys, rows)))
+        except Exception as error:
+            # What has begun is waited for like all else.
+            self.error = error
+
+    def wait(self, layer: int, stream: int | None) -> int:
+        """Waits for all layers up to this one, `stream` on the device where there is one. Returns for how many."""
+        waited = self._waited.setdefault(stream, [0] * len(self._loads))
+        count = 0
+        for at, (pages, _, load) in enumerate(self._loads):
+            while waited[at] < len(pages.layers) and pages.layers[waited[at]] <= layer:
+                try:
+                    load.wait(waited[at], stream)
+                except Exception as error:
+                    logger.warning("kvhoist: a stream cannot wait for a layer, so its thread does: %s", error)
+                    load.layer(waited[at])
+                waited[at] += 1
+                count += 1
+        return count
+
+    def finish(self) -> list[tuple[Pages, list[str], object]]:
+        """Waits for the end of all loads. Of each component with pages that are not there: their keys, and why."""
+        failed = []
+        for pages, keys, load in self._loads:
+            results = load.blocks()
+            bad = [(key, result) for key, result in zip(keys, results) if result is not True]
+            if bad:
+                failed.append((pages, [key for key, _ in bad], bad[0][1]))
+        return failed
+
+
+class Offloads:
+    """A thread that stores pages behind the forward, one node of the tree after the other, and removes bad ones."""
+
+    def __init__(self, name: str, failures: Failures) -> None:
+        self._failures = failures
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self.results: queue.Queue[bool] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def offload(self, store: Callable[[], bool]) -> None:
+        """Puts one result into `results` when `store` has ended."""
+        self._tasks.put(lambda: self.results.put(self._failures.guarded("offload", False, store)))
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Runs a task behind what was offloaded before."""
+        self._tasks.put(lambda: self._failures.guarded("remove", None, task))
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            self._tasks.task_done()
+        self._tasks.task_done()
+
+    def join(self) -> None:
+        """Waits for all tasks."""
+        self._tasks.join()
+
+    def close(self) -> None:
+        """Ends the thread behind its tasks."""
+        self._tasks.put(None)
+        self._thread.join()
+
+
+class Figures(Counter):
+    """What the linker has done, by name; `described` is one line of the log."""
+
+    def described(self) -> str:
+        """All figures that are not zero."""
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.items()) if count) or "none"

@@ -1,0 +1,88 @@
+"""Setups of SGLang that the backend refuses, or warns of, when it is attached."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from .. import _native
+from .._values import config_error
+
+logger = logging.getLogger(__name__)
+
+#: Pools below this are too small for their pages to matter.
+_POOL_BYTES_MIN = 64 << 20
+
+
+def server_args() -> Any:
+    """SGLang's arguments of this server, or `None` without a server, as in tests."""
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),
+    ):
+        get = getattr(sys.modules.get(module), name, None)
+        try:
+            if get is not None and (args := get()) is not None:
+                return args
+        except Exception as error:
+            logger.debug("kvhoist: %s.%s gave no arguments: %s", module, name, error)
+    return None
+
+
+def refuse_adapters_without_keys(args: Any) -> None:
+    """Refuses LoRA on older versions of SGLang: pages of all adapters have the same keys there."""
+    enabled = getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None)
+    utils = sys.modules.get("sglang.srt.mem_cache.utils")
+    if enabled and not hasattr(utils, "storage_namespace_seed"):
+        raise config_error(
+            "enable_lora", enabled, "no LoRA: this version of SGLang gives pages of every adapter the same keys"
+        )
+
+
+def warn_of_salts() -> None:
+    """Warns of versions of SGLang whose keys do not tell `cache_salt` apart, and which say of no request what it had."""
+    utils = sys.modules.get("sglang.srt.mem_cache.utils")
+    if utils is not None and not hasattr(utils, "storage_namespace_seed"):
+        logger.warning(
+            "kvhoist: this version of SGLang leaves `cache_salt` and `extra_key` of a request out of the keys of its "
+            "pages: requests with different salts share pages. Where salts separate tenants, give each a server with "
+            "a `revision` of its own, or use SGLang 0.5.23"
+        )
+
+
+def warn_of_copies(extra_config: Any) -> None:
+    """Warns of settings by which SGLang hands the backend copies of pages, and not their places in its pool."""
+    named = isinstance(extra_config, dict) and "class_name" in extra_config
+    if named and extra_config.get("interface_v1") != 1:
+        logger.warning(
+            "kvhoist: interface_v1: found %r, expected 1: without it SGLang copies each page once more",
+            extra_config.get("interface_v1"),
+        )
+
+
+def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
+    """Refuses layouts of ranks whose pages the backend cannot keep."""
+    if config.is_mla_model and config.tp_size > 1 and not in_service:
+        raise config_error(
+            "service",
+            "off",
+            f"'auto', or the socket of a service: the {config.tp_size} ranks of an MLA model keep the same pages, one "
+            "of them writes them and all read them, for which the store must be shared by processes",
+        )
+    if getattr(config, "dcp_size", 1) > 1:
+        raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")
+    if getattr(config, "should_split_heads", False):
+        raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
+
+
+def warn_of_small_pages(pool: str, pool_bytes: int, share: float | None) -> None:
+    """Warns of a pool that does not lie in huge pages, with what helps for this version of SGLang."""
+    if share is None or share >= 0.5 or pool_bytes < _POOL_BYTES_MIN:
+        return
+    version = str(getattr(sys.modules.get("sglang"), "__version__", ""))
+    logger.warning(
+        "kvhoist: found %.0f%% of pool %s in huge pages, expected nearly all of it: in small ones a drive's requests are split, "
+        "and pages move at about half of the speed; start SGLang %s with %s",
+        100 * share, pool, version, _native.huge_pool_advice("sglang", version),
+    )  # fmt: skip

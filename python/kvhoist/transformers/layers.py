@@ -1,0 +1,81 @@
+"""Blocks of a prompt on their way to the device, layer after layer, while the model computes. Needs torch, no engine."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Sequence
+
+import numpy
+import torch
+
+from ..cache import Cache
+from ..errors import Error, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class Arriving:
+    """Blocks of one group that are in host memory, on their way into memory of the device of their own.
+
+    The memory is held until the load has ended, whoever forgets this object.
+    """
+
+    def __init__(
+        self, cache: Cache, register: Any, group: Any, keys: Sequence[bytes], block_tokens: int, device: torch.device
+    ) -> None:  # fmt: skip
+        """Begins the load. Raises UnavailableError where not all blocks are in host memory, or there is no room."""
+        self._group, self._block_tokens, self._count, self._device = group, block_tokens, len(keys), device
+        sizes = [layer.token_bytes * block_tokens for layer in group.layers]
+        self.nbytes = len(keys) * sum(sizes)
+        held = cache.hold(keys, len(keys))
+        try:
+            if len(held) < len(keys):
+                raise UnavailableError(f"found {len(held)} blocks in host memory, expected {len(keys)}")
+            try:
+                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError as error:
+                raise UnavailableError(f"found no {self.nbytes} bytes of device memory: {error}") from None
+            if device.type == "cuda":
+                # What used this memory before is in this stream; the cache copies in others.
+                torch.cuda.current_stream(device).synchronize()
+            region = register(self._memory.data_ptr(), self.nbytes)
+            #: Where each layer's blocks begin.
+            self._starts = [len(keys) * sum(sizes[:n]) for n in range(len(sizes))]
+            starts, strides = numpy.array(self._starts, dtype=numpy.int64), numpy.array(sizes, dtype=numpy.int64)
+            addresses = self._memory.data_ptr() + starts + numpy.arange(len(keys))[:, None] * strides
+            try:
+                self._load = cache.load_layers(keys, addresses, sizes, list(range(len(sizes))))
+            except BaseException:
+                region.unregister()
+                raise
+        except BaseException:
+            held.release()
+            raise
+        self._finish = weakref.finalize(self, _end, self._load, region, held, self._memory)
+
+    def layer(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, `[heads, blocks, tokens, dim]`; what the current stream does next waits for it."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
+        try:
+            self._load.wait(at, stream)
+        except Error as error:
+            logger.warning("kvhoist: a stream cannot wait for a layer, so its thread does: %s", error)
+            self._load.layer(at)
+        shape, size = self._group.layers[at], self._block_tokens
+        begin = self._starts[at]
+        blocks = self._memory[begin : begin + self._count * shape.token_bytes * size].view(self._count, -1)
+        _, keys, values = next(iter(type(self._group)((shape,), self._group.reach).views(blocks, size)))
+        return keys, values
+
+    def end(self) -> list[Any]:
+        """Waits for the load and lets its memory go: of each block that is not there, False or an error."""
+        return self._finish() or []
+
+
+def _end(load: Any, region: Any, held: Any, _memory: torch.Tensor) -> list[Any]:
+    try:
+        return [result for result in load.blocks() if result is not True]
+    finally:
+        region.unregister()
+        held.release()

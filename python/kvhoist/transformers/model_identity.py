@@ -1,0 +1,113 @@
+"""What a model's KV depends on, as something to digest. Needs torch, and no engine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Iterator
+
+import torch
+
+from .._values import config_error
+
+#: Settings of a model that change no KV.
+_NO_MATTER = frozenset(
+    "_name_or_path _commit_hash transformers_version use_cache return_dict output_hidden_states "
+    "output_attentions".split()
+)
+
+#: Kinds of rope whose angles depend on how long the sequence is, so that one token has several KVs.
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
+
+#: 8-byte words that are digested at a time.
+_WORDS = 1 << 22
+
+#: Odd constants of splitmix64 and murmur3, as signed numbers.
+_MIX = ((-7046029254386353131, -4658895280553007687), (-49064778989728563, -4265267296055464877))
+
+
+def refuse_rope_by_length(config: Any) -> None:
+    """Raises ConfigError for a model whose keys depend on the length of the sequence that they are computed in."""
+    for kind in _rope_types(config.to_dict()):
+        if kind in _ROPE_BY_LENGTH:
+            expected = "a rope whose angles do not depend on the sequence's length: no stored key fits another length"
+            raise config_error("rope_type", kind, expected)
+
+
+def _rope_types(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in ("rope_type", "type") and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _rope_types(inner)
+
+
+def model_identity(model: Any, revision: str | None) -> dict[str, Any]:
+    """All that a model's KV depends on beside tokens: settings, weights, adapters, and the kernels of its attention.
+
+    The weights count by their bytes, or, with `revision`, by the name that the caller vouches for.
+    """
+    config = model.config
+    settings = {name: value for name, value in config.to_dict().items() if name not in _NO_MATTER}
+    identity: dict[str, Any] = {
+        "class": type(model).__name__,
+        "config": settings,
+        "attention": getattr(config, "_attn_implementation", None),
+        "dtypes": sorted({str(one.dtype) for one in model.parameters()}),
+        "adapters": [list(map(str, state)) for state in _adapters(model)],
+        "device": sorted({one.device.type for one in model.parameters()}),
+    }
+    if revision is None:
+        identity["weights"] = weights_digest(model)
+    else:
+        commit = getattr(config, "_commit_hash", None)
+        identity["revision"] = [getattr(config, "_name_or_path", ""), commit, revision]
+    return identity
+
+
+def weights_digest(model: Any) -> str:
+    """A digest of the bytes of all parameters and buffers. Reads each once, where it lies."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_tensors(model)):
+        try:
+            sums = _sums(tensor)
+        except (RuntimeError, NotImplementedError) as error:
+            expected = f"what tells these weights from others: {name} cannot be digested ({error})"
+            raise config_error("revision", None, expected) from error
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {sums}\n".encode())
+    return digest.hexdigest()
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _sums(tensor: torch.Tensor) -> list[int]:
+    """Two sums over all words of a tensor, each word mixed with its place."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 8 or data.data_ptr() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).clone()
+    words = data.view(torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _WORDS):
+        some = words[start : start + _WORDS]
+        places = torch.arange(start + 1, start + 1 + some.numel(), device=words.device)
+        for n, (spread, mix) in enumerate(_MIX):
+            mixed = (some ^ (places * spread)) * mix
+            sums[n] += ((mixed ^ (mixed >> 29)) * spread).sum()
+    return sums.tolist()
+
+
+def _adapters(model: Any) -> Iterator[tuple]:
+    """The adapters that are at work, as peft's layers have them."""
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
+            if not callable(module.active_adapters):
+                yield name, module.active_adapters, module.disable_adapters, getattr(module, "merged", False)
+
+
+def model_state(model: Any) -> tuple:
+    """Changes when weights are written to, replaced, or adapters switched. Reads no weights."""
+    weights = tuple((one.data_ptr(), one._version) for one in model.parameters())
+    return hash(weights), tuple(map(str, _adapters(model))), getattr(model.config, "_attn_implementation", None)

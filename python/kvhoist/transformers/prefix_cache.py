@@ -1,0 +1,277 @@
+"""Prompts whose KV outlives the process, for Hugging Face transformers 5.17 to 5.23.
+
+    prefixes = kvhoist.transformers.PrefixCache(model, "/mnt/nvme/kv", capacity="200GiB")
+    output = model.generate(**inputs, past_key_values=prefixes(**inputs))
+
+`docs/transformers.md` has what is supported and what is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Mapping, Sequence
+
+import torch
+import transformers
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticCache,
+)
+
+from .. import errors
+from .._stores import Place
+from .._values import config_error
+from .._versions import Supported
+from ..cache import _paths
+from .model_identity import model_identity, model_state, refuse_rope_by_length
+from .prompt_record import Known, PromptRecord
+from .store import Group, LayerShape, PrefixStore, StateGroup, StateShape, block_tokens_of, chain, staging_device
+
+__all__ = ["PrefixCache"]
+
+logger = logging.getLogger(__name__)
+
+_supported = Supported(transformers, (5, 17), (5, 23), "kvhoist.transformers")
+_supported.check()
+
+
+#: What a layer may keep: KV that can be cut at a token, recurrent states, or both.
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
+class _Prefixed:
+    """What the caches of a `PrefixCache` have beside those of transformers: a record of their tokens."""
+
+    record: PromptRecord
+
+    @property
+    def prefix_length(self) -> int:
+        """Columns of `input_ids`, padding included, that are there: the model computes the others."""
+        return self.record.prepared
+
+    @property
+    def loaded_length(self) -> int:
+        """Those of them that were loaded. The others were computed by the call: the last whole block of a hybrid."""
+        return self.record.loaded
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # noqa: ANN001, ANN201
+        self.record.arrive(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
+        if not torch.compiler.is_compiling():
+            self.record.seen(layer_idx, keys, values)
+        return keys, values
+
+    # Rows that are no longer what was recorded.
+
+    def _changes(self, why: str) -> None:
+        self.record.arrive_all()
+        self.record.forget(why)
+
+    def reorder_cache(self, *args: Any) -> None:
+        self._changes("its rows were reordered")
+        super().reorder_cache(*args)  # type: ignore[misc]
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        self._changes("tokens were removed from it")
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+
+    def batch_repeat_interleave(self, *args: Any) -> None:
+        self._changes("its rows were repeated")
+        super().batch_repeat_interleave(*args)  # type: ignore[misc]
+
+    def batch_select_indices(self, *args: Any) -> None:
+        self._changes("rows were selected")
+        super().batch_select_indices(*args)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        self._changes("it was reset")
+        super().reset()  # type: ignore[misc]
+
+
+class _DynamicPrefixCache(_Prefixed, DynamicCache):
+    """A `DynamicCache` that begins with what was loaded."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)  # type: ignore[call-arg]
+
+
+class _StaticPrefixCache(_Prefixed, StaticCache):
+    """A `StaticCache` that begins with what was loaded."""
+
+    def __init__(self, config: Any, max_cache_len: int) -> None:
+        super().__init__(config=config, max_cache_len=max_cache_len)  # type: ignore[call-arg]
+
+
+class PrefixCache:
+    """The KV of a model's prompts on disk, in blocks of tokens.
+
+    Called with `input_ids`, and their `attention_mask` if they have padding on the left, it returns a cache for
+    `generate` or `forward` that has the longest stored prefix in its layers; whole blocks that the model then computes
+    with it are stored. The last token is never loaded: its logits must be computed. With `max_length` the cache is a
+    `StaticCache` of so many tokens.
+
+    ``path`` is a directory, or a list of them, one for each drive; None is host memory only. ``capacity`` and
+    ``host_bytes`` are bytes on disk and in host memory. ``revision`` names the weights; without it their bytes are
+    digested, once, here. ``settings`` are those of `kvhoist.Cache`.
+
+    One model, one process. Raises ConfigError for a model that cannot be cached, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        path: Any,
+        *,
+        capacity: int | str | None = None,
+        host_bytes: int | str = "1GiB",
+        block_tokens: int = 64,
+        revision: str | None = None,
+        **settings: Any,
+    ) -> None:
+        _supported.warn()
+        if revision is not None and (not isinstance(revision, str) or not revision):
+            raise config_error("revision", revision, "a name that tells these weights from others")
+        if path is None and capacity is not None or path is not None and capacity is None:
+            raise config_error("capacity", capacity, "bytes on disk beside a path, and none without")
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.block_tokens = block_tokens_of(block_tokens)
+        refuse_rope_by_length(self.model.config)
+        self._config = self.model.config.get_text_config(decoder=True)
+        groups, devices = self._probe()
+        identity = model_identity(self.model, revision)
+        layout = {"block_tokens": block_tokens, "transformers": _supported.layout(), "groups": list(map(repr, groups))}
+        name = str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
+        place = Place(os.path.basename(name.rstrip("/")), "transformers", {**identity, **layout})
+        settings = {"write_policy": "write_back", **settings}
+        device = staging_device(set(devices.values()), settings)
+        sizes = {"host_bytes": host_bytes} if path is None else {"host_bytes": host_bytes, "capacity": capacity}
+        paths = None if path is None else _paths(path)
+        self.store = PrefixStore(groups, self.block_tokens, place, paths, device, devices, sizes, settings)
+        self._state = model_state(self.model)
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def __enter__(self) -> "PrefixCache":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stores what is not written yet, and takes the hooks from the model. Again: does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self.store.close()
+
+    def _probe(self) -> tuple[list[Group | StateGroup], dict[int, torch.device]]:
+        """What each layer keeps of a token, and where: one is computed."""
+        cache, device = DynamicCache(config=self._config), self.model.get_input_embeddings().weight.device
+        with torch.no_grad():
+            self.model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=cache, use_cache=True
+            )
+        layers: dict[int | None, list[LayerShape]] = {}
+        states: list[StateShape] = []
+        devices = {}
+        for index, layer in enumerate(cache.layers):
+            if type(layer) not in _LAYERS:
+                names = ", ".join(kind.__name__ for kind in _LAYERS)
+                raise config_error(f"layer {index}", type(layer).__name__, f"one of {names}")
+            if isinstance(layer, LinearAttentionLayer):
+                for kind, kept in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                    for n, state in kept.items():
+                        if state is not None:
+                            states.append(StateShape(index, n, kind, tuple(state.shape[1:]), state.dtype))
+                            devices[index] = state.device
+            if not getattr(layer, "is_initialized", False):
+                continue  # It has states only, or uses another layer's KV.
+            _, heads, _, key_dim = layer.keys.shape
+            reach = layer.sliding_window - 1 if layer.is_sliding else None
+            shape = LayerShape(index, heads, key_dim, layer.values.shape[3], layer.keys.dtype)
+            layers.setdefault(reach, []).append(shape)
+            devices[index] = layer.keys.device
+        if not layers:
+            raise config_error(
+                "model", type(self.model).__name__, "one with attention, whose layers keep keys and values"
+            )
+        groups: list[Group | StateGroup] = [Group(tuple(some), reach) for reach, some in layers.items()]
+        if states:
+            self._check_continuation()
+            groups.append(StateGroup(tuple(states)))
+        return groups, devices
+
+    @torch.no_grad()
+    def _check_continuation(self) -> None:
+        """Raises ConfigError for a model whose forward of several tokens does not go on from its states."""
+        device = self.model.get_input_embeddings().weight.device
+        ids, after = torch.arange(1, 25, device=device)[None] % self._config.vocab_size, 16
+
+        def answer(at: int, keep: bool = True) -> torch.Tensor:
+            """The last logits, of a prompt that is given in two parts."""
+            cache = DynamicCache(config=self._config)
+            if at:
+                self.model(ids[:, :at], past_key_values=cache, use_cache=True)
+            for layer in cache.layers if not keep else ():
+                if isinstance(layer, LinearAttentionLayer):
+                    LinearAttentionLayer.reset(layer)
+            return self.model(ids[:, at:], past_key_values=cache, use_cache=True).logits.float()[:, after - 24 :]
+
+        whole = answer(0)
+        kept, forgotten = ((answer(after, keep) - whole).abs().max() for keep in (True, False))
+        # The order of sums moves logits far less than states do.
+        if not kept < forgotten / 16:
+            expected = "one that answers the same when a prompt's tokens are given in two parts"
+            raise config_error("model", type(self.model).__name__, expected)
+
+    # A prompt
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_length: int | None = None,
+        layerwise: bool = False,
+        **more: Any,
+    ) -> Cache:
+        """A cache for these prompts. `more` are the further inputs of the model: none that changes KV is allowed.
+
+        With `layerwise` the layers may arrive while the model computes with it: before that, nothing but the model may
+        look at them. A forward then raises CopyError if a block did not arrive.
+        """
+        if unknown := sorted(name for name, value in more.items() if value is not None):
+            raise errors.ArgumentError(f"{unknown[0]}: found a value, expected tokens only: a key does not tell it")
+        if model_state(self.model) != self._state:
+            raise errors.ArgumentError(
+                "model: found other weights or adapters than at the start, expected those; make another PrefixCache"
+            )
+        known = Known.of(input_ids, attention_mask)
+        for row in known.rows:
+            chain(row.tokens, self.block_tokens, row.keys)
+        cache: Any = _DynamicPrefixCache(self._config)
+        if max_length is not None:
+            cache = _StaticPrefixCache(self._config, max_length)
+        cache.record = PromptRecord(cache, self.store, known)
+        if not self.model.training and not torch.is_autocast_enabled(input_ids.device.type):
+            cache.record.load(layerwise)
+            cache.record.prepare(self.model, input_ids)
+        return cache
+
+    def _before(self, _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, _Prefixed) or cache.record.store is not self.store or torch.compiler.is_compiling():
+            return
+        cache.record.begin(self.model, {**kwargs, **({"input_ids": args[0]} if args else {})})
+
+    def _after(self, _model: Any, _args: Any, kwargs: Mapping[str, Any], _output: Any) -> None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, _Prefixed) and cache.record.store is self.store and not torch.compiler.is_compiling():
+            cache.record.end()

@@ -1,0 +1,315 @@
+"""The tokens of a cache's rows, what is loaded for them, and what of them is stored. Needs torch and transformers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+import torch
+from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.masking_utils import create_masks_for_generate
+
+from ..errors import ArgumentError, CopyError
+from .buffers import PrefixBuffers, Row
+from .store import Group, PrefixStore, StateGroup, chain
+
+logger = logging.getLogger(__name__)
+
+#: Inputs of a model's forward that change no KV, or that are checked.
+_INPUTS = frozenset(
+    "input_ids attention_mask position_ids past_key_values use_cache cache_position logits_to_keep labels return_dict "
+    "output_attentions output_hidden_states output_router_logits".split()
+)
+
+
+@dataclass
+class Known:
+    """The prompts that a cache was made for."""
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor | None
+    rows: list[Row]
+
+    @classmethod
+    def of(cls, input_ids: Any, mask: Any) -> "Known":
+        """Checked. Raises ArgumentError."""
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
+            found = tuple(getattr(input_ids, "shape", ())) or type(input_ids).__name__
+            raise ArgumentError(f"input_ids: found {found}, expected a tensor of [batch, tokens]")
+        seen, pads = None, [0] * len(input_ids)
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+                found = tuple(getattr(mask, "shape", ())) or type(mask).__name__
+                raise ArgumentError(f"attention_mask: found {found}, expected {tuple(input_ids.shape)}, as input_ids")
+            seen = (mask != 0).cpu()
+            if not bool((seen[:, 1:] >= seen[:, :-1]).all()) or not bool(seen[:, -1].all()):
+                raise ArgumentError(
+                    "attention_mask: found a token behind padding left out, expected padding on the left only"
+                )
+            pads = (~seen).sum(-1).tolist()
+        rows = [Row(pad, ids[pad:]) for pad, ids in zip(pads, input_ids.tolist())]
+        return cls(input_ids.cpu(), seen, rows)
+
+
+class PromptRecord:
+    """What a cache of `PrefixCache` knows of itself. It stops storing as soon as it cannot tell what KV belongs to."""
+
+    def __init__(self, cache: Any, store: PrefixStore, known: Known) -> None:
+        self.cache, self.store, self.known = cache, store, known
+        #: Columns that were loaded, columns that the model need not be given, and columns whose tokens are known.
+        self.loaded = self.prepared = self.columns = 0
+        self._stores = True
+        self._sliding = {
+            layer.index
+            for group in store.groups
+            if isinstance(group, Group) and group.reach is not None
+            for layer in group.layers
+        }
+        #: Of sliding layers: the keys and values of this forward, with those before that its window reaches.
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._ids: torch.Tensor | None = None
+        self._buffers: PrefixBuffers | None = None
+
+    def forget(self, why: str) -> None:
+        """Stores nothing from here on."""
+        if self._stores:
+            logger.info("kvhoist: a cache stores nothing from token %d on: %s", self.columns, why)
+        self._stores = False
+        self._seen.clear()
+
+    # Loading
+
+    def load(self, layerwise: bool) -> None:
+        """Loads the longest prefix that all rows have into the cache's layers; `layerwise` only begins to, if it can."""
+        with self.store.lock:
+            columns = self._longest(self.known.input_ids.shape[1] - 1)
+            while columns > 0:
+                width = max(
+                    row.pad + -(-(columns - row.pad) // self.store.block_tokens) * self.store.block_tokens
+                    for row in self.known.rows
+                )
+                buffers = PrefixBuffers(self.cache, self.store, self.known.rows, columns, width)
+                if layerwise and buffers.begin():
+                    self._buffers = buffers
+                    buffers.fill()
+                    break
+                if all(
+                    self.store.load(row.keys, columns - row.pad, buffers.put(row_at))
+                    for row_at, row in enumerate(self.known.rows)
+                ):
+                    buffers.fill()
+                    break
+                columns = self._longest(columns)
+        self.loaded = self.prepared = self.columns = max(columns, 0)
+        for row in self.known.rows:
+            row.stored = max(0, self.loaded - row.pad) // self.store.block_tokens
+
+    @torch.no_grad()
+    def prepare(self, model: Any, input_ids: torch.Tensor) -> None:
+        """Computes on to the last whole block before the last token, where its states can be stored."""
+        until = (input_ids.shape[1] - 1) // self.store.block_tokens * self.store.block_tokens
+        if self.columns < until and self.store.has_states and not self._padded():
+            model(input_ids[:, self.columns : until], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.prepared = self.columns
+
+    def _padded(self) -> bool:
+        return any(row.pad for row in self.known.rows)
+
+    def _longest(self, columns: int) -> int:
+        """Columns, up to a number, that can be loaded for all rows."""
+        if self.store.has_states and self._padded():
+            # Whether a model's states see padding is its own affair.
+            self.forget("a batch with padding has recurrent states")
+            return 0
+        while columns > 0:
+            fewest = min(row.pad + self.store.longest(row.keys, max(0, columns - row.pad)) for row in self.known.rows)
+            if fewest >= columns:
+                break
+            columns = fewest
+        return columns if any(columns > row.pad for row in self.known.rows) else 0
+
+    def arrive(self, layer: int) -> None:
+        """Before a layer's KV is looked at: what the current stream does next waits for it."""
+        if self._buffers is not None:
+            if torch.compiler.is_compiling():
+                raise ArgumentError("layerwise: found a compiled model, expected one that is not")
+            self._buffers.arrive(layer)
+
+    def arrive_all(self) -> None:
+        """Waits for all layers. Raises CopyError where a block is not there: what the model computed is of no use."""
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None and (failed := buffers.end()):
+            self.forget("blocks could not be loaded")
+            why = next((str(result) for result in failed if result is not False), "they were not there any more")
+            raise CopyError(f"found {len(failed)} blocks of a prefix that could not be loaded: {why}; compute again")
+
+    # A forward
+
+    def begin(self, model: Any, inputs: Mapping[str, Any]) -> None:
+        """Before a forward: raises ArgumentError where what was loaded does not belong before its tokens."""
+        ids, start = inputs.get("input_ids"), int(self.cache.get_seq_length())
+        self._ids = None
+        why = None
+        if others := sorted(name for name, value in inputs.items() if name not in _INPUTS and value is not None):
+            why = f"the model was given {others[0]}"
+        elif ids is None:
+            why = "the model was not given input_ids"
+        elif start != self.columns:
+            why = "tokens were computed that were not seen"
+        elif model.training or torch.is_autocast_enabled(ids.device.type):
+            why = "the model is in training or under autocast"
+        if why is not None:
+            if self.prepared and start == self.prepared:
+                raise ArgumentError(f"found {self.prepared} loaded tokens, expected none: {why}")
+            return self.forget(why)
+        assert ids is not None
+        if len(ids) != len(self.known.rows):
+            raise ArgumentError(
+                f"input_ids: found {len(ids)} rows, expected the {len(self.known.rows)} that the cache was made for; "
+                "repeat them for beams and returned sequences before"
+            )
+        self._check_tokens(ids, start)
+        if (why := self._unlike_known(model, inputs, ids, start)) is not None:
+            self.forget(why)
+        self._ids = ids
+
+    def _check_tokens(self, ids: torch.Tensor, start: int) -> None:
+        declared = self.known.input_ids[:, start : start + ids.shape[1]]
+        if start >= self.known.input_ids.shape[1] or torch.equal(ids[:, : declared.shape[1]].cpu(), declared):
+            return
+        raise ArgumentError(
+            f"input_ids: found other tokens at {start} than the cache was made for, expected the {declared.shape[1]} "
+            "from there on: with a plain forward, pass input_ids[:, past.get_seq_length():]; generate must not chunk "
+            "its prefill"
+        )
+
+    def _unlike_known(self, model: Any, inputs: Mapping[str, Any], ids: torch.Tensor, start: int) -> str | None:
+        """Why KV that is computed now is not that of the tokens alone. Raises ArgumentError where what was loaded is
+        looked at in another way than it was computed for."""
+        count, pads = ids.shape[1], torch.tensor([row.pad for row in self.known.rows])
+        padded, columns = bool(pads.any()), torch.arange(start, start + count)
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        expected = columns - pads[:, None]
+        if positions is None:
+            right = not padded
+        elif positions.ndim == 2:
+            right = bool(((positions.cpu() == expected) | (expected < 0)).all())
+        else:
+            right = False
+        if not right:
+            if padded and self.loaded:
+                raise ArgumentError(
+                    "position_ids: found none, or others than the tokens' places behind their padding, expected those: "
+                    "(attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past.get_seq_length():]"
+                )
+            return "positions are not those of the tokens alone"
+        whole = torch.arange(start + count) >= pads[:, None]
+        if mask is None:
+            right = not padded
+        elif isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            right = mask.shape == whole.shape and torch.equal((mask != 0).cpu(), whole)
+        else:
+            make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+            like = torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device)
+            own = make(
+                config=model.config, inputs_embeds=like, attention_mask=whole.to(ids.device, torch.long),
+                past_key_values=self.cache, position_ids=positions,
+            )  # fmt: skip
+            # Neither raises: a mask of the caller's own is for this forward, and its KV is not stored.
+            return None if _same(mask, own) else "the model was given a mask of its own"
+        if not right and (padded or mask is not None):
+            raise ArgumentError(
+                "attention_mask: found none, or another than the cache was made with, expected that of all "
+                f"{start + count} tokens; pass the tokenizer's both to the cache and to the model"
+            )
+        return None
+
+    def seen(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """What a layer's attention sees in this forward."""
+        if self._ids is not None and self._stores and layer in self._sliding:
+            self._seen[layer] = keys, values
+
+    def end(self) -> None:
+        """After a forward: stores whole blocks of what it computed."""
+        self.arrive_all()
+        ids, self._ids = self._ids, None
+        if ids is None:
+            return
+        self.columns += ids.shape[1]
+        if int(self.cache.get_seq_length()) != self.columns:
+            self.forget("the model did not keep what it computed")
+        start = self.columns - ids.shape[1]
+        added = ids[:, max(0, self.known.input_ids.shape[1] - start) :]
+        if added.shape[1]:
+            for row, tokens in zip(self.known.rows, added.tolist()):
+                row.tokens += tokens
+        if self._stores:
+            with self.store.lock:
+                for at, row in enumerate(self.known.rows):
+                    self._store_row(at, row)
+        self._seen.clear()
+
+    def _store_row(self, at: int, row: Row) -> None:
+        blocks = max(0, self.columns - row.pad) // self.store.block_tokens
+        if blocks <= row.stored:
+            return
+        chain(row.tokens, self.store.block_tokens, row.keys)
+
+        def gather(group: Group | StateGroup, piece: torch.Tensor, first: int) -> bool:
+            if isinstance(group, StateGroup):
+                return self._gather_states(at, group, piece)
+            return self._gather(at, row, group, piece, first)
+
+        self.store.store(row.keys, row.stored, blocks, gather)
+        row.stored = blocks
+        generated = self.columns > self.known.input_ids.shape[1]
+        if self.columns - row.pad == blocks * self.store.block_tokens and self.store.store_states(row.keys, gather):
+            if row.last_states is not None:
+                self.store.forget_states(row.last_states)
+            row.last_states = row.keys[-1] if generated else None
+
+    def _gather_states(self, at: int, group: StateGroup, piece: torch.Tensor) -> bool:
+        for shape, into in group.views(piece):
+            layer = self.cache.layers[shape.index]
+            source = (layer.conv_states if shape.kind == "conv" else layer.recurrent_states)[shape.state]
+            if layer.record_past or source is None or source.shape[1:] != shape.shape or source.dtype != shape.dtype:
+                return False
+            into.copy_(source[at].detach())
+        return True
+
+    def _gather(self, at: int, row: Row, group: Group, piece: torch.Tensor, first: int) -> bool:
+        size = self.store.block_tokens
+        begin, end = row.pad + first * size, row.pad + (first + len(piece)) * size
+        for layer, keys_into, values_into in group.views(piece, size):
+            found = self._tensors(group, layer.index)
+            if found is None:
+                return False
+            keys, values, offset = found
+            if begin < offset or keys.dtype != layer.dtype or keys.shape[1] != layer.heads:
+                return False
+            for into, source in ((keys_into, keys), (values_into, values)):
+                some = source[at, :, begin - offset : end - offset].detach()
+                into.copy_(some.unflatten(1, (len(piece), size)))
+        return True
+
+    def _tensors(self, group: Group, index: int) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """A layer's keys and values, and the column of the first."""
+        layer = self.cache.layers[index]
+        if group.reach is None:
+            return layer.keys, layer.values, 0
+        if index not in self._seen:
+            return None
+        keys, values = self._seen[index]
+        # A static layer whose window is not full returns its memory, which begins with the first token.
+        if isinstance(layer, StaticSlidingWindowLayer) and keys is layer.keys and self.columns <= keys.shape[2]:
+            return keys, values, 0
+        return keys, values, self.columns - keys.shape[2]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    return one is None and other is None

@@ -1,0 +1,92 @@
+"""vLLM's OffloadingConnector with failed loads recomputed. Use it as `kvhoist.vllm.KvhoistConnector`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from .._values import config_error
+from .spec import TAKES_FAILED_REQUESTS, reports_failures
+
+logger = logging.getLogger(__name__)
+
+SPEC = "KvhoistOffloadingSpec"
+
+
+class KvhoistConnector(OffloadingConnector):
+    """OffloadingConnector for KvhoistOffloadingSpec.
+
+    OffloadingConnector asserts that every transfer succeeds. This one reports requests whose loads failed, and vLLM
+    recomputes them with `kv_load_failure_policy` `recompute`. It refuses to start with another policy.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise config_error(
+                "kv_load_failure_policy", transfer.kv_load_failure_policy,
+                "'recompute': a request whose blocks cannot be read from the drive is then computed, and not failed",
+            )  # fmt: skip
+        _name_spec(vllm_config)
+        told = reports_failures.set(True)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            reports_failures.reset(told)
+        #: The request of each load under way.
+        self._requests: dict[int, str] = {}
+        #: Failed loads to report: requests, or blocks where vLLM does not take requests.
+        self._failed_requests: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begins the loads of a step."""
+        for job_id, job in self._connector_metadata.load_jobs.items():
+            self._requests[job_id] = job.req_id
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended, also failed ones, as vLLM expects."""
+        sent, received = super().get_finished(finished_req_ids)
+        for job_id, blocks in self.connector_worker.worker.take_failed().items():
+            request = self._requests.get(job_id)
+            if request is None:
+                continue
+            logger.warning("kvhoist: request %s is computed: %d blocks could not be loaded", request, len(blocks))
+            if TAKES_FAILED_REQUESTS:
+                self._failed_requests.add(request)
+            else:
+                self._failed_blocks |= blocks
+        ended = {job_id for job_id, request in self._requests.items() if request in received}
+        for job_id in ended:
+            del self._requests[job_id]
+        return sent, received
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, and which of them failed (0.33)."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._failed_requests
+        self._failed_requests = set()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks of failed loads, where vLLM does not take requests."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *more: Any, **others: Any) -> Any:
+        """vLLM's metrics and those of the medium."""
+        # Runs in the server's process, where no connector is made.
+        _name_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *more, **others)
+
+
+def _name_spec(vllm_config: Any) -> None:
+    """Sets the spec of this connector where the configuration names none."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if extra.setdefault("spec_name", SPEC) != SPEC:
+        raise config_error("spec_name", extra["spec_name"], f"{SPEC!r}; for others use OffloadingConnector")
+    extra.setdefault("spec_module_path", "kvhoist.vllm")

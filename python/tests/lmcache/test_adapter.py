@@ -1,0 +1,155 @@
+"""The LMCache adapter's own interface: descriptors, locks, tasks that cannot begin, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import lm
+import pytest
+
+why = lm.missing()
+if why:
+    pytest.skip(why, allow_module_level=True)
+
+lm.boot()
+
+from lm import Alone, adapter_config, boot, keys_of  # noqa: E402
+
+from kvhoist import ClosedError  # noqa: E402
+from kvhoist.lmcache import KvhoistL2  # noqa: E402
+
+
+def test_the_three_descriptors_are_readable_when_their_tasks_have_ended(store_dir):
+    with Alone(adapter_config(store_dir)) as alone:
+        adapter, keys = alone.adapter, keys_of("a", 3)
+        store, lookup, load = (
+            adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()
+        )  # fmt: skip
+        assert len({store, lookup, load}) == 3
+        assert adapter.pop_completed_store_tasks() == {}
+        tasks = [adapter.submit_store_task([key], [obj]) for key, obj in zip(keys, alone.objects(3))]
+        ended = {}
+        while len(ended) < 3:
+            lm.wait(store)
+            ended |= adapter.pop_completed_store_tasks()
+        assert list(sorted(ended)) == tasks
+        assert all(result.is_successful() and result.bytes_transferred() == 200_704 for result in ended.values())
+        alone.lock(keys)
+        lm.wait(lookup)
+        loads = [adapter.submit_load_task([key], [obj]) for key, obj in zip(keys, alone.objects(3))]
+        bitmaps = {}
+        while len(bitmaps) < 3:
+            lm.wait(load)
+            found = {task: adapter.query_load_result(task) for task in loads if task not in bitmaps}
+            bitmaps |= {task: bitmap for task, bitmap in found.items() if bitmap is not None}
+        assert all(bitmap.test(0) for bitmap in bitmaps.values())
+        assert [adapter.query_load_result(task) for task in loads] == [None] * 3, "a result is given once"
+
+
+def test_an_object_that_is_locked_is_not_deleted(store_dir):
+    with Alone(adapter_config(store_dir)) as alone:
+        keys = keys_of("a", 4)
+        alone.store(keys)
+        assert (alone.lock(keys[:2]), alone.lock(keys[:1])) == ("HH", "H")
+        alone.adapter.delete(keys)
+        assert alone.lock(keys) == "HHMM"
+        alone.adapter.submit_unlock(keys[:2])
+        alone.adapter.submit_unlock(keys[:2])
+        alone.adapter.delete(keys)
+        # The first was locked three times.
+        assert alone.lock(keys) == "HMMM"
+        alone.adapter.submit_unlock(keys[:1])
+        alone.adapter.submit_unlock(keys)  # More often than it was locked: no harm.
+        alone.adapter.delete(keys)
+        assert alone.lock(keys) == "MMMM"
+        assert alone.adapter.get_usage().total_bytes_used == 0
+        assert dict(alone.adapter.get_usage().bytes_by_cache_salt) == {}
+
+
+def test_tasks_that_cannot_begin_have_failed(store_dir, caplog):
+    with Alone(adapter_config(store_dir)) as alone:
+        keys = keys_of("a", 2)
+        outside = [alone.at(1 << 40), alone.at(1 << 41)]
+        task = alone.adapter.submit_store_task(keys, outside)
+        lm.wait(alone.adapter.get_store_event_fd())
+        ended = alone.adapter.pop_completed_store_tasks()
+        assert not ended[task].is_successful() and ended[task].bytes_transferred() == 0
+        task = alone.adapter.submit_load_task(keys, alone.objects(1))
+        lm.wait(alone.adapter.get_load_event_fd())
+        assert alone.adapter.query_load_result(task).popcount() == 0
+        assert alone.lock(keys) == "MM"
+        assert "expected one for each of 2 keys" in caplog.text
+        # One of two in L1: it is stored, and the task has failed.
+        task = alone.adapter.submit_store_task(keys, [alone.at(0), outside[0]])
+        lm.wait(alone.adapter.get_store_event_fd())
+        assert not alone.adapter.pop_completed_store_tasks()[task].is_successful()
+        assert alone.store(keys) and alone.load(keys) == "HH"
+
+
+def test_objects_lie_across_the_edge_of_what_the_ring_pins(store_dir):
+    """A lazy L1 grows behind what was there at the start."""
+    for stable in (100 << 12, 0, 8 << 20):
+        with Alone(adapter_config(store_dir / str(stable)), stable=stable) as alone:
+            keys = keys_of("a", 20)
+            assert alone.store(keys)
+            assert alone.load(keys, alone.objects(20, first=4096 * 7)) == "H" * 20
+            assert len(alone.adapter.store._edges) == (lm.version() >= (0, 5, 6) and 0 < stable < 8 << 20)
+
+
+def test_a_close_waits_for_the_tasks_and_ends_the_descriptors(store_dir):
+    keys = keys_of("a", 30)
+    with Alone(adapter_config(store_dir)) as alone:
+        adapter = alone.adapter
+        adapter.submit_store_task(keys, alone.objects(30))
+        adapter.close()
+        assert adapter.store.tasks == (0, 0)
+        assert adapter.pop_completed_store_tasks()[0].is_successful()
+        with pytest.raises(ClosedError):
+            adapter.submit_load_task(keys, alone.objects(30))
+        assert not adapter.report_status()["is_healthy"]
+        adapter.close()
+
+
+def test_figures_say_what_the_store_does(store_dir):
+    with Alone(adapter_config(store_dir)) as alone:
+        alone.store(keys_of("a", 3))
+        status = alone.adapter.report_status()
+        assert status["is_healthy"] and status["resident"] == 12 and status["slots"] > 900
+        assert status["store_inflight_task_count"] == status["load_inflight_task_count"] == 0
+        usage = alone.adapter.get_usage()
+        assert usage.total_bytes_used == 12 * (64 << 10) == usage.bytes_by_cache_salt[""]
+        assert not alone.adapter.supports_global_eviction
+
+
+def test_lmcaches_own_bench_stores_and_loads_all(store_dir, monkeypatch, capsys):
+    """Its objects have a dtype and no list of dtypes."""
+    from lmcache.cli.main import main
+
+    config = json.dumps(adapter_config(store_dir, capacity="64MiB"))
+    monkeypatch.setattr(sys, "argv", [
+        "lmcache", "bench", "l2", "--l2-adapter", config, "--num-keys", "32", "--in-flight", "4",
+        "--data-size-kb", "64", "--no-skip-verify", "--lookup-max-hit-rate", "1.0", "--warmup-rounds", "0",
+    ])  # fmt: skip
+    main()
+    words = capsys.readouterr().out.split("\n")
+    found = [int(line.split()[-1]) for line in words if line.startswith("Total success:")]
+    assert found == [128, 128, 128], "stored, looked up, loaded"
+
+
+def test_lmcaches_own_check_passes(store_dir, capsys):
+    from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode
+
+    config = json.dumps(adapter_config(store_dir, capacity="64MiB"))
+    asyncio.run(run_test_mode("meta/tiny", l2_adapter=[config], num_keys=128))
+    out = capsys.readouterr().out
+    assert out.count("128/128") >= 4 and "FAIL" not in out and "0/128" not in out.replace("128/128", ""), out
+
+
+def test_a_keyword_that_a_later_lmcache_passes_is_taken_with_a_warning(store_dir, caplog):
+    alone = Alone(adapter_config(store_dir))
+    alone.adapter.close()
+    memory = boot().internal.L1MemoryDesc(alone._start, 8 << 20, 4096)
+    KvhoistL2(adapter_config(store_dir)["adapter_params"], l1_memory_desc=memory, next_thing=7).close()
+    assert "makes no use of next_thing" in caplog.text

@@ -1,0 +1,156 @@
+"""What separates two stores of the HiCache backend, and setups that it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import sgl
+
+why = sgl.missing()
+if why:
+    pytest.skip(why, allow_module_level=True)
+
+torch = pytest.importorskip("torch")
+
+from sgl_pages import filled, keys_for  # noqa: E402
+
+from kvhoist import ConfigError, StoreError, _figures  # noqa: E402
+
+
+def test_each_rank_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(_figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    size, pool = dict(tp_size=2, pp_size=2, attn_cp_size=2), filled(sgl.MHA)
+    ranks = [dict(pp_rank=pp, attn_cp_rank=cp, tp_rank=tp) for pp in (0, 1) for cp in (0, 1) for tp in (0, 1)]
+    if sgl.version() >= (0, 5, 23):
+        ranks += [dict(dp_rank=1, **rank) for rank in ranks]
+    extra = sgl.extra_config(store_dir, metrics_port=9400)
+    for rank in ranks:
+        sgl.backend(sgl.MHA, pool, extra, **size, **rank).close()
+    assert set(served) == {(9400, number) for number in range(len(ranks))}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(model_name="other"),
+        dict(tp_rank=1),
+        dict(tp_size=4),
+        dict(pp_rank=1),
+        dict(pp_size=4),
+        dict(attn_cp_rank=1),
+        dict(attn_cp_size=4),
+        dict(dp_rank=1),
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_nothing_is_shared_between_models_or_ranks(change, store_dir):
+    if "dp_rank" in change and sgl.version() < (0, 5, 23):
+        pytest.skip("sglang 0.5.17 has no dp_rank")
+    pool, other = filled(sgl.MHA), filled(sgl.MHA, seed=9)
+    size = dict(tp_size=2, pp_size=2, attn_cp_size=2)
+    keys = keys_for(sgl.MHA, 2)
+    extra = sgl.extra_config(store_dir)
+    first = sgl.backend(sgl.MHA, pool, extra, **size)
+    # Both open at once, as two ranks of one node are.
+    second = sgl.backend(sgl.MHA, other, extra, **{**size, **change})
+    assert all(first.batch_set_v1(keys, pool.alloc(2 * pool.page_size)))
+    assert second.batch_exists(keys) == 0
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("change", ["layout", "dtype", "page_tokens", "layers"])
+def test_nothing_is_shared_between_formats(change, store_dir):
+    shape = vars(sgl.MHA).copy()
+    layout, dtype = "page_first", torch.bfloat16
+    if change == "layout":
+        layout = "page_first_direct"
+    elif change == "dtype":
+        dtype = torch.float16
+    else:
+        shape[change] //= 2
+    geometry = sgl.Geometry(**shape)
+    pool = filled(sgl.MHA)
+    first = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    keys = keys_for(sgl.MHA, 2)
+    assert all(first.batch_set_v1(keys, pool.alloc(2 * pool.page_size)))
+    other = sgl.host_pool(geometry, sgl.device_pool(geometry, 4, dtype), layout)
+    second = sgl.backend(geometry, other, sgl.extra_config(store_dir))
+    assert second.batch_exists(keys) == 0
+    first.close()
+    second.close()
+
+
+def test_one_store_has_one_server(store_dir):
+    pool = filled(sgl.MHA)
+    first = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    with pytest.raises(StoreError, match="lock"):
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    first.close()
+
+
+def test_mla_with_tensor_parallelism_is_refused_without_a_service(store_dir):
+    pool = filled(sgl.MLA)
+    with pytest.raises(ConfigError, match="service.*'off'.*2 ranks.*shared by processes"):
+        sgl.backend(sgl.MLA, pool, sgl.extra_config(store_dir, service="off"), tp_size=2)
+    assert list(store_dir.iterdir()) == []
+
+
+def _serve_with(monkeypatch, **server_args):
+    """As in a server that was started with these arguments."""
+    from types import SimpleNamespace
+
+    sgl.boot()
+    import sglang.srt.runtime_context as context
+
+    monkeypatch.setattr(context, "get_server_args", lambda: SimpleNamespace(**server_args), raising=False)
+
+
+def test_servers_with_other_weights_share_nothing(store_dir, monkeypatch):
+    pool = filled(sgl.MHA)
+    servers = [
+        (dict(model_path="meta/tiny"), {}),
+        (dict(model_path="/models/other"), {}),
+        (dict(model_path="meta/tiny", revision="abc"), {}),
+        (dict(model_path="meta/tiny", quantization="fp8"), {}),
+        (dict(model_path="meta/tiny"), dict(revision="2026-11-22")),
+    ]
+    keys, indices = keys_for(sgl.MHA, 2), pool.alloc(2 * pool.page_size)
+    for round_, found in enumerate((0, 2)):
+        for server, settings in servers:
+            _serve_with(monkeypatch, **server)
+            backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, **settings))
+            assert backend.batch_exists(keys) == found, (round_, server, settings)
+            assert all(backend.batch_set_v1(keys, indices))
+            backend.close()
+
+
+def test_adapters_whose_pages_have_the_same_keys_are_refused(store_dir, monkeypatch):
+    pool = filled(sgl.MHA)
+    _serve_with(monkeypatch, model_path="meta/tiny", enable_lora=True)
+    from sglang.srt.mem_cache import utils
+
+    if hasattr(utils, "storage_namespace_seed"):
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+        monkeypatch.delattr(utils, "storage_namespace_seed")
+    with pytest.raises(ConfigError, match="^enable_lora: found True"):
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+
+
+def test_a_version_whose_keys_have_no_salt_says_so_at_the_start(store_dir, caplog):
+    """Where tenants are told apart by `cache_salt`, an operator must know that their pages are not."""
+    from sglang.srt.mem_cache import utils
+
+    pool = filled(sgl.MHA)
+    sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+    assert ("cache_salt" in caplog.text) != hasattr(utils, "storage_namespace_seed")
+    assert ("cache_salt" in caplog.text) == (sgl.version() < (0, 5, 23))
+
+
+@pytest.mark.skipif(sgl.version() >= (0, 5, 23), reason="this version has a seat for the linker")
+def test_a_version_without_a_seat_for_the_linker_is_refused():
+    import kvhoist.sglang
+
+    with pytest.raises(ImportError, match="no external linker.*expected 0.5.23"):
+        _ = kvhoist.sglang.KvhoistLinker
+    assert not hasattr(kvhoist.sglang, "KvhoistLinkers")

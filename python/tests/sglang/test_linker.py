@@ -1,0 +1,397 @@
+"""SGLang's external linker: device pools to host memory and drives and back, under SGLang's own tree."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import sgl
+
+why = sgl.missing()
+if why:
+    pytest.skip(why, allow_module_level=True)
+if sgl.version() < (0, 5, 23):
+    pytest.skip(f"sglang {sgl.version()} has no external linker, expected 0.5.23 or later", allow_module_level=True)
+
+torch = pytest.importorskip("torch")
+
+from sgl_controller import device_noise, rows  # noqa: E402
+from sgl_linker import Rank, extra_config, tokens_of  # noqa: E402
+from sgl_pages import same  # noqa: E402
+
+from kvhoist import ConfigError, IoError  # noqa: E402
+
+GEOMETRIES = pytest.mark.parametrize("geometry", [sgl.MHA, sgl.MLA], ids=["mha", "mla"])
+PAGES = 6
+
+
+@pytest.fixture
+def ranks(store_dir):
+    """Makes ranks that are closed at the end, whatever happens."""
+    made = []
+
+    def make(geometry=sgl.MHA, **settings):
+        made.append(Rank(geometry, extra_config(store_dir, **settings)))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+def computed(rank, tokens, seed=1) -> list:
+    """Computes and offloads a prompt, and evicts it from the device: the bytes of its rows."""
+    buffers = device_noise(rank.device, seed)
+    indices = rank.slots.alloc(len(tokens))
+    want = rows(buffers, indices)
+    rank.insert(tokens, indices)
+    rank.offloaded()
+    rank.evict()
+    device_noise(rank.device, seed + 1)
+    return want
+
+
+def linker(rank) -> dict:
+    return rank.linker.stats()["linker"]
+
+
+@GEOMETRIES
+def test_a_prompt_comes_back_layer_by_layer(ranks, geometry):
+    rank = ranks(geometry)
+    tokens = tokens_of(geometry, PAGES)
+    want = computed(rank, tokens)
+    req, result = rank.match(tokens)
+    assert (result.device_prefix_len, result.host_hit_length) == (0, len(tokens))
+    assert rank.admit(req, result) == len(tokens)
+    indices = rank.tree.linker.private_load_indices[req.rid]
+    assert rank.begin() == 0
+    buffers = device_buffers(rank.device)
+    for layer in range(geometry.layers):
+        # What attention calls before it reads the layer.
+        rank.device.get_key_buffer(layer)
+        for buffer in range(layer, len(buffers), geometry.layers):
+            assert same(rows(buffers[buffer : buffer + 1], indices), want[buffer : buffer + 1]), f"layer {layer}"
+    assert rank.finish(req) == []
+    assert linker(rank) == {
+        "pages_stored": PAGES, "hits_host": PAGES, "loads": 1, "layers_waited_for": geometry.layers,
+    }  # fmt: skip
+    assert not rank.pinned()
+
+
+def device_buffers(device) -> list:
+    return device.k_buffer + device.v_buffer if getattr(device, "k_buffer", None) else device.kv_buffer
+
+
+@GEOMETRIES
+def test_a_restart_finds_the_pages_on_disk(ranks, geometry):
+    rank, tokens = ranks(geometry), tokens_of(geometry, PAGES)
+    want = computed(rank, tokens)
+    rank.close()
+    rank = ranks(geometry)
+    device_noise(rank.device, 7)
+    indices, aborted = rank.restore(tokens)
+    assert not aborted
+    assert same(rows(device_buffers(rank.device), indices), want)
+    assert linker(rank)["hits_disk"] == PAGES
+    # From host memory alone nothing is offered after a restart.
+    rank.close()
+    rank = ranks(geometry, offer="host")
+    assert rank.restore(tokens) == (None, False)
+
+
+def test_the_tail_of_a_prefix_on_the_device_is_loaded(ranks):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    want = computed(rank, tokens)
+    half = len(tokens) // 2
+    indices, _ = rank.restore(tokens[:half])
+    rank.insert(tokens[:half], indices)
+    req, result = rank.match(tokens)
+    assert (result.device_prefix_len, result.host_hit_length) == (half, half)
+    rank.admit(req, result)
+    rank.begin()
+    rest = rank.tree.linker.private_load_indices[req.rid]
+    assert rank.finish(req) == []
+    whole = torch.cat((indices, rest))
+    assert same(rows(device_buffers(rank.device), whole), want)
+
+
+def test_requests_of_one_batch_load_together(ranks):
+    rank = ranks()
+    prompts = [tokens_of(sgl.MHA, 3, first) for first in (1000, 5000, 9000)]
+    wants = [computed(rank, prompt, seed) for seed, prompt in enumerate(prompts)]
+    found = [rank.match(prompt) for prompt in prompts]
+    for req, result in found:
+        assert rank.admit(req, result) == len(prompts[0])
+    # One of them goes away before the batch begins.
+    gone = found[1][0]
+    rank.release(gone)
+    places = [rank.tree.linker.private_load_indices.get(req.rid) for req, _ in found]
+    assert places[1] is None
+    rank.begin()
+    assert rank.finish(*(req for req, _ in found)) == []
+    for at in (0, 2):
+        assert same(rows(device_buffers(rank.device), places[at]), wants[at])
+    assert not rank.pinned()
+
+
+def test_a_lookup_holds_pages_until_the_load_has_ended(ranks, monkeypatch):
+    rank, tokens = ranks(host_bytes="1MiB", capacity="4MiB"), tokens_of(sgl.MHA, PAGES)
+    computed(rank, tokens)
+    req, result = rank.match(tokens)
+    assert rank.held() == PAGES
+    # The next lookup of the request takes the place of this one.
+    req, result = rank.match(tokens, req.rid)
+    assert rank.held() == PAGES
+    for n in range(1, 9):
+        computed(rank, tokens_of(sgl.MHA, PAGES, 50_000 * n), n)
+    assert rank.admit(req, result) == len(tokens)
+    assert rank.held() == PAGES
+    rank.begin()
+    assert rank.finish(req) == []
+    assert not rank.pinned()
+    # Nobody says that a request was not admitted: what it holds is let go in time.
+    rank.match(tokens_of(sgl.MHA, PAGES, 50_000 * 8))
+    assert rank.held() == PAGES
+    import kvhoist.sglang.linker as module
+
+    later = module.time.monotonic() + module.HELD_S + 1
+    monkeypatch.setattr(module.time, "monotonic", lambda: later)
+    rank.tree.check_hicache_events()
+    assert not rank.pinned()
+
+
+def test_held_pages_are_bounded(ranks):
+    rank = ranks(host_bytes="1MiB")
+    pages = rank.linker._pages["kv"]
+    assert pages.held_max == 8
+    for n in range(5):
+        computed(rank, tokens_of(sgl.MHA, 4, 10_000 * n), n)
+    for n in range(5):
+        rank.match(tokens_of(sgl.MHA, 4, 10_000 * n))
+    assert rank.held() == 8
+
+
+@pytest.mark.parametrize("layer", range(sgl.MHA.layers))
+def test_a_failed_layer_aborts_its_batch_and_is_a_miss_afterwards(ranks, layer, monkeypatch):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    want = computed(rank, tokens)
+    pages = rank.linker._pages["kv"]
+    load = pages.load
+
+    class Fails:
+        """A load of which one layer of one page goes wrong."""
+
+        def __init__(self, real) -> None:
+            self._real = real
+
+        def wait(self, at, stream) -> None:
+            self._real.wait(at, stream)
+
+        def blocks(self):
+            results = self._real.blocks()
+            results[layer] = IoError(f"layer {layer}: on purpose")
+            return results
+
+    monkeypatch.setattr(pages, "load", lambda *given: Fails(load(*given)))
+    req, result = rank.match(tokens)
+    rank.admit(req, result)
+    rank.begin()
+    for at in range(sgl.MHA.layers):
+        rank.device.get_key_buffer(at)
+    assert rank.finish(req) == [req]
+    assert linker(rank)["requests_aborted"] == 1
+    assert rank.linker.stats()["failed"] == {"load": 1, "pages": 1}
+    assert not rank.pinned()
+    monkeypatch.undo()
+    # What came before the page that was bad is a hit, and no wrong byte of the rest is offered.
+    rank.linker._offloads.join()
+    indices, aborted = rank.restore(tokens)
+    assert not aborted
+    assert (0 if indices is None else len(indices)) == layer * sgl.MHA.page_tokens
+    # Computed again, it is stored again; the others are still there.
+    anew = computed(rank, tokens, 33)
+    indices, aborted = rank.restore(tokens)
+    assert not aborted and len(indices) == len(tokens)
+    got, want, anew = (by_page(rows, PAGES) for rows in (rows(device_buffers(rank.device), indices), want, anew))
+    for page in range(PAGES):
+        assert same(got[page], (anew if page == layer else want)[page]), f"page {page}"
+
+
+def by_page(of_buffers, pages: int) -> list:
+    """The rows of all buffers, page by page."""
+    return list(zip(*(one.chunk(pages) for one in of_buffers)))
+
+
+def test_pages_that_left_between_lookup_and_load_abort_one_batch(ranks):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    computed(rank, tokens)
+    req, result = rank.match(tokens)
+    rank.linker._pages["kv"].cache.clear()
+    assert rank.admit(req, result) == len(tokens)
+    rank.begin()
+    assert rank.finish(req) == [req]
+    assert rank.restore(tokens) == (None, False)
+
+
+def test_a_page_that_is_bad_on_disk_is_never_served(ranks, store_dir):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    want = computed(rank, tokens)
+    rank.close()
+    (path,) = store_dir.rglob("kvhoist.store")
+    data = bytearray(path.read_bytes())
+    page = torch.cat([one.view(-1)[: len(one.view(-1)) // PAGES] for one in want[:1]]).numpy().tobytes()
+    at = data.find(page[:512])
+    assert at > 0
+    data[at] ^= 1
+    path.write_bytes(data)
+    rank = ranks()
+    indices, aborted = rank.restore(tokens)
+    assert aborted
+    rank.linker._offloads.join()
+    assert rank.restore(tokens) == (None, False), "the first page was the bad one"
+    assert linker(rank)["requests_aborted"] == 1
+
+
+@pytest.mark.parametrize("when", ["matched", "queued", "begun"])
+def test_reset_and_close_leave_nothing_behind(ranks, when):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    computed(rank, tokens)
+    req, result = rank.match(tokens)
+    if when != "matched":
+        rank.admit(req, result)
+    if when == "begun":
+        rank.begin()
+    rank.tree.reset()
+    assert not rank.pinned()
+    assert rank.linker.num_completed_offloads() == 0
+    assert rank.linker.start_layer_wise_loading() == -1
+    req, result = rank.match(tokens)
+    assert result.host_hit_length == len(tokens), "a reset forgets no page"
+    rank.admit(req, result)
+    rank.begin()
+    rank.close()
+    assert rank.linker.lookup("late", []) == []
+
+
+def test_offloads_come_behind_their_events_and_in_order(ranks, monkeypatch):
+    rank = ranks()
+    happened = []
+
+    class Event:
+        def __init__(self, number) -> None:
+            self._number = number
+
+        def synchronize(self) -> None:
+            happened.append(self._number)
+
+    numbers = iter(range(100))
+    monkeypatch.setattr(rank.linker, "record_offload_ready", lambda: [Event(next(numbers))])
+    monkeypatch.setattr(rank.linker._pages["kv"], "store", lambda keys, _rows: [len(happened) != 2 for _ in keys])
+    for n in range(3):
+        tokens = tokens_of(sgl.MHA, 2, 10_000 * n)
+        rank.insert(tokens, rank.slots.alloc(len(tokens)))
+    rank.linker._offloads.join()
+    assert happened == [0, 1, 2]
+    assert rank.linker.num_completed_offloads() == 3
+    assert [rank.linker.pop_completed_offload() for _ in range(3)] == [True, False, True]
+    assert rank.linker.num_completed_offloads() == 0
+    rank.tree.linker._release_pending_offloads()
+
+
+def test_wrong_settings_are_refused_by_name(store_dir):
+    for wrong, name in (
+        ({"offer": "disk"}, "offer"), ({"wait": "event"}, "wait"), ({"service": "auto"}, "service"), ({"host_byte": 1}, "host_byte"),
+        ({"device": "auto"}, "device"), ({"copy_blocks_max": 0}, "copy_blocks_max"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=name) as raised:
+            Rank(sgl.MHA, extra_config(store_dir, **wrong))
+        assert raised.value.field == name
+    extra = extra_config(store_dir)
+    del extra["host_bytes"]
+    with pytest.raises(ConfigError, match="host_bytes"):
+        Rank(sgl.MHA, extra)
+
+
+def test_a_version_with_other_methods_is_refused_by_its_number(monkeypatch):
+    import sys
+    from types import SimpleNamespace
+
+    from kvhoist.sglang.linker_probe import check
+
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.1", raising=False)
+    check(SimpleNamespace(__abstractmethods__=frozenset({"lookup", "close"})))
+    with pytest.raises(ImportError, match="found version 0.6.1, with linkers with lookup_tensors; expected 0.5.23"):
+        check(SimpleNamespace(__abstractmethods__=frozenset({"lookup", "lookup_tensors"})))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_sequences_restore_what_was_computed(ranks, seed):
+    """Against a model that knows which pages were stored, and with which bytes."""
+    dice, geometry = random.Random(seed), [sgl.MHA, sgl.MLA][seed % 2]
+    rank, known = ranks(geometry), {}
+    prompts = [tokens_of(geometry, 5, 10_000 * n) for n in range(3)]
+    # Prompts that share a beginning.
+    prompts += [prompt[: 2 * geometry.page_tokens] + tokens_of(geometry, 3, 77_000) for prompt in prompts[:1]]
+    for step in range(40):
+        tokens = prompts[dice.randrange(len(prompts))]
+        tokens = tokens[: dice.randint(1, len(tokens) // geometry.page_tokens) * geometry.page_tokens]
+        keys = sgl.page_keys(tokens, geometry.page_tokens)
+        req, result = rank.match(tokens)
+        unlock = rank.lock(result)
+        there = result.device_prefix_len // geometry.page_tokens
+        stored = 0
+        while stored < len(keys) and keys[stored] in known:
+            stored += 1
+        if there < stored:
+            assert result.host_hit_length == (stored - there) * geometry.page_tokens, f"seed {seed}, step {step}"
+        way = dice.random()
+        if result.host_hit_length and way < 0.7:
+            rank.admit(req, result)
+            if way < 0.1:
+                rank.release(req, free=True)
+                unlock()
+                continue
+            tail = rank.tree.linker.private_load_indices[req.rid]
+            rank.begin()
+            for layer in range(dice.randint(0, geometry.layers)):
+                rank.device.get_key_buffer(layer)
+            assert rank.finish(req) == []
+            check_pages(rank, tail, [known[key] for key in keys[there:stored]])
+            head = rank.tree.path_device_indices(result.last_device_node)[: result.device_prefix_len]
+            rank.insert(tokens[: stored * geometry.page_tokens], torch.cat((head, tail)), len(head))
+            rank.offloaded()
+        elif not result.host_hit_length and there < len(keys):
+            head = rank.tree.path_device_indices(result.last_device_node)[: result.device_prefix_len]
+            tail = rank.slots.alloc((len(keys) - there) * geometry.page_tokens)
+            if tail is None:
+                unlock()
+                rank.evict()
+                continue
+            for buffer in device_buffers(rank.device):
+                buffer[tail] = torch.randint(-100, 100, buffer[tail].shape).to(buffer.dtype)
+            known.update(zip(keys[there:], pages_at(rank, tail)))
+            rank.insert(tokens, torch.cat((head, tail)), len(head))
+            rank.offloaded()
+        unlock()
+        if dice.random() < 0.3:
+            rank.evict()
+        if dice.random() < 0.05:
+            rank.tree.reset()
+            rank.slots.clear()
+        assert rank.held() <= rank.linker._pages["kv"].held_max
+    assert not rank.linker.stats()["failed"]
+
+
+def pages_at(rank, indices) -> list:
+    """The bytes of each page at these rows."""
+    buffers = device_buffers(rank.device)
+    return [
+        [one.clone() for one in rows(buffers, indices[at : at + rank.page])] for at in range(0, len(indices), rank.page)
+    ]
+
+
+def check_pages(rank, indices, want) -> None:
+    got = pages_at(rank, indices)
+    assert len(got) == len(want)
+    for page, (one, other) in enumerate(zip(got, want)):
+        assert same(one, other), f"page {page}"

@@ -1,0 +1,124 @@
+"""A prefix that arrives layer by layer, while the model computes with it: the answers are those of a whole one."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+why = os.environ.get("KVHOIST_TRANSFORMERS_WHY", "python/test sees to transformers")
+if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
+    pytest.skip(why, allow_module_level=True)
+
+import tiny  # noqa: E402
+import torch  # noqa: E402
+from tiny_prefixes import answer, computed, generated, opened  # noqa: E402
+
+from kvhoist import CopyError  # noqa: E402
+from kvhoist.transformers.layers import Arriving  # noqa: E402
+
+DEVICES = pytest.mark.parametrize("device", [{}, {"device": "simulated", "device_blocks": 1}], ids=["host", "simulated"])
+
+
+def arriving(past):
+    """Whether layers are under way."""
+    return past.record._buffers is not None
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_the_answers_are_bitwise_those_of_a_whole_prefix(store_dir, kind, device):
+    model, ids = tiny.model(kind), tiny.prompt(150)
+    with opened(model, store_dir, **device) as prefixes:
+        answer(model, prefixes, ids[:, :144])
+        past = prefixes(ids, layerwise=True)
+        assert arriving(past) and past.prefix_length == past.get_seq_length() == 144
+        assert torch.equal(model(ids[:, 144:], past_key_values=past).logits, computed(model, ids, 144))
+        assert not arriving(past)
+        # What it computed then is stored as ever.
+        assert prefixes(ids[:, :145]).prefix_length == 144
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_padded_batch_generates_the_same(store_dir, kind, device):
+    model = tiny.model(kind)
+    common = tiny.prompt(100)
+    inputs = tiny.padded(*(torch.cat([common[:, :n], tiny.prompt(30, seed=n)], 1) for n in (100, 70, 90)))
+    expected = generated(model, inputs)
+    with opened(model, store_dir, **device) as prefixes:
+        generated(model, inputs, prefixes(**inputs))
+        past = prefixes(**inputs, layerwise=True)
+        assert arriving(past) and past.prefix_length > 80
+        assert torch.equal(generated(model, inputs, past), expected)
+
+
+def test_what_is_not_in_host_memory_is_loaded_whole(store_dir):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+    with opened(model, store_dir) as prefixes:
+        past = prefixes(ids, layerwise=True)
+        assert past.prefix_length == 96 and not arriving(past)
+        assert torch.equal(model(ids[:, 96:], past_key_values=past).logits, computed(model, ids, 96))
+
+
+@pytest.mark.parametrize("kind, more", [("qwen-next", {}), ("llama", {"max_length": 128})], ids=["hybrid", "static"])
+def test_states_and_static_caches_are_loaded_whole(store_dir, kind, more):
+    model, ids = tiny.model(kind), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+        past = prefixes(ids, layerwise=True, **more)
+        assert past.loaded_length == 96 and not arriving(past)
+
+
+def test_a_cache_that_no_model_takes_gives_everything_back(store_dir):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    # Its blocks take nearly all of host memory: held ones would leave no room.
+    with opened(model, store_dir, host_bytes="112KiB") as prefixes:
+        for _ in range(10):
+            answer(model, prefixes, ids)
+            past = prefixes(ids, layerwise=True)
+            assert arriving(past)
+            del past
+            gc.collect()
+        other = tiny.prompt(100, seed=3)
+        answer(model, prefixes, other)
+        assert prefixes(other).prefix_length == 96
+
+
+@pytest.mark.parametrize("change", [lambda past: past.crop(50), lambda past: past.batch_repeat_interleave(2)])
+def test_layers_that_are_changed_arrive_before(store_dir, change):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+        whole, layered = prefixes(ids), prefixes(ids, layerwise=True)
+        assert arriving(layered)
+        for past in (whole, layered):
+            change(past)
+        for one, other in zip(whole.layers, layered.layers):
+            assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+def test_a_forward_over_blocks_that_did_not_arrive_raises_and_stores_nothing(store_dir, monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids[:, :64])
+        end = Arriving.end
+        monkeypatch.setattr(Arriving, "end", lambda self: end(self) + [CopyError("device: it fell off the bus")])
+        past = prefixes(ids, layerwise=True)
+        with pytest.raises(CopyError, match="found 1 blocks of a prefix that could not be loaded: device: it fell off"):
+            model(ids[:, past.prefix_length :], past_key_values=past)
+        monkeypatch.undo()
+        assert prefixes(ids).prefix_length == 64
+
+
+def test_a_compiled_model_is_refused(store_dir, monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+        past = prefixes(ids, layerwise=True)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        with pytest.raises(Exception, match="layerwise: found a compiled model"):
+            past.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)

@@ -1,0 +1,307 @@
+"""Checkpoints, beside the safetensors library and under transformers' own models."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+
+import pytest
+
+why = os.environ.get("KVHOIST_TRANSFORMERS_WHY", "python/test sees to transformers")
+if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
+    pytest.skip(why, allow_module_level=True)
+
+import safetensors.torch  # noqa: E402
+import sharded  # noqa: E402
+import tiny  # noqa: E402
+import torch  # noqa: E402
+
+from kvhoist import ArgumentError, ForkError, IoError  # noqa: E402
+from kvhoist.safetensors import iterate, load_file, load_files, safe_open, save_file  # noqa: E402
+
+TYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+#: Every type of the format, with the bits of an element.
+FORMAT = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+def some(seed, count=40, most=5000):
+    """Tensors of every type, some empty, some of one element."""
+    draw = random.Random(seed)
+    found = {}
+    for n in range(count):
+        shape = draw.choice([(), (0,), (draw.randrange(1, most),), (3, draw.randrange(1, 500)), (2, 3, 5)])
+        nbytes = torch.Size(shape).numel() * (dtype := TYPES[n % len(TYPES)]).itemsize
+        raw = torch.frombuffer(bytearray(draw.randbytes(nbytes) or b"\0"), dtype=torch.uint8)[:nbytes]
+        raw = raw % 2 if dtype is torch.bool else raw
+        found[f"layer.{n}"] = raw.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+    return found
+
+
+def same(one, other):
+    """Bit by bit."""
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and (not one.numel() or torch.equal(*flat))
+
+
+def same_all(found, wanted):
+    return found.keys() == wanted.keys() and all(same(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_files_of_the_library_are_loaded_and_its_own_are_loaded_by_it(tmp_path, seed):
+    wanted = some(seed)
+    safetensors.torch.save_file(wanted, tmp_path / "theirs", metadata={"format": "pt"})
+    save_file(wanted, tmp_path / "ours", metadata={"format": "pt"})
+    for name in ("theirs", "ours"):
+        assert same_all(load_file(tmp_path / name), wanted)
+        assert same_all(load_file(tmp_path / name, page_cache=False, piece_bytes=4096), wanted)
+        assert same_all(safetensors.torch.load_file(tmp_path / name), wanted)
+        for window in (1, 10_000, 1 << 30):
+            assert same_all(dict(iterate(tmp_path / name, window_bytes=window)), wanted)
+        with safe_open(tmp_path / name) as file:
+            assert file.metadata() == {"format": "pt"} and set(file.keys()) == wanted.keys()
+            assert same_all({key: file.get_tensor(key) for key in file.keys()}, wanted)
+
+
+def test_slices_read_what_torch_would_slice(tmp_path):
+    wanted = torch.arange(7 * 5 * 3).view(7, 5, 3)
+    save_file({"one": wanted}, tmp_path / "file")
+    part = safe_open(tmp_path / "file").get_slice("one")
+    assert part.get_shape() == [7, 5, 3] and part.get_dtype() == torch.int64
+    for index in [0, -1, slice(None), slice(2, 5), slice(1, 7, 3), slice(5, 2), slice(-3, None), ..., (slice(1, 4), 2),
+                  (3, slice(None), 1), (slice(None), slice(1, 3)), torch.tensor([1, 4])]:  # fmt: skip
+        assert torch.equal(part[index], wanted[index]), index
+    with pytest.raises(IndexError):
+        part[7]
+
+
+def test_a_checkpoint_is_a_folder_an_index_or_files(tmp_path):
+    wanted = some(3)
+    names = list(wanted)
+    halves = {"model-1.safetensors": names[:20], "model-2.safetensors": names[20:]}
+    for file, keys in halves.items():
+        save_file({key: wanted[key] for key in keys}, tmp_path / file)
+    paths = [tmp_path / file for file in halves]
+    assert same_all(load_files(paths), wanted) and same_all(load_files(tmp_path), wanted)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {key: file for file, keys in halves.items() for key in keys}}))
+    save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert same_all(load_files(index), wanted) and same_all(load_files(tmp_path), wanted)
+    assert same_all(dict(iterate(tmp_path, wanted=lambda name: name in names[5:30])), {n: wanted[n] for n in names[5:30]})
+    maps = [{}, {"a": "../elsewhere"}, {"a": "b\0"}, {"a": 1}, ["a"]]
+    texts = [json.dumps({"weight_map": one}) for one in maps]
+    for text in ["", "{}", "[]", "no json", "[" * 100_000, *texts]:
+        index.write_text(text)
+        with pytest.raises(ArgumentError, match="index.json"):
+            load_files(tmp_path)
+
+
+@pytest.mark.parametrize("again", [lambda path: path, lambda path: str(path), lambda path: path.with_name("link")])
+def test_a_tensor_that_two_files_have_is_an_error(tmp_path, again):
+    save_file({"one": torch.arange(10)}, tmp_path / "first")
+    os.link(tmp_path / "first", tmp_path / "link")
+    path = str(tmp_path / "first")
+    for load in (load_files, lambda paths: list(iterate(paths))):
+        with pytest.raises(ArgumentError, match="tensor one in .*first and .*, expected it once"):
+            load([path, again(tmp_path / "first")])
+        with pytest.raises(ArgumentError, match="tensor one in .*first and .*, expected it once"):
+            load([path, path])
+
+
+def test_an_index_and_its_files_are_of_one_checkpoint(tmp_path):
+    save_file({"a": torch.zeros(3), "b": torch.ones(3)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.zeros(3)}, tmp_path / "model-2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    loads = (load_files, lambda paths: list(iterate(paths)), lambda paths: next(iterate(paths)))
+    for wrong, words in [
+        ({"a": 1, "b": 1, "c": 2, "d": 2}, r"model-2.safetensors: found no tensor d, .*1 of 2 are missing"),
+        ({"a": 1, "b": 2, "c": 1}, r"model-1.safetensors: found no tensor c"),  # The file of another one.
+        ({"a": 1, "e": 3}, r"model-3.safetensors"),
+    ]:
+        names = {name: f"model-{n}.safetensors" for name, n in wrong.items()}
+        index.write_text(json.dumps({"weight_map": names}))
+        for load in loads:
+            with pytest.raises((ArgumentError, IoError), match=words):
+                load(tmp_path)
+    # A file may have more than an index names, as the library's own readers take it.
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "c": "model-2.safetensors"}}))
+    assert load_files(tmp_path).keys() == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("code, bits", FORMAT.items())
+def test_every_type_of_the_format_is_loaded_and_saved_or_refused_by_its_name(tmp_path, code, bits):
+    data = random.Random(code).randbytes(bits) if code != "BOOL" else b"\0\1" * 4  # Eight elements.
+    header = json.dumps({"one": {"dtype": code, "shape": [2, 4], "data_offsets": [0, len(data)]}}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    if code.startswith("F6_"):  # torch has none.
+        for load in (load_file, safe_open, lambda path: next(iterate(path))):
+            with pytest.raises(ArgumentError, match=f"tensor one of type {code}, expected a type that torch .* has"):
+                load(tmp_path / "file")
+        return
+    found = load_file(tmp_path / "file")["one"]
+    assert found.contiguous().view(torch.uint8).numpy().tobytes() == data
+    assert found.shape == ((2, 2) if code == "F4" else (2, 4)) and found.dtype.itemsize == max(bits // 8, 1)
+    assert found.dtype == load_by_library(tmp_path / "file")["one"].dtype
+    save_file({"one": found}, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes()[-len(data) :] == data
+    with safe_open(tmp_path / "again") as again:
+        assert same(again.get_tensor("one"), found)
+    head = json.loads((tmp_path / "again").read_bytes()[8 : -len(data)])
+    assert head == {"one": {"dtype": code, "shape": [2, 4], "data_offsets": [0, len(data)]}}
+
+
+def load_by_library(path):
+    return safetensors.torch.load_file(path)
+
+
+def test_an_index_that_is_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(ArgumentError, match="found a pipe"):
+        load_files(tmp_path)
+
+
+def test_half_bytes_that_end_in_the_middle_of_one_are_refused(tmp_path):
+    header = json.dumps({"half": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
+    with pytest.raises(ArgumentError, match="half of type F4"):
+        load_file(tmp_path / "file")
+
+
+def test_a_damaged_or_growing_file_gives_no_tensor(tmp_path):
+    save_file({"one": torch.arange(1000)}, tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    damaged = tmp_path / "damaged"
+    for content in [b"", whole[:5], whole[:200], whole[:-1], whole + b"\0", b"\xff" * 100, b"PK\x03\x04" + whole[4:]]:
+        damaged.write_bytes(content)
+        for load in (load_file, safe_open, lambda path: next(iterate(path))):
+            with pytest.raises(ArgumentError, match=r"damaged: found"):
+                load(damaged)
+    save_file({"one": torch.arange(1000)}, damaged)
+    file = safe_open(damaged)
+    damaged.write_bytes(whole + b"\0")
+    with pytest.raises(IoError, match="changed"):
+        file.get_tensor("one")
+    with pytest.raises(KeyError, match="no tensor 'two'"):
+        file.get_tensor("two")
+
+
+def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
+    shared = torch.zeros(4, 4)
+    for tensors, words in [
+        ({"a": shared, "b": shared}, "same memory"),
+        ({"__metadata__": shared}, "another name"),
+        ({"a": shared, "b": shared[1:]}, "same memory"),
+        ({"a": shared.t()[1:]}, "contiguous"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            save_file(tensors, tmp_path / "file")
+    with pytest.raises(ArgumentError, match="metadata"):
+        save_file({"a": shared}, tmp_path / "file", metadata={"step": 1})
+    save_file({"a": shared}, tmp_path / "file")
+    with pytest.raises(ArgumentError, match="expected it once"):
+        load_files([tmp_path / "file", tmp_path / "file"])
+    with pytest.raises(ArgumentError, match="device"):
+        load_file(tmp_path / "file", "meta")
+
+
+def test_a_window_is_freed_with_its_tensors(tmp_path):
+    save_file({f"t{n}": torch.full((1000,), n) for n in range(20)}, tmp_path / "file")
+    found = iterate(tmp_path / "file", window_bytes=16_000)
+    first = [next(found) for _ in range(2)]
+    assert first[0][1].untyped_storage().data_ptr() == first[1][1].untyped_storage().data_ptr()
+    rest = dict(found)
+    assert same_all(dict(first) | rest, {f"t{n}": torch.full((1000,), n) for n in range(20)})
+    ended = iterate(tmp_path / "file", window_bytes=16_000)
+    next(ended)
+    ended.close()
+
+
+def test_files_on_several_drives_take_turns(tmp_path, monkeypatch):
+    wanted = {}
+    for n in range(3):
+        part = {f"file{n}.t{i}": torch.full((1000,), 10 * n + i) for i in range(5)}
+        save_file(part, tmp_path / f"model-{n}.safetensors")
+        wanted.update(part)
+    monkeypatch.setattr("kvhoist.safetensors._drive_of", lambda path: int("-2." in path))
+    found = list(iterate(tmp_path, window_bytes=8000))
+    assert same_all(dict(found), wanted)
+    # Two files on one drive, one on the other, in windows of a tensor.
+    assert [name for name, _ in found][:6] == [f"file{n}.t{i}" for i in range(3) for n in (0, 2)]
+
+
+def test_ranks_read_a_part_each_and_get_all(tmp_path):
+    wanted = {f"t{n}": torch.arange(n * 1000, dtype=torch.int32) for n in range(20)}
+    save_file(wanted, tmp_path / "file")
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=sharded.load_part, args=(n, 3, os.fspath(tmp_path), answers)) for n in range(3)]
+    for rank in ranks:
+        rank.start()
+    found = dict(answers.get(timeout=240) for _ in ranks)
+    for rank in ranks:
+        rank.join()
+    assert all(found[n] == {name: tensor.tolist() for name, tensor in wanted.items()} for n in range(3))
+    with pytest.raises(ArgumentError, match="shard"):
+        load_files(tmp_path / "file", shard=(3, 3))
+
+
+def test_a_rank_that_fails_is_an_error_of_all_that_names_it(tmp_path):
+    save_file({"one": torch.arange(100_000)}, tmp_path / "file")
+    save_file({"one": torch.arange(100_001)}, tmp_path / "other")
+    (tmp_path / "damaged").write_bytes((tmp_path / "file").read_bytes()[:-1])
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=sharded.fail_in_one_rank, args=(n, 3, os.fspath(tmp_path), answers)) for n in range(3)]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (damaged, others, numbers) in found.items():
+        cut = "ArgumentError: " + os.fspath(tmp_path / "damaged") + ": found"
+        wanted = cut if rank == 1 else "IoError: rank 1 of 3 has not read its part: " + cut
+        assert damaged.startswith(wanted), damaged
+        assert others == "ArgumentError: found other files in rank 2 of 3 than in rank 0, expected the same in all"
+        assert numbers.startswith("IoError: rank 1 of 3" if rank == 0 else f"ArgumentError: shard: found (0, 3) in rank {rank}")
+
+
+def test_a_forked_child_that_goes_on_with_its_parents_tensors_gets_an_error(tmp_path):
+    save_file({f"t{n}": torch.zeros(1000) for n in range(20)}, tmp_path / "file")
+    found = iterate(tmp_path / "file", window_bytes=8000)
+    next(found)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            next(found)
+        except ForkError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(found)) == 19
+
+
+def test_a_model_answers_with_weights_that_were_loaded(tmp_path):
+    model = tiny.model("llama")
+    model.save_pretrained(tmp_path)
+    other = type(model)(model.config)
+    other.load_state_dict(load_files(tmp_path), strict=False)
+    other.tie_weights()
+    ids = tiny.prompt(40)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, other.eval()(ids).logits)

@@ -1,0 +1,266 @@
+"""GPU memory to NVMe under vLLM's real connector, scheduler and worker: bytes, failures, order, limits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import vtier
+
+why = vtier.missing()
+if why:
+    pytest.skip(why, allow_module_level=True)
+
+from vgpu import TOKENS, Gate, Gpu, Served, files, names_of, on_gpu, settings  # noqa: E402
+
+from kvhoist import _figures  # noqa: E402
+from kvhoist._stores import Place  # noqa: E402
+from kvhoist.vllm import device_chunks, device_settings, spec  # noqa: E402
+
+NEW = vtier.version() >= (0, 33)
+
+
+@pytest.mark.parametrize("layout", ["layers", "packed"])
+@pytest.mark.parametrize("per_chunk", [1, 4])
+def test_blocks_come_back_to_the_gpu_over_restarts(store_dir, layout, per_chunk):
+    given, prompts = settings(store_dir, blocks_per_chunk=per_chunk), [names_of(n, 8) for n in range(3)]
+    with Served(given, Gpu(layout)) as served:
+        assert [served.serve(prompt) for prompt in prompts] == [0, 0, 0]
+        assert [served.serve(prompt) for prompt in prompts] == [8, 8, 8]
+    with Served(given, Gpu(layout)) as served:
+        assert [served.serve(prompt) for prompt in prompts] == [8, 8, 8]
+        assert served.serve(prompts[0][:4] + names_of("else", 4)) == 4
+        served.store.cache.validate()
+
+
+@pytest.mark.skipif(not NEW, reason="before 0.33 a failed load of such a model could not be told")
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_every_group_of_the_kv_cache_comes_back(store_dir, per_chunk):
+    with Served(settings(store_dir, blocks_per_chunk=per_chunk), Gpu(groups=3, blocks=256)) as served:
+        names = names_of("a", 6)
+        assert (served.serve(names), served.serve(names)) == (0, 6)
+
+
+def test_groups_of_different_bytes_share_a_store(store_dir):
+    import torch
+
+    memory, spare = torch.zeros(1 << 20, dtype=torch.int8), []
+
+    def allocate(nbytes):
+        spare.append(torch.zeros(nbytes, dtype=torch.int8))
+        return spare[-1]
+
+    base = memory.data_ptr()
+    groups = [
+        device_chunks.Group((device_chunks.Page(base, 512, 512), device_chunks.Page(base + 65_536, 512, 512)), 2),
+        device_chunks.Group((device_chunks.Page(base + 131_072, 512, 300),), 2),
+    ]
+    given = device_settings.DeviceSettings.load({**settings(store_dir), "device": "simulated"})
+    place = Place("m", "dp0", {"test": 1})
+    regions = [(base, len(memory))]
+    store = device_chunks.DeviceChunks(given, place, groups, regions, None, allocate)
+    keys = [[bytes([group, n]) * 16 + group.to_bytes(4, "big") for n in range(3)] for group in range(2)]
+    memory.random_(-128, 128)
+    before = memory.clone()
+    parts = [device_chunks.Part(group, keys[group], range(6)) for group in range(2)]
+    store.submit_store(1, parts)
+    store.wait([1])
+    (ended,) = store.finished()
+    assert len(ended.good) == 6 and not ended.failed
+    memory.zero_()
+    # The second group is entered in the middle of its first chunk, and left in the middle of its last.
+    store.submit_load(2, [parts[0], device_chunks.Part(1, keys[1], range(1, 5), skip=1)])
+    store.wait([2])
+    (ended,) = store.finished()
+    assert len(ended.good) == 6 and not ended.failed
+    for page, blocks in [(0, range(6)), (65_536, range(6)), (131_072, range(1, 5))]:
+        for block in range(6):
+            size = 300 if page == 131_072 else 512
+            at = slice(page + block * 512, page + block * 512 + size)
+            assert torch.equal(memory[at], before[at] if block in blocks else torch.zeros(size, dtype=torch.int8))
+    # Blocks that do not fit their chunks are refused, and the job ends with every key failed.
+    store.submit_load(3, [device_chunks.Part(0, keys[0], range(9))])
+    (ended,) = store.finished()
+    assert set(ended.failed) == set(keys[0])
+    store.close()
+
+
+def test_a_chunk_is_entered_where_the_gpu_has_its_beginning(store_dir):
+    with Served(settings(store_dir, blocks_per_chunk=4)) as served:
+        names = names_of("a", 8)
+        served.serve(names)
+        request, ids = served.request(names), served.take(9)
+        for at, block in enumerate(ids[0]):
+            served.gpu.fill(block, b"mine" if at < 2 else b"not yet")
+        computed = 2 * TOKENS
+        tokens = served.matched(request, computed)
+        assert tokens == 6 * TOKENS
+        assert served.load(request, ids, tokens, computed) == (set(), set())
+        assert all(served.gpu.holds(block, b"mine") for block in ids[0][:2]), "a block that was not asked for"
+        served.check([ids[0][2:]], names[2:])
+
+
+def test_no_block_is_visible_before_all_its_layers_are_stored(store_dir, monkeypatch):
+    with Served(settings(store_dir)) as served:
+        worker, gate = served.worker.connector_worker.worker, Gate()
+        names = names_of("a", 4)
+        monkeypatch.setattr(worker, "_now", lambda: gate)
+        request, ids = served.request(names), served.take(5)
+        assert served.matched(request) == 0
+        served.compute(request, ids, names, settle=False)
+        served.step()
+        # The GPU still computes: nothing was read of its memory, and another request waits instead of computing.
+        assert served.store.cache.stats()["stores"] == 0
+        other = served.request(names)
+        assert served.scheduler.get_num_new_matched_tokens(other, 0)[0] is None
+        gate.open = True
+        assert served.matched(other) == 4 * TOKENS
+        assert gate.waited == 0
+
+
+def test_reuse_of_a_block_waits_for_its_store(store_dir, monkeypatch):
+    with Served(settings(store_dir)) as served:
+        worker, gate = served.worker.connector_worker.worker, Gate()
+        names = names_of("a", 4)
+        monkeypatch.setattr(worker, "_now", lambda: gate)
+        request, ids = served.request(names), served.take(5)
+        served.matched(request)
+        served.compute(request, ids, names, settle=False)
+        served.step()
+        assert served.store.under_way == 1
+        # A new request gets the blocks of the one that has ended.
+        monkeypatch.setattr(worker, "_now", lambda: None)
+        new = served.request(names_of("b", 4))
+        served.matched(new)
+        scheduled = SimpleNamespace(req_id=new.request_id, block_ids=(ids[0],))
+        served.step([scheduled], {new.request_id: new.num_tokens})
+        assert gate.waited == 1 and served.store.under_way == 0, "vLLM writes to the blocks from here on"
+        served.gpu.fill(ids[0][0], b"others")
+        served.settle()
+        assert served.serve(names) == 4
+
+
+@pytest.mark.skipif(not on_gpu(), reason="no CUDA device")
+def test_a_store_and_a_load_come_after_what_the_gpu_was_given(store_dir):
+    import torch
+
+    with Served(settings(store_dir)) as served:
+        names, late = names_of("a", 4), torch.cuda.Stream()
+        request, ids = served.request(names), served.take(5)
+        served.matched(request)
+        for name in (*(name + b"\0" for name in names), b"the last of others"):
+            served.gpu.data(name)
+        with torch.cuda.stream(late):
+            # The GPU is busy for a while before it computes the blocks, and the store is asked for meanwhile.
+            torch.cuda._sleep(1_000_000_000)
+            served.compute(request, ids, names, settle=False)
+            served.step()
+            assert served.store.under_way, "the GPU was not busy for long enough"
+            served.settle()
+        for block in ids[0]:
+            served.gpu.fill(block, b"others")
+        torch.cuda.synchronize()
+        again = served.request(names)
+        tokens = served.matched(again)
+        with torch.cuda.stream(late):
+            # The former owner of the blocks still writes to them.
+            torch.cuda._sleep(1_000_000_000)
+            for block in ids[0]:
+                served.gpu.fill(block, b"the last of others")
+            assert served.load(again, ids, tokens) == (set(), set())
+        torch.cuda.synchronize()
+        served.check(ids, names)
+
+
+def test_what_is_offered_past_the_limit_is_not_stored(store_dir, monkeypatch):
+    with Served(settings(store_dir, store_bytes_queued_max=5 * Gpu().block_bytes)) as served:
+        worker, gate = served.worker.connector_worker.worker, Gate()
+        monkeypatch.setattr(worker, "_now", lambda: gate)
+        names = [names_of(prompt, 4) for prompt in range(2)]
+        for prompt in names:
+            served.compute(request := served.request(prompt), served.take(5), prompt, settle=False)
+            del request
+        assert served.manager._dropped == 3
+        gate.open = True
+        served.settle()
+        # The beginnings of prefixes were kept.
+        assert [served.serve(prompt) for prompt in names] == [4, 1]
+
+
+def test_a_reset_hides_what_was_stored_until_the_restart(store_dir):
+    given, names = settings(store_dir), names_of("a", 4)
+    with Served(given) as served:
+        served.serve(names)
+        assert served.scheduler.reset_cache()
+        assert served.serve(names) == 0, "the weights may be others"
+        assert served.serve(names) == 4
+    with Served(given) as served:
+        assert served.serve(names) == 4, "what was stored under the first weights"
+
+
+def test_the_disk_holds_its_capacity_and_no_more(store_dir):
+    with Served(settings(store_dir, capacity="2MiB", host_bytes="1MiB")) as served:
+        slots = served.store.cache.stats()["tiers"]["disk"]["slots"]
+        prompts = [names_of(n, 8) for n in range(3 * slots // 8)]
+        for prompt in prompts:
+            served.serve(prompt)
+        (path,) = files(store_dir)
+        assert path.stat().st_blocks * 512 <= 2 << 20
+        assert 0 < served.store.cache.stats()["tiers"]["disk"]["resident"] <= slots
+        assert served.serve(prompts[-1]) == 8
+        served.store.cache.validate()
+
+
+def test_replicas_have_a_folder_each(store_dir):
+    with Served(settings(store_dir)) as first, Served(settings(store_dir), replica=1) as second:
+        names = names_of("a", 4)
+        first.serve(names)
+        assert (first.serve(names), second.serve(names)) == (4, 0)
+
+
+def test_each_replica_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(_figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    with Served(settings(store_dir, metrics_port=9400)), Served(settings(store_dir, metrics_port=9400), replica=1):
+        assert served == [(9400, 0), (9400, 1)]
+
+
+def test_another_cut_of_the_kv_cache_is_another_store(store_dir):
+    names = names_of("a", 4)
+    with Served(settings(store_dir)) as served:
+        served.serve(names)
+    for gpu, more in [(Gpu(layers=5), {}), (Gpu("packed"), {}), (Gpu(), {"revision": "2"})]:
+        with Served(settings(store_dir, **more), gpu) as served:
+            assert served.serve(names) == 0
+
+
+def test_preemption_waits_for_the_stores_of_its_blocks(store_dir, monkeypatch):
+    with Served(settings(store_dir)) as served:
+        worker, gate = served.worker.connector_worker.worker, Gate()
+        names = names_of("a", 4)
+        monkeypatch.setattr(worker, "_now", lambda: gate)
+        request, ids = served.request(names), served.take(5)
+        served.matched(request)
+        served.compute(request, ids, names, settle=False)
+        served.step()
+        assert served.store.under_way == 1 and not gate.open
+        served.step(preempted={request.request_id})
+        assert gate.waited == 1 and served.store.under_way == 0, "others get the blocks from here on"
+        for block in ids[0]:
+            served.gpu.fill(block, b"others")
+        served.settle()
+        assert served.serve(names) == 4
+
+
+def test_the_end_waits_for_jobs_under_way(store_dir, monkeypatch):
+    given, names, gate = settings(store_dir), names_of("a", 6), Gate()
+    served = Served(given)
+    monkeypatch.setattr(served.worker.connector_worker.worker, "_now", lambda: gate)
+    served.compute(served.request(names), served.take(7), names, settle=False)
+    served.step()
+    served.close()
+    assert gate.waited == 1
+    served.close()
+    assert not spec.Opened.all
+    with Served(given) as served:
+        assert served.serve(names) == 6

@@ -1,0 +1,379 @@
+"""The vLLM tier under vLLM's own manager, memory and factory: bytes, restarts, limits, failures."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import vtier
+
+why = vtier.missing()
+if why:
+    pytest.skip(why, allow_module_level=True)
+
+vtier.boot()
+
+from vtier import Engine, files, key_of, keys_of, stored, tier_config  # noqa: E402
+
+import kvhoist.vllm.tier  # noqa: E402
+from kvhoist import ConfigError, StoreError, _figures  # noqa: E402
+
+CELL = 4096
+
+
+def test_chunks_come_back_over_restarts(store_dir):
+    prompts = {}
+    with Engine([tier_config(store_dir)]) as engine:
+        for prompt in range(3):
+            prompts[prompt] = stored(engine, prompt, 12)
+    for _ in range(2):
+        with Engine([tier_config(store_dir)]) as engine:
+            for keys in prompts.values():
+                context = engine.request(keys)
+                assert engine.resolve(context, keys) == "H" * 12
+                engine.check(context, keys)
+                engine.finish(context)
+                engine.forget()
+
+
+def finished(engine, keys, **more):
+    """A request for chunks that are there, which ends."""
+    context = engine.request(keys, **more)
+    if vtier.version() < (0, 33):
+        engine.tier.touch(keys, context)
+    engine.finish(context)
+
+
+def hints(action, **payload):
+    protocol = importlib.import_module("vllm.v1.kv_hints.protocol")
+    return protocol.KvHintsEnvelope("1", "m", [protocol.KvHintAction("a", action, "1", payload)])
+
+
+def test_a_request_says_that_its_chain_is_over_or_is_to_be_kept(store_dir, caplog):
+    with Engine([tier_config(store_dir)]) as engine:
+        chains = {name: stored(engine, name, 6) for name in ("silent", "over", "kept", "wrong")}
+        finished(engine, chains["silent"])
+        finished(engine, chains["over"], kv_transfer_params={"kvhoist": {"release": True}, "other": 1})
+        finished(engine, chains["kept"], kv_transfer_params={"kvhoist": {"keep_seconds": 3600}})
+        stats = engine.tier.store.cache.stats()
+        assert (stats["released"], stats["tiers"]["disk"]["kept"]) == (6, 6)
+        finished(engine, chains["wrong"], kv_transfer_params={"kvhoist": {"release": "soon"}})
+        assert engine.tier.counters["hint"] == 1 and "expected release: true or false" in caplog.text
+        assert engine.tier.store.cache.stats()["released"] == 6
+
+
+@pytest.mark.skipif(vtier.version() < (0, 33), reason="vLLM has no hints before 0.33")
+def test_an_orchestrators_hints_are_taken(store_dir):
+    with Engine([tier_config(store_dir)]) as engine:
+        chains = {name: stored(engine, name, 6) for name in ("over", "kept", "others")}
+        finished(engine, chains["over"], kv_hints=hints("kvhoist.release"))
+        finished(engine, chains["kept"], kv_hints=hints("kvhoist.keep", seconds=60))
+        finished(engine, chains["others"], kv_hints=hints("somebody.else", seconds=60))
+        stats = engine.tier.store.cache.stats()
+        assert (stats["released"], stats["tiers"]["disk"]["kept"]) == (6, 6)
+
+
+@pytest.mark.parametrize("cell_bytes", [1000, 4096, 70_272])
+def test_rows_of_any_size_come_back(store_dir, cell_bytes):
+    with Engine([tier_config(store_dir, host_bytes="8MiB")], cell_bytes=cell_bytes) as engine:
+        keys = stored(engine, "a", 9)
+        context = engine.request(keys)
+        assert engine.resolve(context, keys) == "H" * 9
+        engine.check(context, keys)
+
+
+def test_every_group_of_the_kv_cache_comes_back(store_dir):
+    with Engine([tier_config(store_dir)], groups=3) as engine:
+        groups = [keys_of("a", 4, group) for group in range(3)]
+        context = engine.request(*groups)
+        for n in range(4):
+            engine.put(context, [keys[n] for keys in groups])
+            engine.settle()
+        engine.forget()
+        for keys in groups:
+            assert engine.resolve(context, keys) == "HHHH"
+            engine.check(context, keys)
+
+
+def test_a_lookup_is_answered_at_once(store_dir):
+    with Engine([tier_config(store_dir)]) as engine:
+        keys = stored(engine, "a", 6)
+        context = engine.request(keys)
+        # Never a step lost on RETRY: a hit takes its row in the step that asks.
+        assert engine.lookup(context, [*keys, key_of("b")]) == "PPPPPPM"
+        engine.step()
+        engine.wait()
+        assert engine.resolve(context, keys) == "HHHHHH"
+
+
+def test_a_key_is_to_be_retried_while_its_load_is_under_way(store_dir):
+    with Engine([tier_config(store_dir)]) as engine:
+        (key, *_) = stored(engine, "a", 1)
+        context, results = engine.request([key]), engine.modules.base.LookupResult
+        assert engine.tier.lookup(key, context) is results.HIT
+        engine.lookup(context, [key])
+        engine.step()
+        assert engine.tier.lookup(key, context) is results.RETRY
+        engine.settle()
+        assert engine.tier.lookup(key, context) is results.HIT
+
+
+def test_the_disk_holds_its_capacity_and_no_more(store_dir):
+    with Engine([tier_config(store_dir, capacity="2MiB")]) as engine:
+        slots = engine.tier.store.cache.stats()["tiers"]["disk"]["slots"]
+        (path,) = files(store_dir)
+        prompts = [stored(engine, prompt, 12) for prompt in range(10 * slots // 12)]
+        assert path.stat().st_size <= 2 << 20
+        assert path.stat().st_blocks * 512 <= 2 << 20
+        assert engine.tier.store.cache.stats()["tiers"]["disk"]["resident"] <= slots
+        survivors = 0
+        for keys in prompts:
+            context = engine.request(keys)
+            found = engine.resolve(context, keys)
+            hits = found.count("H")
+            # Given as a set, evicted by what it is: a chain loses its end and never its middle.
+            assert found == "H" * hits + "M" * (len(keys) - hits)
+            engine.check(context, keys[:hits])
+            survivors += hits
+            engine.forget()
+        assert slots // 2 < survivors <= slots
+        engine.tier.store.cache.validate()
+
+
+def test_what_requests_use_outlives_what_they_do_not(store_dir):
+    with Engine([tier_config(store_dir, capacity="2MiB")]) as engine:
+        slots = engine.tier.store.cache.stats()["tiers"]["disk"]["slots"]
+        hot = stored(engine, "hot", 8)
+        for prompt in range(4 * slots // 8):
+            context = engine.request(hot)
+            if vtier.version() < (0, 33):
+                engine.manager.touch(hot, context)
+            # The chunks themselves come from vLLM's memory, as far as this tier can tell.
+            engine.finish(context)
+            stored(engine, prompt, 8)
+        context = engine.request(hot)
+        assert engine.resolve(context, hot) == "H" * 8
+
+
+def test_keys_in_any_order_are_stored_as_one_chain(store_dir, seed):
+    """vLLM hands keys over as a set; their positions give the chain."""
+    shuffled = random.Random(seed)
+    with Engine([tier_config(store_dir, capacity="2MiB")], rows=64) as engine:
+        slots = engine.tier.store.cache.stats()["tiers"]["disk"]["slots"]
+        keys = keys_of("a", 16)
+        context = engine.request(keys)
+        # Rows in another order than the chain's.
+        assert engine.prepare(context, shuffled.sample(keys, 16), touch=keys)
+        for part in (keys[:6], keys[6:10], keys[10:]):
+            shuffled.shuffle(part)
+            # A dict keeps the order that a set would have had by chance.
+            engine.manager.primary_tier.complete_store(part, context, True)
+            job = engine.manager.create_store_job(dict.fromkeys(part), context, 0)
+            engine.tier.submit_store(job)
+            engine.settle()
+        engine.forget()
+        assert engine.resolve(context, keys) == "H" * 16
+        engine.check(context, keys)
+        engine.forget()
+        seen = []
+        for other in range(4 * slots):
+            there = [engine.tier.store.contains(key) for key in keys]
+            assert there == sorted(there, reverse=True), "a chain lost its middle"
+            there = sum(there)
+            seen.append(there)
+            stored(engine, f"other {other}", 1)
+        assert seen == sorted(seen, reverse=True) and set(seen) == set(range(17))
+
+
+def test_a_reset_waits_for_what_is_under_way(store_dir):
+    import torch
+
+    with Engine([tier_config(store_dir)], rows=48, cell_bytes=64 << 10) as engine:
+        keys = stored(engine, "a", 16)
+        for round_ in range(4):
+            reader, writer = engine.request(keys), engine.request(keys_of(f"b{round_}", 16))
+            assert engine.lookup(reader, keys) == "P" * 16
+            engine.step()
+            assert engine.put(writer, keys_of(f"b{round_}", 16)) is not None
+            engine.manager.reset_cache()
+            # From here on the memory is vLLM's alone.
+            assert not engine.tier.store.jobs.under_way
+            for view in engine.views:
+                view.fill_(round_)
+            if hasattr(engine.manager, "on_reset_flushed"):
+                assert engine.lookup(reader, keys) == "M" * 16
+                engine.manager.on_reset_flushed()
+            engine.tier.store.cache.sync()
+            for view in engine.views:
+                assert torch.all(view == round_), "a transfer wrote after the reset"
+            assert engine.resolve(reader, keys) == "H" * 16
+            engine.check(reader, keys)
+            engine.finish(reader)
+            engine.finish(writer)
+            engine.forget()
+
+
+def test_a_shutdown_lets_go_of_the_memory(store_dir):
+    engine = Engine([tier_config(store_dir)], rows=48, cell_bytes=64 << 10)
+    keys = stored(engine, "a", 16)
+    context = engine.request(keys)
+    engine.lookup(context, keys)
+    engine.step()
+    engine.put(engine.request(keys_of("b", 16)), keys_of("b", 16))
+    region = engine.spec._scheduler_mmap
+    path = Path(region.mmap_path)
+    engine.manager.shutdown()
+    assert region.mmap_obj is None, "something still exports vLLM's memory"
+    assert not path.exists()
+    # Afterwards nothing raises, and nothing is there.
+    assert engine.tier.lookup(keys[0], context) is engine.modules.base.LookupResult.MISS
+    engine.tier.drain_jobs()
+    assert all(job.success for job in engine.tier.get_finished_jobs())
+    assert list(engine.tier.get_finished_jobs()) == []
+    engine.tier.shutdown()
+    engine.views.clear()
+    for region in engine.regions:
+        region.cleanup()
+    with Engine([tier_config(store_dir)], rows=48, cell_bytes=64 << 10) as engine:
+        keys = [*keys, *keys_of("b", 16)]
+        context = engine.request(keys)
+        assert engine.resolve(context, keys) == "H" * 32
+        engine.check(context, keys)
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "meta/other"}, {"workers": 1}, {"cell_bytes": 8192}, {"groups": 2}, {"replica": 1}]
+)
+def test_what_differs_in_anything_never_meets(store_dir, other):
+    with Engine([tier_config(store_dir)]) as engine:
+        keys = stored(engine, "a", 4)
+        with Engine([tier_config(store_dir)], **other) as apart:
+            context = apart.request(keys)
+            assert apart.resolve(context, keys) == "MMMM"
+            apart.put(context, keys)
+            apart.settle()
+        context = engine.request(keys)
+        assert engine.resolve(context, keys) == "HHHH"
+        engine.check(context, keys)
+
+
+def test_each_replica_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
+    served = []
+    monkeypatch.setattr(_figures, "serve", lambda port, rank=0: served.append((port, rank)))
+    with Engine([tier_config(store_dir, metrics_port=9400)]), Engine([tier_config(store_dir, metrics_port=9400)], replica=1):
+        assert served == [(9400, 0), (9400, 1)]
+
+
+def test_weights_of_one_name_are_told_apart_by_their_revision(store_dir):
+    with Engine([tier_config(store_dir)]):
+        with Engine([tier_config(store_dir, revision="2026-11")]) as other:
+            assert other.resolve(other.request(keys_of("a", 1)), keys_of("a", 1)) == "M"
+
+
+def test_a_store_belongs_to_one_engine(store_dir):
+    with Engine([tier_config(store_dir)]):
+        with pytest.raises(StoreError, match="lock|use"):
+            Engine([tier_config(store_dir)])
+
+
+@pytest.mark.parametrize(
+    "settings, field",
+    [
+        ({"capacity": "lots"}, "capacity"),
+        ({"capacity": "4KiB"}, "capacity"),
+        ({"path": "relative"}, "path"),
+        ({"threads": 4}, "threads"),
+        ({"pool_shares": {"a": 0.5}}, "pool_shares"),
+        ({"write_policy": "never"}, "write_policy"),
+        ({"revision": 7}, "revision"),
+    ],
+)
+def test_a_wrong_setting_is_named_at_the_start(store_dir, settings, field):
+    with pytest.raises(ConfigError) as raised:
+        Engine([{**tier_config(store_dir), **settings}])
+    assert raised.value.field == field
+
+
+def test_a_version_outside_is_refused_by_name(monkeypatch, caplog, store_dir):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.24.0")
+    with pytest.raises(ImportError, match=r"found version 0\.24\.0, expected 0\.28 to 0\.33"):
+        importlib.reload(kvhoist.vllm.tier)
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with caplog.at_level(logging.WARNING, logger="kvhoist.vllm"), Engine([tier_config(store_dir)]):
+        pass
+    assert "found version 0.99.0" in caplog.text
+
+
+def test_figures_come_in_the_way_that_vllm_declares_them(store_dir):
+    with Engine([tier_config(store_dir)]) as engine:
+        declared = type(engine.spec).build_metric_definitions(engine.extra)
+        stored(engine, "a", 4)
+        engine.tier._figures._asked_at = 0.0
+        stats = engine.manager.get_stats()
+        ours = {name: values for name, values in stats.data["data"].items() if "kvhoist" in name}
+        assert set(ours) == {name for name in declared if "kvhoist" in name}
+        for name, values in ours.items():
+            for labels in values:
+                assert len(labels) == len(declared[name].labelnames)
+        ((usage,),) = [list(values.values()) for name, values in ours.items() if name.endswith("usage_perc")]
+        assert 0 < usage < 1
+        if hasattr(engine.spec, "config_info_keys"):
+            keys = type(engine.spec).config_info_keys(engine.extra)
+            (info,) = [info for info in engine.manager.config_info() if "kvhoist_version" in info]
+            assert set(info) <= set(keys) and info["kvhoist_slots"] > 0
+
+
+def test_events_say_what_was_stored(store_dir):
+    with Engine([tier_config(store_dir, enable_kv_events=True)], events=True) as engine:
+        keys = stored(engine, "a", 4)
+        events = [event for event in engine.manager.take_events() if event.medium is engine.tier.medium]
+        assert sorted(key for event in events for key in event.keys) == sorted(keys)
+        assert not any(event.removed for event in events)
+        assert not list(engine.tier.take_events())
+
+
+def test_a_keyword_that_a_later_vllm_passes_is_taken_with_one_warning(store_dir, monkeypatch, caplog):
+    """What the operator has misspelt is refused still."""
+    real = kvhoist.vllm.KvhoistTier.__init__
+
+    def passing_more(self, *given, **named):
+        real(self, *given, **named, worker_group="a", next_thing=7)
+
+    monkeypatch.setattr(kvhoist.vllm.KvhoistTier, "__init__", passing_more)
+    for _ in range(2):
+        with Engine([tier_config(store_dir)]) as engine:
+            keys = stored(engine, "a", 4)
+            assert engine.resolve(engine.request(keys), keys) == "HHHH"
+    assert caplog.text.count("makes no use of next_thing, worker_group") == 1
+    with pytest.raises(kvhoist.ConfigError, match="capactiy"):
+        Engine([{**tier_config(store_dir), "capactiy": "1GiB"}])
+
+
+@pytest.mark.skipif(vtier.version() < (0, 33), reason="vLLM has no hints before 0.33")
+def test_a_hint_of_another_version_is_not_followed(store_dir, caplog):
+    with Engine([tier_config(store_dir)]) as engine:
+        keys = stored(engine, "over", 6)
+        later = hints("kvhoist.release")
+        protocol = importlib.import_module("vllm.v1.kv_hints.protocol")
+        actions = [protocol.KvHintAction("a", "kvhoist.release", "2", {}), later.actions[0]]
+        finished(engine, keys, kv_hints=protocol.KvHintsEnvelope("1", "m", actions))
+        assert engine.tier.store.cache.stats()["released"] == 0 and engine.tier.counters["hint"] == 1
+        assert "action_version: found '2', expected '1'" in caplog.text
+        others = [protocol.KvHintAction("a", "somebody.else", "2", {}), later.actions[0]]
+        finished(engine, keys, kv_hints=protocol.KvHintsEnvelope("1", "m", others))
+        assert engine.tier.store.cache.stats()["released"] == 6
+
+
+def test_a_build_from_source_is_tried_with_a_warning(monkeypatch, caplog, store_dir):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.1.dev1+gabcdef123")
+    importlib.reload(kvhoist.vllm.tier)
+    with Engine([tier_config(store_dir)]) as engine:
+        assert stored(engine, "a", 2)
+    assert "found version 0.1.dev1+gabcdef123" in caplog.text
