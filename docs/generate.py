@@ -115,21 +115,23 @@ def snake(name: str) -> str:
 
 
 def metrics() -> str:
-    text = source("src/metrics.rs")
-    # Labels of a counter have no spaces; what it counts has.
-    rust = {m[0]: m[1] for m in re.findall(r'"(kvhoist_\w+)",\s*(?:Unit::\w+,\s*)?"([^"]+)"', text) if " " in m[1]}
-    tree = ast.parse(source("python/kvhoist/metrics.py"))
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "Metric"]
-    python = {call.args[0].value: (call.args[1].value, call.args[2].value) for call in calls}
-    service = dict(re.findall(r'"(kvhoist_\w+)",\s*(?:help: )?"([^"]+)"', source("cli/src/http/figures.rs")))
+    declared, figures, more = (source(f"src/{name}.rs") for name in ("metrics", "cache/stats", "cache/exported"))
+    plain = {f"kvhoist_{field}_total": words for field, words in re.findall(r'^ {16}(\w+): "([^"]+)";$', declared, re.M)}
+    plain |= dict(re.findall(r'\w+: "(kvhoist_\w+)".*?"([^"]+)";', figures, re.S))
+    # Name and words, in the order of a tuple's or a struct's fields.
+    pairs = r'"(kvhoist_\w+)",\s*(?:help: )?"([^"]+)"'
+    live = re.findall(pairs, block(declared, "const LIVE").split("];")[0] + block(more, "const GDR_IN_USE"))
+    every = plain | dict(re.findall(pairs, declared + more))
+    rust, python = every, every.keys() - dict(live).keys()
+    service = dict(re.findall(pairs, source("cli/src/http/figures.rs")))
     rows = ["| name | kind | Rust | Python | service | |", "|---|---|---|---|---|---|"]
-    for name in sorted(rust.keys() | python.keys() | service.keys()):
+    for name in sorted(rust.keys() | service.keys()):
         kind = "histogram" if name.endswith("_seconds") else "counter" if name.endswith("_total") else "gauge"
-        words = rust.get(name) or service.get(name) or python[name][1]
-        exported = " | ".join("yes" if name in names else "" for names in (rust, python, service))
+        words = rust.get(name) or service[name]
+        exported = " | ".join("yes" if name in names else "" for names in (rust, python, python | service.keys()))
         rows.append(f"| `{name}` | {kind} | {exported} | {cell(words)} |")
     return (
-        HEAD.format(source="src/metrics.rs, python/kvhoist/metrics.py and cli/src/http/figures.rs")
+        HEAD.format(source="src/metrics.rs, src/cache/stats.rs, src/cache/exported.rs and cli/src/http/figures.rs")
         + "# Metrics\n\n*For operators.*\n\n"
         "Where to get them: [monitoring](../monitoring.md). The label `cache` is the namespace of a cache or the name of a\n"
         "service's space; `number` tells two of the same name apart (not in Rust). Other labels: `tier`, `route`, `engine`,\n"

@@ -21,6 +21,11 @@ pub mod service {
     };
 }
 
+/// What exporters of a cache's figures show.
+pub mod exported {
+    pub use crate::cache::{Kind, Metric, Sample, WEAR, metrics};
+}
+
 macro_rules! export {
     ($($module:ident)*) => {
         $(pub mod $module {

@@ -15,36 +15,110 @@ pub use durations::Durations;
 pub(crate) use durations::Histogram;
 pub(crate) use tally::{Held, Tally};
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use metrics::Unit;
+use metrics::{Label, Unit};
 
 use crate::{
     block::{Route, Tier},
     shield::caught,
 };
 
-/// Counters of one tier.
-pub(crate) struct TierMetrics {
-    pub(crate) hits: Count,
-    pub(crate) evictions: Count,
-    pub(crate) refused: Count,
-    pub(crate) bytes_in: Count,
-    pub(crate) bytes_out: Count,
+/// The counters of a tier, each declared once: its field in [`TierMetrics`] and in `TierStats`, and what it counts. The
+/// metric is `kvhoist_<field>_total`, with the label `tier`.
+macro_rules! tier_counters {
+    ($then:ident $($more:tt)*) => {
+        $then! {
+            counters {
+                hits: "Blocks fetched or loaded from a tier, by tier";
+                evictions: "Blocks evicted, by tier";
+                refused: "New blocks that a full tier refused, by tier";
+                bytes_in: "Bytes moved into a tier, by tier";
+                bytes_out: "Bytes moved out of a tier, by tier";
+            }
+            $($more)*
+        }
+    };
 }
 
-impl TierMetrics {
-    fn new(of: &Of<'_>, tier: Tier) -> Self {
-        let count = |name| of.labelled(name, "tier", tier.name());
-        TierMetrics {
-            hits: count("kvhoist_hits_total"),
-            evictions: count("kvhoist_evictions_total"),
-            refused: count("kvhoist_refused_total"),
-            bytes_in: count("kvhoist_bytes_in_total"),
-            bytes_out: count("kvhoist_bytes_out_total"),
+/// The counters of a cache without a label of their own, each declared once: its field in [`Metrics`] and in `Stats`,
+/// and what it counts, which is also the first sentence of its documentation. The metric is `kvhoist_<field>_total`.
+macro_rules! counters {
+    ($then:ident $($more:tt)*) => {
+        $then! {
+            counters {
+                misses: "Blocks fetched or loaded that were in no tier";
+                joined: "Misses that another caller's computation answered (get_or_fetch_with)";
+                stores: "Blocks stored";
+                stores_known: "Stores of blocks that were already resident";
+                stores_failed: "Stores that failed";
+                writes_refused: "Writes that the disk tier refused";
+                checksum_failures: "Blocks read from disk whose checksum did not match";
+                read_errors: "Reads of the disk tier that failed";
+                write_errors: "Writes to the disk tier that failed";
+                copy_errors: "Copies between memories that failed";
+                quarantined: "Disk slots taken out of service until the store is opened again";
+                /// Their slots stay in use. After 16 such blocks the stores from that memory are copied first.
+                changed_memory: "Blocks given up because their caller's memory was changed while they were stored from it";
+                background_refused: "Prefetches and background writes refused because their queue was full";
+                /// [`Cache::release`] releases them.
+                released: "Blocks of chains that callers released";
+                released_unwritten: "Released blocks that were evicted from host memory without a write to disk";
+                busy: "Calls answered with Error::Busy";
+                timeouts: "Calls answered with Error::Timeout";
+                record_writes: "Pages of the record table written";
+                records_bad: "Records refused at recovery: torn or damaged";
+                cufile_errors: "Requests that libcufile failed; their blocks went through host memory";
+            }
+            $($more)*
         }
-    }
+    };
 }
+
+pub(crate) use {counters, tier_counters};
+
+/// A metric's name, and what it shows.
+pub(crate) type Described = (&'static str, &'static str);
+
+// Those with other labels, which several fields of `Stats` fill.
+pub(crate) const MOVED_BLOCKS: Described = ("kvhoist_moved_blocks_total", "Blocks served or moved, by route");
+pub(crate) const MOVED_BYTES: Described = ("kvhoist_moved_bytes_total", "Bytes served or moved, by route");
+pub(crate) const MOVEMENT_SECONDS: Described = ("kvhoist_movement_seconds", "Duration of movements, by route");
+pub(crate) const COPIES: Described = ("kvhoist_copies_total", "Batches of copies between memories, by engine");
+pub(crate) const COPIED_BYTES: Described = ("kvhoist_copied_bytes_total", "Bytes copied between memories, by engine");
+pub(crate) const WRITES_DECLINED: Described = (
+    "kvhoist_writes_declined_total",
+    "Blocks that were not worth a write to the disk tier, or for which its budget had no room, by reason",
+);
+
+/// Gauges that are set when they change.
+const LIVE: [Described; 3] = [
+    ("kvhoist_movements", "Movements in flight"),
+    (
+        "kvhoist_write_share",
+        "Share of the chains in their first use that the budget of writes takes now, 0 to 1",
+    ),
+    ("kvhoist_cufile_in_use", "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 otherwise"),
+];
+
+macro_rules! tier_metrics {
+    (counters { $($field:ident: $text:literal;)* }) => {
+        /// Counters of one tier.
+        pub(crate) struct TierMetrics {
+            $(pub(crate) $field: Count,)*
+        }
+
+        impl TierMetrics {
+            fn new(of: &Of<'_>, tier: Tier) -> Self {
+                TierMetrics {
+                    $($field: of.labelled(concat!("kvhoist_", stringify!($field), "_total"), "tier", tier.name()),)*
+                }
+            }
+        }
+    };
+}
+
+tier_counters!(tier_metrics);
 
 /// Counters of one route.
 pub(crate) struct RouteMetrics {
@@ -56,9 +130,9 @@ pub(crate) struct RouteMetrics {
 impl RouteMetrics {
     fn new(of: &Of<'_>, route: Route) -> Self {
         RouteMetrics {
-            blocks: of.labelled("kvhoist_moved_blocks_total", "route", route.name()),
-            bytes: of.labelled("kvhoist_moved_bytes_total", "route", route.name()),
-            durations: of.histogram("kvhoist_movement_seconds", route),
+            blocks: of.labelled(MOVED_BLOCKS.0, "route", route.name()),
+            bytes: of.labelled(MOVED_BYTES.0, "route", route.name()),
+            durations: of.histogram(MOVEMENT_SECONDS.0, route),
         }
     }
 }
@@ -77,8 +151,8 @@ pub(crate) struct CopyMetrics {
 impl CopyMetrics {
     fn new(of: &Of<'_>) -> Self {
         CopyMetrics {
-            batches: COPY_ENGINES.map(|engine| of.labelled("kvhoist_copies_total", "engine", engine)),
-            bytes: COPY_ENGINES.map(|engine| of.labelled("kvhoist_copied_bytes_total", "engine", engine)),
+            batches: COPY_ENGINES.map(|engine| of.labelled(COPIES.0, "engine", engine)),
+            bytes: COPY_ENGINES.map(|engine| of.labelled(COPIED_BYTES.0, "engine", engine)),
             failovers: of.plain("kvhoist_gdr_failovers_total"),
         }
     }
@@ -100,9 +174,8 @@ impl CopyMetrics {
 /// Why a block is dropped that could be written to disk.
 pub(crate) const DECLINED: [&str; 2] = ["value", "budget"];
 
-/// Declares the counters of a cache that have no label but its own: the field, the name, and what is counted.
 macro_rules! metrics {
-    ($($field:ident: $name:literal, $text:literal;)*) => {
+    (counters { $($(#[$more:meta])* $field:ident: $text:literal;)* }) => {
         /// All metrics of one cache.
         pub(crate) struct Metrics {
             pub(crate) tiers: [TierMetrics; Tier::COUNT],
@@ -117,79 +190,27 @@ macro_rules! metrics {
             $(pub(crate) $field: Count,)*
         }
 
-        const PLAIN: &[(&str, &str)] = &[$(($name, $text)),*];
-
         impl Metrics {
             /// The metrics of the cache of a namespace, which is their label `cache`.
             pub(crate) fn new(namespace: &str) -> Self {
-                _ = caught(describe);
                 let of = Of(namespace);
                 Metrics {
                     tiers: Tier::ALL.map(|tier| TierMetrics::new(&of, tier)),
                     routes: Route::ALL.map(|route| RouteMetrics::new(&of, route)),
-                    writes_declined: DECLINED.map(|why| of.labelled("kvhoist_writes_declined_total", "reason", why)),
-                    write_share: of.gauge("kvhoist_write_share", None),
+                    writes_declined: DECLINED.map(|why| of.labelled(WRITES_DECLINED.0, "reason", why)),
+                    write_share: of.gauge("kvhoist_write_share"),
                     work_done: Arc::new(of.plain("kvhoist_work_done_total")),
                     copies: Arc::new(CopyMetrics::new(&of)),
-                    movements: of.gauge("kvhoist_movements", None),
-                    cufile_in_use: of.gauge("kvhoist_cufile_in_use", None),
-                    $($field: of.plain($name),)*
+                    movements: of.gauge("kvhoist_movements"),
+                    cufile_in_use: of.gauge("kvhoist_cufile_in_use"),
+                    $($field: of.plain(concat!("kvhoist_", stringify!($field), "_total")),)*
                 }
             }
         }
     };
 }
 
-metrics! {
-    misses: "kvhoist_misses_total", "Blocks fetched or loaded that were in no tier";
-    joined: "kvhoist_joined_total", "Misses that another caller's computation answered (get_or_fetch_with)";
-    stores: "kvhoist_stores_total", "Blocks stored";
-    stores_known: "kvhoist_stores_known_total", "Stores of blocks that were already resident";
-    stores_failed: "kvhoist_stores_failed_total", "Stores that failed";
-    writes_refused: "kvhoist_writes_refused_total", "Writes that the disk tier refused";
-    checksum_failures: "kvhoist_checksum_failures_total", "Blocks read from disk whose checksum did not match";
-    read_errors: "kvhoist_read_errors_total", "Reads of the disk tier that failed";
-    write_errors: "kvhoist_write_errors_total", "Writes to the disk tier that failed";
-    copy_errors: "kvhoist_copy_errors_total", "Copies between memories that failed";
-    quarantined: "kvhoist_quarantined_total", "Disk slots taken out of service until the store is opened again";
-    changed_memory: "kvhoist_changed_memory_total",
-        "Blocks given up because their caller's memory was changed while they were stored from it";
-    background_refused: "kvhoist_background_refused_total",
-        "Prefetches and background writes refused because their queue was full";
-    released: "kvhoist_released_total", "Blocks of chains that callers released";
-    released_unwritten: "kvhoist_released_unwritten_total",
-        "Released blocks that were evicted from host memory without a write to disk";
-    busy: "kvhoist_busy_total", "Calls answered with Error::Busy";
-    timeouts: "kvhoist_timeouts_total", "Calls answered with Error::Timeout";
-    record_writes: "kvhoist_record_writes_total", "Pages of the record table written";
-    records_bad: "kvhoist_records_bad_total", "Records refused at recovery: torn or damaged";
-    cufile_errors: "kvhoist_cufile_errors_total",
-        "Requests that libcufile failed; their blocks went through host memory";
-}
-
-/// Counters with labels, and one that the copies share.
-const LABELED: [(&str, Unit, &str); 12] = [
-    ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded from a tier, by tier"),
-    ("kvhoist_evictions_total", Unit::Count, "Blocks evicted, by tier"),
-    ("kvhoist_refused_total", Unit::Count, "New blocks that a full tier refused, by tier"),
-    ("kvhoist_bytes_in_total", Unit::Bytes, "Bytes moved into a tier, by tier"),
-    ("kvhoist_bytes_out_total", Unit::Bytes, "Bytes moved out of a tier, by tier"),
-    ("kvhoist_moved_blocks_total", Unit::Count, "Blocks served or moved, by route"),
-    ("kvhoist_moved_bytes_total", Unit::Bytes, "Bytes served or moved, by route"),
-    (
-        "kvhoist_writes_declined_total",
-        Unit::Count,
-        "Blocks that were not worth a write to the disk tier, or for which its budget had no room, by reason",
-    ),
-    ("kvhoist_copies_total", Unit::Count, "Batches of copies between memories, by engine"),
-    ("kvhoist_copied_bytes_total", Unit::Bytes, "Bytes copied between memories, by engine"),
-    (
-        "kvhoist_gdr_failovers_total",
-        Unit::Count,
-        "Batches of copies that the RDMA device failed; another engine copied them",
-    ),
-    ("kvhoist_work_done_total", Unit::Count, "Checksums and copies done by worker threads"),
-];
+counters!(metrics);
 
 impl Metrics {
     pub(crate) fn tier(&self, tier: Tier) -> &TierMetrics {
@@ -262,19 +283,6 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
     }
 }
 
-/// Sets the gauges and the counter of a drive's wear, by a path on it: the share of its life that is used, the years
-/// until all of it is used, and the bytes written to it.
-pub(crate) fn export_wear(path: &Path, used: f64, years_left: Option<f64>, bytes_written: u64) {
-    let path = || path.display().to_string();
-    _ = caught(|| {
-        metrics::gauge!("kvhoist_drive_used", "path" => path()).set(used);
-        if let Some(years) = years_left {
-            metrics::gauge!("kvhoist_drive_years_left", "path" => path()).set(years);
-        }
-        metrics::counter!("kvhoist_drive_written_bytes_total", "path" => path()).absolute(bytes_written);
-    });
-}
-
 /// The namespace of a cache: the label `cache` of its metrics.
 pub(crate) struct Of<'a>(pub(crate) &'a str);
 
@@ -295,79 +303,28 @@ impl Of<'_> {
         Histogram::new(caught(|| metrics::histogram!(name, "cache" => self.cache(), "route" => route.name())))
     }
 
-    /// Sets the gauge that shows the version and the storage engine.
-    pub(crate) fn info(&self, storage: &'static str) {
-        let version = env!("CARGO_PKG_VERSION");
-        _ = caught(|| {
-            metrics::gauge!("kvhoist_info", "cache" => self.cache(), "version" => version, "storage" => storage).set(1);
-        });
+    fn gauge(&self, name: &'static str) -> Gauge {
+        Gauge::new(caught(|| metrics::gauge!(name, "cache" => self.cache())))
     }
 
-    pub(crate) fn gauge(&self, name: &'static str, tier: Option<Tier>) -> Gauge {
-        let gauge = caught(|| match tier {
-            Some(tier) => metrics::gauge!(name, "cache" => self.cache(), "tier" => tier.name()),
-            None => metrics::gauge!(name, "cache" => self.cache()),
-        });
-        Gauge::new(gauge)
+    /// Sets a gauge with these labels beside its own.
+    pub(crate) fn set(&self, name: &'static str, labels: impl Iterator<Item = (&'static str, String)>, value: f64) {
+        let own = [("cache", self.cache())].into_iter();
+        let labels: Vec<Label> = own.chain(labels).map(|(name, value)| Label::new(name, value)).collect();
+        _ = caught(|| metrics::gauge!(name, labels).set(value));
     }
 }
 
-/// Descriptions of the gauges that `Cache::export_gauges` sets.
-const GAUGES: [(&str, Unit, &str); 13] = [
-    ("kvhoist_info", Unit::Count, "Always 1: the version, and what serves the disk"),
-    ("kvhoist_resident_blocks", Unit::Count, "Blocks in a tier, by tier"),
-    ("kvhoist_slots", Unit::Count, "Slots of a tier, by tier"),
-    ("kvhoist_free_slots", Unit::Count, "Slots that hold nothing, by tier"),
-    ("kvhoist_dirty_blocks", Unit::Count, "Blocks of the host tier that are not on disk yet"),
-    ("kvhoist_retired", Unit::Count, "1 while a tier is out of service, by tier"),
-    ("kvhoist_read_only", Unit::Count, "1 while a tier takes no blocks, by tier"),
-    ("kvhoist_direct_io", Unit::Count, "1 if the disk is read and written directly"),
-    ("kvhoist_registered", Unit::Count, "1 if host memory is registered with the ring"),
-    ("kvhoist_workers", Unit::Count, "Threads that take checksums and copies"),
-    ("kvhoist_io_threads", Unit::Count, "Threads that read and write; 0 with io_uring"),
-    (
-        "kvhoist_gdr_in_use",
-        Unit::Count,
-        "1 while copies go through an RDMA device, 0.5 while its self-test is repeated after a failure, 0 otherwise",
-    ),
-    (
-        "kvhoist_write_budget_bytes",
-        Unit::Bytes,
-        "Bytes a day that may be written to disk: write_budget, or drive_writes_per_day times drive_bytes",
-    ),
-];
-
-fn describe() {
-    for (name, text) in PLAIN {
-        metrics::describe_counter!(*name, Unit::Count, *text);
-    }
-    for (name, unit, text) in LABELED {
-        metrics::describe_counter!(name, unit, text);
-    }
-    for (name, unit, text) in GAUGES {
-        metrics::describe_gauge!(name, unit, text);
-    }
-    metrics::describe_counter!(
-        "kvhoist_drive_written_bytes_total",
-        Unit::Bytes,
-        "Bytes written to an NVMe drive in its whole life, by path; none where it may not be asked"
-    );
-    metrics::describe_histogram!("kvhoist_movement_seconds", Unit::Seconds, "Duration of movements, by route");
-    metrics::describe_gauge!("kvhoist_movements", "Movements in flight");
-    metrics::describe_gauge!(
-        "kvhoist_drive_years_left",
-        "Years until the life of an NVMe drive is used, at the pace so far, by path; none where it may not be asked"
-    );
-    metrics::describe_gauge!(
-        "kvhoist_drive_used",
-        "Share of the life of an NVMe drive that is used, by path; none where it may not be asked"
-    );
-    metrics::describe_gauge!(
-        "kvhoist_write_share",
-        "Share of the chains in their first use that the budget of writes takes now, 0 to 1"
-    );
-    metrics::describe_gauge!(
-        "kvhoist_cufile_in_use",
-        "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 otherwise"
-    );
+/// Describes metrics to the recorder.
+pub(crate) fn describe(all: impl Iterator<Item = Described>) {
+    _ = caught(|| {
+        for (name, text) in all.chain(LIVE) {
+            let unit = if name.contains("bytes") { Unit::Bytes } else { Unit::Count };
+            match name {
+                _ if name.ends_with("_seconds") => metrics::describe_histogram!(name, Unit::Seconds, text),
+                _ if name.ends_with("_total") => metrics::describe_counter!(name, unit, text),
+                _ => metrics::describe_gauge!(name, unit, text),
+            }
+        }
+    });
 }

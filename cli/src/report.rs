@@ -24,22 +24,6 @@ pub fn text(summaries: &[Summary], json: bool) -> String {
 
 fn object(summary: &Summary) -> Value {
     let (tally, stats) = (&summary.tally, &summary.stats);
-    let tiers: serde_json::Map<String, Value> = Tier::ALL
-        .map(|tier| {
-            let figures = stats.tier(tier);
-            let value = json!({
-                "hits": tally.hits[tier as usize],
-                "evictions": figures.evictions,
-                "refused": figures.refused,
-                "bytes_in": figures.bytes_in,
-                "bytes_out": figures.bytes_out,
-                "resident": figures.resident,
-                "slots": figures.slots,
-            });
-            (tier.name().to_owned(), value)
-        })
-        .into_iter()
-        .collect();
     let routes: serde_json::Map<String, Value> = tally
         .routes
         .iter()
@@ -53,7 +37,11 @@ fn object(summary: &Summary) -> Value {
             (route.name().to_owned(), value)
         })
         .collect();
-    json!({
+    let mut object = json!(stats);
+    for tier in Tier::ALL {
+        object["tiers"][tier.name()]["hits"] = tally.hits[tier as usize].into();
+    }
+    let of_replay = json!({
         "trace": summary.trace,
         "requests": summary.requests,
         "requests_in_trace": summary.requests_in_trace,
@@ -64,18 +52,17 @@ fn object(summary: &Summary) -> Value {
         "verification_failures": tally.verification_failures,
         "store_failures": tally.store_failures,
         "seconds": summary.seconds,
-        "tiers": tiers,
         "routes": routes,
-        "storage": stats.storage,
-        "direct_io": stats.direct_io,
-        "memory_align_bytes": stats.memory_align_bytes,
-        "checksum_failures": stats.checksum_failures,
-        "writes_refused": stats.writes_refused,
-        "writes_declined": stats.writes_declined,
-        "writes_over_budget": stats.writes_over_budget,
         "config": summary.config,
-    })
+    });
+    for (name, value) in of_replay.as_object().expect("written above") {
+        object[name] = value.clone();
+    }
+    object
 }
+
+/// Counters that a report has also where they are 0.
+const ALWAYS: [&str; 2] = ["checksum_failures", "writes_refused"];
 
 fn table(summary: &Summary) -> String {
     let (tally, stats) = (&summary.tally, &summary.stats);
@@ -93,8 +80,9 @@ fn table(summary: &Summary) -> String {
     line(format!("hit ratio              {:>12.4}", tally.hit_ratio()));
     line(format!("verification failures  {:>12}", tally.verification_failures));
     line(format!("store failures         {:>12}", tally.store_failures));
-    line(format!("checksum failures      {:>12}", stats.checksum_failures));
-    line(format!("writes refused         {:>12}", stats.writes_refused));
+    for (name, count) in stats.counters().filter(|(name, count)| *count > 0 || ALWAYS.contains(name)) {
+        line(format!("{:<23}{count:>12}", name.replace('_', " ")));
+    }
     line(format!("writes declined        {:>12}", stats.writes_declined));
     line(format!("writes over budget     {:>12}", stats.writes_over_budget));
     line(format!("seconds                {:>12.2}", summary.seconds));

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{Durations, Route, Tier};
+use kvhoist::{Durations, Route, Stats, Tier};
 use kvhoist_service::{ClientStatus, ServiceStatus, SpaceStatus};
 use serde_json::{Value, json};
 
@@ -50,7 +50,7 @@ pub fn table(status: &ServiceStatus, drives: &[Drive]) -> String {
     table.row("disk", format!("{}, {} left", show_bytes(status.capacity_bytes), show_bytes(status.capacity_left)));
     table.row("host memory", format!("{}, {} left", show_bytes(status.host_bytes), show_bytes(status.host_left)));
     table.row("clients cut off", status.cut_off);
-    drives.iter().for_each(|drive| table.row("drive", plain(&drive.wear)));
+    drives.iter().for_each(|drive| table.row("drive", plain(&drive.words())));
     for space in &status.spaces {
         space_rows(&mut table, space);
     }
@@ -87,11 +87,14 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     table.row("stores", stats.stores);
     table.row("written to disk", show_bytes(stats.tier(Tier::Disk).bytes_in));
     let (declined, over, failed) = (stats.writes_declined, stats.writes_over_budget, stats.writes_refused);
-    let refused: u64 = stats.tiers.iter().map(|tier| tier.refused).sum();
+    let refused: u64 = Tier::ALL.iter().map(|&tier| stats.tier(tier).refused).sum();
     table.row("not written", format!("{declined} not worth it, {over} over the budget, {failed} failed"));
     table.row("refused by policy", refused);
-    table.row("straight", show_bytes(stats.straight_bytes));
-    table.row("read", show_bytes(stats.read_bytes));
+    table.row("straight", show_bytes(stats.straight_bytes()));
+    table.row("read", show_bytes(stats.tier(Tier::Disk).bytes_out));
+    for (name, count) in stats.counters().filter(|(name, count)| *count > 0 && !SHOWN.contains(name)) {
+        table.row(&name.replace('_', " "), count);
+    }
     let routes: Vec<Vec<String>> = Route::ALL
         .into_iter()
         .filter_map(|route| {
@@ -103,17 +106,13 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     if !routes.is_empty() {
         table.line(columns(&["route", "movements", "p50", "p99"], &routes));
     }
-    if stats.checksum_failures + stats.read_errors + stats.write_errors > 0 {
-        table.row("checksum failures", stats.checksum_failures);
-        table.row("read errors", stats.read_errors);
-        table.row("write errors", stats.write_errors);
-        table.row("quarantined", stats.quarantined);
-        table.row("changed while stored", stats.changed_memory);
-    }
-    if !stats.disk_trouble.is_empty() {
-        table.row("disk trouble", plain(&stats.disk_trouble));
+    if let Some(trouble) = stats.disk_trouble() {
+        table.row("disk trouble", plain(trouble));
     }
 }
+
+/// Counters that rows of their own show.
+const SHOWN: [&str; 3] = ["misses", "stores", "writes_refused"];
 
 /// The median and the 99th percentile of durations, for people.
 pub fn quantiles(durations: &Durations) -> Vec<String> {
@@ -122,76 +121,24 @@ pub fn quantiles(durations: &Durations) -> Vec<String> {
 
 /// An object for programs.
 pub fn object(status: &ServiceStatus) -> Value {
-    json!({
-        "version": status.version,
-        "pid": status.pid,
-        "draining": status.draining,
-        "capacity_bytes": status.capacity_bytes,
-        "capacity_left": status.capacity_left,
-        "host_bytes": status.host_bytes,
-        "host_left": status.host_left,
-        "cut_off": status.cut_off,
-        "spaces": status.spaces.iter().map(space_object).collect::<Vec<_>>(),
-        "clients": status.clients.iter().map(client_object).collect::<Vec<_>>(),
-    })
+    let mut object = json!(status);
+    // `drives` has more of them.
+    object.as_object_mut().expect("a struct").remove("paths");
+    for (space, found) in status.spaces.iter().zip(object["spaces"].as_array_mut().expect("a list")) {
+        if let Some(stats) = &space.stats {
+            found["stats"] = figures(stats);
+        }
+    }
+    object
 }
 
-fn space_object(space: &SpaceStatus) -> Value {
-    let stats = space.stats.as_ref().map(|stats| {
-        let tiers = ["device", "host", "disk"].into_iter().zip(&stats.tiers).map(|(name, tier)| {
-            let figures = json!({
-                "hits": tier.hits,
-                "resident": tier.resident,
-                "slots": tier.slots,
-                "evictions": tier.evictions,
-                "refused": tier.refused,
-                "bytes_in": tier.bytes_in,
-            });
-            (name.to_owned(), figures)
-        });
-        let routes = Route::ALL.into_iter().filter(|&route| stats.route_durations(route).count() > 0);
-        let routes = routes.map(|route| (route.name().to_owned(), json!({ "seconds": stats.route_durations(route) })));
-        json!({
-            "tiers": tiers.collect::<serde_json::Map<_, _>>(),
-            "routes": routes.collect::<serde_json::Map<_, _>>(),
-            "misses": stats.misses,
-            "stores": stats.stores,
-            "stores_known": stats.stores_known,
-            "writes_refused": stats.writes_refused,
-            "writes_declined": stats.writes_declined,
-            "writes_over_budget": stats.writes_over_budget,
-            "checksum_failures": stats.checksum_failures,
-            "read_errors": stats.read_errors,
-            "write_errors": stats.write_errors,
-            "quarantined": stats.quarantined,
-            "changed_memory": stats.changed_memory,
-            "straight_bytes": stats.straight_bytes,
-            "read_bytes": stats.read_bytes,
-            "disk_trouble": stats.disk_trouble,
-        })
-    });
-    json!({
-        "namespace": space.namespace,
-        "folder": space.folder,
-        "uid": space.uid,
-        "shared": space.shared,
-        "block_bytes": space.block_bytes,
-        "capacity_bytes": space.capacity_bytes,
-        "host_bytes": space.host_bytes,
-        "clients": space.clients,
-        "stats": stats,
-    })
-}
-
-fn client_object(client: &ClientStatus) -> Value {
-    json!({
-        "id": client.id,
-        "pid": client.pid,
-        "uid": client.uid,
-        "namespace": client.namespace,
-        "regions": client.regions,
-        "region_bytes": client.region_bytes,
-        "requests": client.requests,
-        "bytes_in_flight": client.bytes_in_flight,
-    })
+/// The figures of a space: those of its cache, but for routes that moved nothing, and sums of some.
+fn figures(stats: &Stats) -> Value {
+    let mut object = json!(stats);
+    object["straight_bytes"] = stats.straight_bytes().into();
+    object["read_bytes"] = stats.tier(Tier::Disk).bytes_out.into();
+    object["disk_trouble"] = stats.disk_trouble().unwrap_or_default().into();
+    let routes = object["routes"].as_object_mut().expect("a map");
+    routes.retain(|_, route| route["seconds"]["count"] != 0);
+    object
 }

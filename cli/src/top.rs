@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist::{Durations, Route};
+use kvhoist::{Route, Stats, Tier};
 use kvhoist_service::{ServiceStatus, SpaceStatus};
 use terminal_size::{Height, Width, terminal_size_of};
 
@@ -154,7 +154,7 @@ fn frame(before: Option<&(Instant, ServiceStatus)>, now: &(Instant, ServiceStatu
 /// A row for each route that moved something between two refreshes.
 fn moved(figure: &Figure<'_>, old: &Figure<'_>, since: Duration) -> Vec<Vec<String>> {
     let row = |route: Route| {
-        let new = figure.durations[route as usize].since(&old.durations[route as usize]);
+        let new = figure.stats.route_durations(route).since(old.stats.route_durations(route));
         let rate = format!("{:.0}", new.count() as f64 / since.as_secs_f64());
         let names = vec![route.name().to_owned(), plain(figure.namespace).into_owned()];
         (new.count() > 0).then(|| [vec![rate], quantiles(&new), names].concat())
@@ -170,7 +170,7 @@ struct Figure<'a> {
     stores: u64,
     evictions: u64,
     straight: u64,
-    durations: &'a [Durations; Route::COUNT],
+    stats: &'a Stats,
 }
 
 /// The open spaces by folder: no two have the same.
@@ -184,12 +184,12 @@ impl Figure<'_> {
         let stats = space.stats.as_ref()?;
         Some(Figure {
             namespace: &space.namespace,
-            hits: stats.tiers.iter().map(|tier| tier.hits).sum(),
+            hits: Tier::ALL.iter().map(|&tier| stats.tier(tier).hits).sum(),
             misses: stats.misses,
             stores: stats.stores,
-            evictions: stats.tiers.iter().map(|tier| tier.evictions).sum(),
-            straight: stats.straight_bytes,
-            durations: &stats.durations,
+            evictions: Tier::ALL.iter().map(|&tier| stats.tier(tier).evictions).sum(),
+            straight: stats.straight_bytes(),
+            stats,
         })
     }
 }
@@ -197,7 +197,7 @@ impl Figure<'_> {
 #[cfg(test)]
 mod tests {
     use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, block_on};
-    use kvhoist_service::{ClientStatus, SpaceStats};
+    use kvhoist_service::ClientStatus;
 
     use super::*;
 
@@ -206,7 +206,7 @@ mod tests {
         let space = |n: u64| SpaceStatus {
             namespace: format!("model {n}"),
             folder: format!("space-{n}"),
-            stats: Some(SpaceStats::default()),
+            stats: Some(Stats::default()),
             ..SpaceStatus::default()
         };
         let clients = vec![ClientStatus::default(); 8];
@@ -224,8 +224,12 @@ mod tests {
     }
 
     fn at(now: Instant, hits: u64) -> (Instant, ServiceStatus) {
-        let mut stats = SpaceStats { misses: 10, straight_bytes: hits << 20, ..SpaceStats::default() };
-        stats.tiers[2].hits = hits;
+        let stats = serde_json::json!({
+            "misses": 10,
+            "tiers": { "disk": { "hits": hits } },
+            "routes": { "disk_to_region": { "bytes": hits << 20 } },
+        });
+        let stats = serde_json::from_value(stats).expect("figures");
         let space = SpaceStatus { folder: "space-1".into(), stats: Some(stats), ..SpaceStatus::default() };
         (now, ServiceStatus { spaces: vec![space, SpaceStatus::default()], ..ServiceStatus::default() })
     }
@@ -239,8 +243,7 @@ mod tests {
         let began = Instant::now();
         let stored = |n: u8| {
             block_on(cache.store(&BlockKey::new([n; 32]), None, &[n; 4096])).expect("stored");
-            let durations = Route::ALL.map(|route| *cache.stats().route_durations(route));
-            let stats = Some(SpaceStats { durations, ..SpaceStats::default() });
+            let stats = Some(cache.stats());
             let space = SpaceStatus { namespace: "model".into(), stats, ..SpaceStatus::default() };
             (began + Duration::from_secs(n.into()), ServiceStatus { spaces: vec![space], ..ServiceStatus::default() })
         };

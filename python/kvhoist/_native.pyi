@@ -49,6 +49,8 @@ ENGINES: str
 
 def parse_bytes(text: str) -> int | None: ...
 def setting_names() -> list[str]: ...
+def metrics() -> list[tuple[str, str, str]]:
+    """Of each metric of a cache: its name, its kind, and what it shows. Those of drives come last."""
 def default_socket() -> str: ...
 def path_bytes(slots: int, block_bytes: int) -> int: ...
 def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int: ...
@@ -293,6 +295,8 @@ class Cache:
         """Returns when all that was stored before is written and flushed."""
     def stats(self) -> dict[str, Any]:
         """Figures of the cache since it was opened, and its residency."""
+    def samples(self) -> list[list[tuple[str, list[tuple[str, str]], float]]]:
+        """The samples of each metric, in the order of `metrics` and without those of drives: suffix, labels, value."""
     def drives(self) -> list[tuple[str, float, int, float | None]]:
         """Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, and the bytes
         written to the drive in its whole life."""

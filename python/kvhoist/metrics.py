@@ -26,9 +26,9 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Iterable, Iterator, NamedTuple
 
-from ._native import __version__
+from . import _native
 from .cache import Cache, _opened
 from .errors import Error
 
@@ -54,116 +54,23 @@ class Metric(NamedTuple):
     #: ``counter``, ``gauge`` or ``histogram``.
     kind: str
     help: str
-    #: From ``Cache.stats()``.
-    read: Callable[[dict[str, Any]], Iterator[Sample]]
 
 
-def _by(group: str, label: str, field: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    def read(stats: dict[str, Any]) -> Iterator[Sample]:
-        for name, figures in stats[group].items():
-            yield Sample({label: name}, figures[field])
+#: All that is exported: the figures of a cache, and the wear of its drives.
+METRICS: tuple[Metric, ...] = tuple(Metric(*each) for each in _native.metrics())
 
-    return read
-
-
-def _durations(stats: dict[str, Any]) -> Iterator[Sample]:
-    for name, figures in stats["routes"].items():
-        seconds, below = figures["seconds"], 0
-        if not seconds["count"]:
-            continue
-        for end, count in seconds["buckets"]:
-            below += count
-            # As a service writes it: 0.000004, and not 4e-06.
-            bound = "+Inf" if end == float("inf") else f"{end:.6f}"
-            yield Sample({"route": name, "le": bound}, float(below), "_bucket")
-        yield Sample({"route": name}, seconds["sum"], "_sum")
-        yield Sample({"route": name}, float(below), "_count")
+#: Where a drive's tuple has its figure.
+_OF_DRIVES = {"kvhoist_drive_used": 1, "kvhoist_drive_written_bytes_total": 2, "kvhoist_drive_years_left": 3}
 
 
-def _one(field: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    return lambda stats: iter([Sample({}, float(stats[field]))])
-
-
-def _reason(field: str, tier: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    def read(stats: dict[str, Any]) -> Iterator[Sample]:
-        reason = stats[field]
-        yield Sample({"tier": tier, "reason": reason or ""}, float(reason is not None))
-
-    return read
-
-
-def _retired(stats: dict[str, Any]) -> Iterator[Sample]:
-    yield from _reason("device_retired", "device")(stats)
-    yield from _reason("disk_retired", "disk")(stats)
-
-
-def _declined(stats: dict[str, Any]) -> Iterator[Sample]:
-    yield Sample({"reason": "value"}, float(stats["writes_declined"]))
-    yield Sample({"reason": "budget"}, float(stats["writes_over_budget"]))
-
-
-def _budget(stats: dict[str, Any]) -> Iterator[Sample]:
-    if stats["write_budget"] is not None:
-        yield Sample({}, float(stats["write_budget"]))
-
-
-def _wear(at: int) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    def samples(stats: dict[str, Any]) -> Iterator[Sample]:
-        for drive in stats["drives"]:
-            if drive[at] is not None:
-                yield Sample({"path": drive[0]}, float(drive[at]))
-
-    return samples
-
-
-def _info(stats: dict[str, Any]) -> Iterator[Sample]:
-    yield Sample({"version": __version__, "storage": stats["storage"]}, 1.0)
-
-
-#: All that is exported.
-METRICS: tuple[Metric, ...] = (
-    Metric("kvhoist_hits_total", "counter", "Blocks found, by the tier that had them", _by("tiers", "tier", "hits")),
-    Metric("kvhoist_misses_total", "counter", "Blocks that no tier had", _one("misses")),
-    Metric("kvhoist_evictions_total", "counter", "Slots given up to make room", _by("tiers", "tier", "evictions")),
-    Metric("kvhoist_refused_total", "counter", "New blocks that a full tier refused", _by("tiers", "tier", "refused")),
-    Metric("kvhoist_bytes_in_total", "counter", "Bytes moved into a tier", _by("tiers", "tier", "bytes_in")),
-    Metric("kvhoist_bytes_out_total", "counter", "Bytes moved out of a tier", _by("tiers", "tier", "bytes_out")),
-    Metric("kvhoist_moved_blocks_total", "counter", "Blocks moved, by route", _by("routes", "route", "blocks")),
-    Metric("kvhoist_moved_bytes_total", "counter", "Bytes moved, by route", _by("routes", "route", "bytes")),
-    Metric("kvhoist_movement_seconds", "histogram", "Duration of movements, by route", _durations),
-    Metric("kvhoist_stores_total", "counter", "Blocks stored", _one("stores")),
-    Metric("kvhoist_stores_known_total", "counter", "Stores of blocks that were resident", _one("stores_known")),
-    Metric("kvhoist_writes_refused_total", "counter", "Writes that the disk did not take", _one("writes_refused")),
-    Metric("kvhoist_writes_declined_total", "counter", "Blocks not worth a write, or over its budget", _declined),
-    Metric("kvhoist_checksum_failures_total", "counter", "Blocks that came back wrong", _one("checksum_failures")),
-    Metric("kvhoist_read_errors_total", "counter", "Reads of the disk that failed", _one("read_errors")),
-    Metric("kvhoist_write_errors_total", "counter", "Writes to the disk that failed", _one("write_errors")),
-    Metric("kvhoist_quarantined_total", "counter", "Disk slots taken out of use", _one("quarantined")),
-    Metric("kvhoist_changed_memory_total", "counter", "Blocks whose memory was changed during their store", _one("changed_memory")),
-    Metric("kvhoist_background_refused_total", "counter", "Prefetches refused for want of room", _one("background_refused")),
-    Metric("kvhoist_released_total", "counter", "Blocks of chains that are over", _one("released")),
-    Metric("kvhoist_released_unwritten_total", "counter", "Released blocks that were not written", _one("released_unwritten")),
-    Metric("kvhoist_busy_total", "counter", "Calls that reached a limit", _one("busy")),
-    Metric("kvhoist_timeouts_total", "counter", "Calls that took longer than deadline_ms", _one("timeouts")),
-    Metric("kvhoist_records_bad_total", "counter", "Records refused at the opening: torn or damaged", _one("records_bad")),
-    Metric("kvhoist_record_writes_total", "counter", "Pages of records written", _one("record_writes")),
-    Metric("kvhoist_work_done_total", "counter", "Checksums and copies that workers have done", _one("work_done")),
-    Metric("kvhoist_resident_blocks", "gauge", "Blocks in a tier", _by("tiers", "tier", "resident")),
-    Metric("kvhoist_slots", "gauge", "Slots of a tier", _by("tiers", "tier", "slots")),
-    Metric("kvhoist_free_slots", "gauge", "Slots that hold nothing", _by("tiers", "tier", "free")),
-    Metric("kvhoist_dirty_blocks", "gauge", "Blocks of the host tier that are not on disk yet", _one("dirty")),
-    Metric("kvhoist_workers", "gauge", "Threads that take checksums and copies", _one("workers")),
-    Metric("kvhoist_io_threads", "gauge", "Threads that read and write; 0 where the ring does", _one("io_threads")),
-    Metric("kvhoist_direct_io", "gauge", "1 if the disk is read and written directly", _one("direct_io")),
-    Metric("kvhoist_registered", "gauge", "1 if host memory is registered with the ring", _one("registered")),
-    Metric("kvhoist_retired", "gauge", "1 while a tier is out of service, and why", _retired),
-    Metric("kvhoist_read_only", "gauge", "1 while a tier takes no blocks, and why", _reason("disk_read_only", "disk")),
-    Metric("kvhoist_write_budget_bytes", "gauge", "Bytes a day that may be written to disk, if limited", _budget),
-    Metric("kvhoist_drive_used", "gauge", "Share of the life of an NVMe drive that is used", _wear(1)),
-    Metric("kvhoist_drive_written_bytes_total", "counter", "Bytes written to an NVMe drive in its whole life", _wear(2)),
-    Metric("kvhoist_drive_years_left", "gauge", "Years until all of the life of an NVMe drive is used", _wear(3)),
-    Metric("kvhoist_info", "gauge", "Always 1: the version, and what serves the disk", _info),
-)  # fmt: skip
+def _read(cache: Cache) -> Iterator[list[Sample]]:
+    """Samples of each metric, in their order."""
+    for all_ in cache.samples():
+        yield [Sample(dict(labels), value, suffix) for suffix, labels, value in all_]
+    drives = cache.drives()
+    for metric in METRICS:
+        if (at := _OF_DRIVES.get(metric.name)) is not None:
+            yield [Sample({"path": drive[0]}, float(drive[at])) for drive in drives if drive[at] is not None]
 
 
 def samples(caches: list[Cache] | None = None) -> list[tuple[Metric, list[Sample]]]:
@@ -174,14 +81,14 @@ def samples(caches: list[Cache] | None = None) -> list[tuple[Metric, list[Sample
     found: list[tuple[Metric, list[Sample]]] = [(metric, []) for metric in METRICS]
     for number, cache in sorted(wanted, key=lambda each: each[0]):
         try:
-            stats = None if cache.closed else {**cache.stats(), "drives": cache.drives()}
+            read = None if cache.closed else list(_read(cache))
         except Error:  # Inherited by a fork, or closed this moment.
-            stats = None
-        if stats is None:
+            read = None
+        if read is None:
             continue
         own = {"cache": cache.namespace, "number": str(number)}
-        for metric, all_ in found:
-            all_.extend(each._replace(labels={**own, **each.labels}) for each in metric.read(stats))
+        for (_, all_), new in zip(found, read, strict=True):
+            all_.extend(each._replace(labels={**own, **each.labels}) for each in new)
     return found
 
 
@@ -339,7 +246,7 @@ def _is_ours(host: str, hosts: tuple[str, ...]) -> bool:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server_version = f"kvhoist/{__version__}"
+    server_version = f"kvhoist/{_native.__version__}"
     # A client that sends nothing must not keep a thread.
     timeout = 10
 

@@ -16,7 +16,7 @@ use crate::{
     answers::PyAnswers,
     blocks::{self, Blocks},
     buffer::Buffer,
-    convert::{self, OnError, Worn, seconds_of, whole},
+    convert::{self, OnError, Sampled, Worn, seconds_of, whole},
     errors, keys,
     layers::{self, PyHeld, PyLayerLoad},
     listing::PyKeys,
@@ -335,7 +335,13 @@ impl PyCache {
     /// ``routes[route]['seconds']``: how long movements took, with ``p50``, ``p99`` and the counts of their buckets.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let cache = self.use_it(py)?;
-        convert::stats(py, &py.detach(|| cache.stats()), cache.config())
+        convert::stats(py, &py.detach(|| cache.stats()))
+    }
+
+    /// The samples of each of `kvhoist.metrics.METRICS` but those of drives: suffix, labels, value.
+    fn samples(&self, py: Python<'_>) -> PyResult<Vec<Vec<Sampled>>> {
+        let cache = self.use_it(py)?;
+        Ok(convert::samples(&py.detach(|| cache.stats())))
     }
 
     /// Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, the bytes written

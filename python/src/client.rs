@@ -361,7 +361,7 @@ impl PyClient {
     fn stats<'py>(&self, py: Python<'py>, briefly: bool) -> PyResult<Bound<'py, PyDict>> {
         let client = self.use_it(py)?;
         let stats = if briefly { self.looked_up(py, client.stats())? } else { self.asked(py, client.stats())? };
-        convert::client_stats(py, &stats)
+        convert::stats(py, &stats)
     }
 
     fn queue(&self, py: Python<'_>, depth: usize) -> PyResult<PyQueue> {

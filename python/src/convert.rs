@@ -2,12 +2,19 @@
 
 use std::time::Duration;
 
-use kvhoist::{Cache, Config, DiskPath, Durations, Error, Route, Stats, Tier, internals::machine::drive_wear};
-use kvhoist_service::SpaceStats;
+use kvhoist::{
+    Cache, DiskPath, Error, Route, Stats, Tier,
+    internals::{
+        exported::{self, Kind, Sample},
+        machine::drive_wear,
+    },
+};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList},
 };
+
+use serde_json::Value;
 
 use crate::errors;
 
@@ -64,147 +71,67 @@ pub type Worn = (String, f64, u64, Option<f64>);
 pub fn drives(cache: &Cache) -> Vec<Worn> {
     let wear = |disk: &DiskPath| {
         let wear = drive_wear(&disk.path).ok()?;
-        let used = f64::from(wear.used_percent) / 100.0;
-        Some((disk.path.display().to_string(), used, wear.bytes_written, wear.years_left()))
+        Some((disk.path.display().to_string(), wear.used(), wear.bytes_written, wear.years_left()))
     };
     cache.config().disk.paths.iter().filter_map(wear).collect()
 }
 
 /// The figures of a cache as a dict of numbers, words and dicts.
-pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<Bound<'py, PyDict>> {
-    let all = PyDict::new(py);
-    all.set_item("tiers", tiers(py, stats)?)?;
-    all.set_item("routes", routes(py, stats)?)?;
-    let counts = [
-        ("misses", stats.misses),
-        ("stores", stats.stores),
-        ("stores_known", stats.stores_known),
-        ("writes_refused", stats.writes_refused),
-        ("writes_declined", stats.writes_declined),
-        ("writes_over_budget", stats.writes_over_budget),
-        ("checksum_failures", stats.checksum_failures),
-        ("read_errors", stats.read_errors),
-        ("write_errors", stats.write_errors),
-        ("quarantined", stats.quarantined),
-        ("changed_memory", stats.changed_memory),
-        ("background_refused", stats.background_refused),
-        ("released", stats.released),
-        ("released_unwritten", stats.released_unwritten),
-        ("busy", stats.busy),
-        ("timeouts", stats.timeouts),
-        ("records_bad", stats.records_bad),
-        ("record_writes", stats.record_writes),
-        ("work_done", stats.work_done),
-        ("dirty", stats.dirty),
-    ];
-    counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
-    all.set_item("workers", config.worker_threads())?;
-    let has_threads = stats.storage == "blocking";
-    all.set_item("io_threads", if has_threads { config.disk.blocking_threads } else { 0 })?;
-    all.set_item("write_budget", config.write_budget_bytes())?;
-    all.set_item("storage", stats.storage)?;
-    all.set_item("direct_io", stats.direct_io)?;
-    all.set_item("memory_align_bytes", stats.memory_align_bytes)?;
-    all.set_item("registered", stats.registered)?;
-    all.set_item("cufile", stats.cufile)?;
-    all.set_item("cufile_reason", stats.cufile_reason.as_str())?;
+pub fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let figures = serde_json::to_value(stats).expect("numbers, texts, and maps by texts");
+    let all = to_python(py, &figures)?.cast_into::<PyDict>()?;
+    for route in Route::ALL {
+        let durations = stats.route_durations(route);
+        // The last bucket has no end, and JSON no infinity.
+        let buckets = durations.buckets().filter(|_| durations.count() > 0);
+        let buckets: Vec<_> = buckets.map(|(end, count)| (end.unwrap_or(f64::INFINITY), count)).collect();
+        all.as_any().get_item("routes")?.get_item(route.name())?.get_item("seconds")?.set_item("buckets", buckets)?;
+    }
     let copies = PyDict::new(py);
     stats.copied_bytes().into_iter().try_for_each(|(engine, bytes)| copies.set_item(engine, bytes))?;
     all.set_item("copied_bytes", copies)?;
-    all.set_item("device_retired", stats.device_retired.as_deref())?;
-    all.set_item("disk_retired", stats.disk_retired.as_deref())?;
-    all.set_item("disk_read_only", stats.disk_read_only.as_deref())?;
+    all.set_item("straight_bytes", stats.straight_bytes())?;
+    all.set_item("read_bytes", stats.tier(Tier::Disk).bytes_out)?;
+    all.set_item("disk_trouble", stats.disk_trouble())?;
     Ok(all)
 }
 
-/// The figures of a service's space.
-pub fn client_stats<'py>(py: Python<'py>, stats: &SpaceStats) -> PyResult<Bound<'py, PyDict>> {
-    let all = PyDict::new(py);
-    let tiers = PyDict::new(py);
-    for (tier, figures) in Tier::ALL.iter().zip(&stats.tiers) {
-        let one = PyDict::new(py);
-        let (hits, resident, slots) = (figures.hits, figures.resident, figures.slots);
-        let named = [("hits", hits), ("resident", resident), ("slots", slots), ("evictions", figures.evictions)];
-        let more = [("refused", figures.refused), ("bytes_in", figures.bytes_in)];
-        named.into_iter().chain(more).try_for_each(|(name, value)| one.set_item(name, value))?;
-        tiers.set_item(tier.name(), one)?;
-    }
-    all.set_item("tiers", tiers)?;
-    let routes = PyDict::new(py);
-    for route in Route::ALL {
-        let one = PyDict::new(py);
-        one.set_item("seconds", seconds(py, stats.route_durations(route))?)?;
-        routes.set_item(route.name(), one)?;
-    }
-    all.set_item("routes", routes)?;
-    let counts = [
-        ("misses", stats.misses),
-        ("stores", stats.stores),
-        ("stores_known", stats.stores_known),
-        ("writes_refused", stats.writes_refused),
-        ("writes_declined", stats.writes_declined),
-        ("writes_over_budget", stats.writes_over_budget),
-        ("checksum_failures", stats.checksum_failures),
-        ("read_errors", stats.read_errors),
-        ("write_errors", stats.write_errors),
-        ("quarantined", stats.quarantined),
-        ("changed_memory", stats.changed_memory),
-        ("straight_bytes", stats.straight_bytes),
-        ("read_bytes", stats.read_bytes),
-    ];
-    counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
-    let trouble = Some(stats.disk_trouble.as_str()).filter(|trouble| !trouble.is_empty());
-    all.set_item("disk_trouble", trouble)?;
-    Ok(all)
+fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match value {
+        Value::Null => py.None().into_bound(py),
+        Value::Bool(flag) => PyBool::new(py, *flag).to_owned().into_any(),
+        Value::Number(number) => match number.as_u64() {
+            Some(whole) => whole.into_pyobject(py)?.into_any(),
+            None => number.as_f64().into_pyobject(py)?.into_any(),
+        },
+        Value::String(text) => text.into_pyobject(py)?.into_any(),
+        Value::Array(items) => {
+            let items = items.iter().map(|item| to_python(py, item));
+            PyList::new(py, items.collect::<PyResult<Vec<_>>>()?)?.into_any()
+        }
+        Value::Object(entries) => {
+            let dict = PyDict::new(py);
+            entries.iter().try_for_each(|(name, entry)| dict.set_item(name, to_python(py, entry)?))?;
+            dict.into_any()
+        }
+    })
 }
 
-/// The figures of each tier.
-fn tiers<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
-    let tiers = PyDict::new(py);
-    for tier in Tier::ALL {
-        let figures = stats.tier(tier);
-        let one = PyDict::new(py);
-        let named = [
-            ("hits", figures.hits),
-            ("evictions", figures.evictions),
-            ("refused", figures.refused),
-            ("bytes_in", figures.bytes_in),
-            ("bytes_out", figures.bytes_out),
-            ("resident", figures.resident),
-            ("slots", figures.slots),
-            ("free", figures.free),
-            ("kept", figures.kept),
-        ];
-        named.into_iter().try_for_each(|(name, value)| one.set_item(name, value))?;
-        tiers.set_item(tier.name(), one)?;
-    }
-    Ok(tiers)
+/// Of each metric of a cache: its name, its kind, and what it shows. Those of drives come last.
+#[pyfunction]
+pub fn metrics() -> Vec<(&'static str, &'static str, &'static str)> {
+    let of_caches = exported::metrics().map(|metric| (metric.name, metric.help));
+    let of_drives = exported::WEAR.iter().map(|(name, help, _)| (*name, *help));
+    of_caches.chain(of_drives).map(|(name, help)| (name, Kind::of(name).name(), help)).collect()
 }
 
-/// The figures of each route.
-fn routes<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
-    let routes = PyDict::new(py);
-    for route in Route::ALL {
-        let one = PyDict::new(py);
-        one.set_item("blocks", stats.route_blocks(route))?;
-        one.set_item("bytes", stats.route_bytes(route))?;
-        one.set_item("seconds", seconds(py, stats.route_durations(route))?)?;
-        routes.set_item(route.name(), one)?;
-    }
-    Ok(routes)
-}
+/// What follows a metric's name, labels, and the figure.
+pub type Sampled = (&'static str, Vec<(&'static str, String)>, f64);
 
-/// How long movements took: numbers of seconds, and the buckets with the counts of those that ended in each.
-fn seconds<'py>(py: Python<'py>, durations: &Durations) -> PyResult<Bound<'py, PyDict>> {
-    let all = PyDict::new(py);
-    let quantile = |q| durations.quantile(q).map(|time| time.as_secs_f64());
-    all.set_item("count", durations.count())?;
-    all.set_item("sum", durations.sum().as_secs_f64())?;
-    all.set_item("p50", quantile(0.5))?;
-    all.set_item("p99", quantile(0.99))?;
-    let buckets = durations.buckets().filter(|_| durations.count() > 0);
-    all.set_item("buckets", buckets.map(|(end, count)| (end.unwrap_or(f64::INFINITY), count)).collect::<Vec<_>>())?;
-    Ok(all)
+/// The samples of each metric, in the order of [`metrics`] without those of drives.
+pub fn samples(stats: &Stats) -> Vec<Vec<Sampled>> {
+    let sampled = |Sample { suffix, labels, value }| (suffix, labels, value);
+    exported::metrics().map(|metric| (metric.samples)(stats).into_iter().map(sampled).collect()).collect()
 }
 
 /// A number of bytes, or an address.

@@ -44,6 +44,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(machine_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(is_on_root, module)?)?;
     module.add_function(wrap_pyfunction!(huge_pool_advice, module)?)?;
+    module.add_function(wrap_pyfunction!(convert::metrics, module)?)?;
     module.add_class::<cache::PyCache>()?;
     module.add_class::<client::PyClient>()?;
     module.add_class::<listing::PyKeys>()?;

@@ -144,15 +144,6 @@ def test_the_board_has_a_query_in_every_panel_and_no_panel_on_another():
         taken |= cells
 
 
-def test_rust_and_python_call_the_same_things_the_same(caches):
-    source = ROOT / "src" / "metrics.rs"
-    if not source.exists():
-        pytest.skip("the engine's source is not beside the tests; run them in a checkout")
-    rust = set(re.findall(r'"(kvhoist_\w+_total)"', source.read_text()))
-    ours = {name for name in NAMES if name.endswith("_total")}
-    assert ours <= rust, ours - rust
-
-
 def get(server, path) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=60) as answer:
@@ -219,8 +210,11 @@ def test_requests_for_other_names_are_refused():
 
 
 def test_health_says_what_is_out_of_service(caches, monkeypatch):
-    stats = {**caches[0].stats(), "disk_read_only": "no space", "disk_retired": None}
-    monkeypatch.setattr(type(caches[0]), "stats", lambda self: stats)
+    at = [metric.name for metric in kvhoist.metrics.METRICS].index("kvhoist_read_only")
+    samples = caches[0].samples()
+    assert samples[at] == [("", [("tier", "disk"), ("reason", "")], 0.0)]
+    samples[at] = [("", [("tier", "disk"), ("reason", "no space")], 1.0)]
+    monkeypatch.setattr(type(caches[0]), "samples", lambda self: samples)
     with kvhoist.metrics.serve(0) as server:
         status, said = get(server, "/healthz")
         assert status == 503 and "memory: disk is read-only: no space" in said

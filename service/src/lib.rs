@@ -42,7 +42,8 @@ mod wire;
 
 pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
-pub use protocol::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus, TierFigures};
+pub use kvhoist::{Stats as SpaceStats, TierStats as TierFigures};
+pub use protocol::{ClientStatus, ServiceStatus, SpaceStatus};
 pub use query::{default_socket, remove_space, status};
 pub use server::Server;
 pub use shares::{Bounds, Share};

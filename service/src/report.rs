@@ -1,6 +1,6 @@
 //! The state of a service, for the program that runs it.
 
-use kvhoist::{Config, Stats};
+use kvhoist::Stats;
 use tokio::sync::{mpsc, oneshot};
 
 use super::protocol::ServiceStatus;
@@ -23,8 +23,6 @@ pub struct OpenSpace {
     pub namespace: String,
     /// The folder of its store, below each path of the service. No two spaces have the same.
     pub folder: String,
-    /// The settings of its cache.
-    pub config: Config,
     /// The figures of its cache.
     pub stats: Stats,
 }

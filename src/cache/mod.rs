@@ -7,7 +7,7 @@ mod blocks;
 mod compute;
 mod deleted;
 mod durable;
-mod gauges;
+mod exported;
 mod hints;
 mod layers;
 mod lease;
@@ -31,6 +31,7 @@ pub use park::Parked;
 pub use queue::CompletionQueue;
 pub use region::pin_region;
 pub use regions::{MemoryOwner, Region};
+pub use exported::{Kind, Metric, Sample, WEAR, metrics};
 pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, deleted::Names, regions::Regions, turns::Turns};
+use super::{Cache, Inner, deleted::Names, exported, regions::Regions, turns::Turns};
 use crate::{
     block::Tier,
     config::{Config, Eviction, HeldFile},
@@ -21,7 +21,7 @@ use crate::{
     io::{AnyStorage, Storage},
     machine,
     memory::{Arena, huge},
-    metrics::{self, Metrics},
+    metrics::Metrics,
     mover::{Command, Mover, Urgent},
     runtime::{Reactor, refuse_size_signal},
     shield::shield,
@@ -119,7 +119,7 @@ fn log_open(cache: &Cache) {
         host_slots = host.slots,
         disk_slots = disk.slots,
         resident = disk.resident,
-        storage = stats.storage,
+        storage = &*stats.storage,
         direct_io = stats.direct_io,
         registered = stats.registered,
         "the cache is open"
@@ -167,6 +167,7 @@ pub(super) struct Parts<S, C> {
 async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
+    exported::describe();
     let metrics = Metrics::new(&config.namespace);
     let paths: Vec<_> = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
@@ -181,7 +182,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let device::Opened { pool, gpu, copy, gdr } = device::open(&config, &arena, &metrics.copies, host_copies).await?;
     if !config.disk.paths.is_empty() {
         *files = disk::open_files(&config)?;
-        export_wear(&config);
+        exported::export_wear(&config);
     }
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
@@ -319,16 +320,6 @@ async fn recover<S: Storage>(
         index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(refused)?;
     }
     Ok(recovered)
-}
-
-/// Exports the wear of the disk tier's drives, of those that answer.
-pub(super) fn export_wear(config: &Config) {
-    for disk in &config.disk.paths {
-        if let Ok(wear) = machine::drive_wear(&disk.path) {
-            let used = f64::from(wear.used_percent) / 100.0;
-            metrics::export_wear(&disk.path, used, wear.years_left(), wear.bytes_written);
-        }
-    }
 }
 
 /// What a tier gives up first.

@@ -1,42 +1,85 @@
 //! Figures of a cache since it was opened.
 
-use std::{collections::BTreeMap, sync::atomic::Ordering};
+use std::{borrow::Cow, collections::BTreeMap, sync::atomic::Ordering};
 
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::Cache;
+use super::{
+    Cache,
+    exported::{Metric, Sample, Value},
+};
 use crate::{
     block::{Route, Tier},
     device::GdrState,
-    metrics::{COPY_ENGINES, Durations, RouteMetrics},
+    metrics::{COPY_ENGINES, Durations, Metrics, RouteMetrics, counters, tier_counters},
+    state::Locked,
 };
 
-/// One tier's figures.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct TierStats {
-    /// Blocks [fetched](Cache::fetch) or [loaded](Cache::load_into) that were found here, each block of each call.
-    pub hits: u64,
-    /// Blocks evicted.
-    pub evictions: u64,
-    /// New blocks that the full tier refused ([`Eviction::RbRefuse`](crate::Eviction::RbRefuse)).
-    pub refused: u64,
-    /// Bytes moved into the tier.
-    pub bytes_in: u64,
-    /// Bytes moved out of the tier.
-    pub bytes_out: u64,
-    /// Resident blocks.
-    pub resident: u64,
-    /// Number of slots.
-    pub slots: u64,
-    /// Free slots.
-    pub free: u64,
-    /// Resident blocks that are [kept](Cache::keep).
-    pub kept: u64,
+/// What the figures of a cache are read from.
+struct Now<'a> {
+    cache: &'a Cache,
+    metrics: &'a Metrics,
+    state: &'a Locked<'a>,
+    gdr: &'a GdrState,
+}
+
+/// Makes [`TierStats`]. `figures` are read under the lock, and exported as the metrics that they name.
+macro_rules! tier_stats {
+    (
+        counters { $($counter:ident: $counted:literal;)* }
+        figures { $($figure:ident: $metric:literal = $read:expr, $what:literal;)* }
+        others { $($(#[$more:meta])* $other:ident = $find:expr;)* }
+    ) => {
+        /// One tier's figures.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(default)]
+        #[non_exhaustive]
+        pub struct TierStats {
+            $(#[doc = concat!($counted, ".")] pub $counter: u64,)*
+            $(#[doc = concat!($what, ".")] pub $figure: u64,)*
+            $($(#[$more])* pub $other: u64,)*
+        }
+
+        impl TierStats {
+            fn read(now: &Now<'_>, tier: Tier) -> Self {
+                let read = |figure: fn(&Now<'_>, Tier) -> u64| figure(now, tier);
+                TierStats {
+                    $($counter: now.metrics.tier(tier).$counter.get(),)*
+                    $($figure: read($read),)*
+                    $($other: read($find),)*
+                }
+            }
+        }
+
+        /// The metrics of each tier's figures.
+        pub(super) const PLAIN_BY_TIER: &[Metric] = &[
+            $(Metric {
+                name: concat!("kvhoist_", stringify!($counter), "_total"),
+                help: $counted,
+                samples: |stats| by_tier(stats, |tier| tier.$counter),
+            },)*
+            $(Metric { name: $metric, help: $what, samples: |stats| by_tier(stats, |tier| tier.$figure) },)*
+        ];
+    };
+}
+
+tier_counters! { tier_stats
+    figures {
+        resident: "kvhoist_resident_blocks" = |now, tier| now.state.index.resident(tier) as u64,
+            "Blocks in a tier, by tier";
+        slots: "kvhoist_slots" = |now, tier| slots(now, tier), "Slots of a tier, by tier";
+        free: "kvhoist_free_slots" = |now, tier| now.state.free_slots(tier) as u64,
+            "Slots that hold nothing, by tier";
+    }
+    others {
+        /// Resident blocks that are [kept](Cache::keep).
+        kept = |now, tier| now.state.index.kept(tier) as u64;
+    }
 }
 
 /// One route's figures.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 struct RouteFigures {
     blocks: u64,
     bytes: u64,
@@ -51,102 +94,134 @@ impl RouteFigures {
 }
 
 /// One copy engine's figures.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 struct CopyFigures {
     batches: u64,
     bytes: u64,
 }
 
-/// Figures of a cache since it was opened.
-///
-/// Figures of tiers, routes and copy engines are read by method. Serialized, they are maps named `tiers`, `routes` and
-/// `copies`, with the names of tiers, routes and engines for keys; all other figures have the names of their fields.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct Stats {
-    #[serde(serialize_with = "by_tier")]
-    tiers: [TierStats; Tier::COUNT],
-    #[serde(serialize_with = "by_route")]
-    routes: [RouteFigures; Route::COUNT],
-    #[serde(serialize_with = "by_engine")]
-    copies: [CopyFigures; COPY_ENGINES.len()],
-    /// Blocks fetched or loaded that no tier had.
-    pub misses: u64,
-    /// Those of the misses that the computation of another caller answered
-    /// ([`get_or_fetch_with`](Cache::get_or_fetch_with)).
-    pub joined: u64,
-    /// Blocks stored.
-    pub stores: u64,
-    /// Stores of blocks that were resident already.
-    pub stores_known: u64,
-    /// Writes that the disk tier refused.
-    pub writes_refused: u64,
-    /// Blocks that were dropped because they were not worth a write to the disk tier
-    /// ([`WritePolicy::ByValue`](crate::WritePolicy::ByValue)).
-    pub writes_declined: u64,
-    /// Blocks that were worth a write, and dropped because the budget had no room for it
-    /// ([`Config::write_budget`](crate::Config::write_budget)).
-    pub writes_over_budget: u64,
-    /// Blocks read from disk whose checksum did not match.
-    pub checksum_failures: u64,
-    /// Reads of the disk tier that failed.
-    pub read_errors: u64,
-    /// Writes to the disk tier that failed.
-    pub write_errors: u64,
-    /// Disk slots taken out of use.
-    pub quarantined: u64,
-    /// Blocks that were stored in place from a caller's memory and came back otherwise when they were first read: the
-    /// memory was changed while they were stored. Their slots stay in use. After 16 such blocks the stores from that
-    /// memory are copied first.
-    pub changed_memory: u64,
-    /// Prefetches and background writes refused because their queue was full.
-    pub background_refused: u64,
-    /// Blocks that were [released](Cache::release).
-    pub released: u64,
-    /// Blocks that left host memory and were not on disk, because they were released.
-    pub released_unwritten: u64,
-    /// Calls answered with `Error::Busy`.
-    pub busy: u64,
-    /// Pages of the record table written.
-    pub record_writes: u64,
-    /// Records that recovery refused: torn or damaged.
-    pub records_bad: u64,
-    /// Checksums and copies that worker threads have done ([`Config::workers`](crate::Config::workers)).
-    pub work_done: u64,
-    /// Blocks of the host tier that are not on disk yet and must be.
-    pub dirty: u64,
-    /// The storage engine: `uring`, `blocking`, or `none`.
-    pub storage: &'static str,
-    /// True if every path of the disk tier is open for direct I/O.
-    pub direct_io: bool,
-    /// Alignment, in bytes, of memory that is transferred directly to and from the disk tier
-    /// ([`Config::bypass_host`](crate::Config::bypass_host)): what the drives require, 4096 if the kernel does not
-    /// report it, 1 without direct I/O.
-    pub memory_align_bytes: usize,
-    /// True if the memory of the host tier is registered with the ring.
-    pub registered: bool,
-    /// Calls answered with `Error::Timeout`.
-    pub timeouts: u64,
-    /// Whether libcufile transfers blocks between disk and device, without host memory.
-    pub cufile: bool,
-    /// The evidence for that, or the reason why it does not.
-    pub cufile_reason: String,
-    /// Requests that libcufile failed; their blocks went through host memory.
-    pub cufile_errors: u64,
-    /// Requests that libcufile has not returned. Their slots and files stay reserved until it does.
-    pub cufile_stuck: u64,
-    /// Whether copies go through an RDMA device now.
-    pub gdr: bool,
-    /// State of that route (off, on, recovering, retired), with the evidence or the reason.
-    pub gdr_reason: String,
-    /// Batches of copies that failed on the RDMA device and were copied by another engine.
-    pub gdr_failovers: u64,
-    /// Why the device tier is out of service, if it is.
-    pub device_retired: Option<String>,
-    /// Why the disk tier is out of service, if it is.
-    pub disk_retired: Option<String>,
-    /// Why the disk tier accepts no more blocks, if it does not: its writes failed, or it is out of service.
-    pub disk_read_only: Option<String>,
+/// Makes [`Stats`]. `figures` are read under the lock, and exported as the metrics that they name; `others` are read
+/// there too, and exported by hand or not at all.
+macro_rules! stats {
+    (
+        counters { $($(#[$doc:meta])* $counter:ident: $counted:literal;)* }
+        figures { $($figure:ident: $metric:literal, $type:ty = $read:expr, $what:literal;)* }
+        others { $($(#[$more:meta])* $other:ident: $kind:ty = $find:expr;)* }
+    ) => {
+        /// Figures of a cache since it was opened.
+        ///
+        /// Figures of tiers, routes and copy engines are read by method. Serialized, they are maps named `tiers`,
+        /// `routes` and `copies`, with the names of tiers, routes and engines for keys; all other figures have the
+        /// names of their fields. Figures that a map lacks are 0, and it may have others: a version may add some.
+        #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(default)]
+        #[non_exhaustive]
+        pub struct Stats {
+            #[serde(with = "tiers")]
+            tiers: [TierStats; Tier::COUNT],
+            #[serde(with = "routes")]
+            routes: [RouteFigures; Route::COUNT],
+            #[serde(with = "copies")]
+            copies: [CopyFigures; COPY_ENGINES.len()],
+            $(#[doc = concat!($counted, ".")] $(#[$doc])* pub $counter: u64,)*
+            $(#[doc = concat!($what, ".")] pub $figure: $type,)*
+            $($(#[$more])* pub $other: $kind,)*
+        }
+
+        impl Stats {
+            fn read(now: &Now<'_>) -> Self {
+                fn found<T>(now: &Now<'_>, figure: fn(&Now<'_>) -> T) -> T {
+                    figure(now)
+                }
+                Stats {
+                    tiers: Tier::ALL.map(|tier| TierStats::read(now, tier)),
+                    routes: Route::ALL.map(|route| RouteFigures::of(&now.metrics.routes[route as usize])),
+                    copies: std::array::from_fn(|at| {
+                        let (batches, bytes) = now.metrics.copies.of(at);
+                        CopyFigures { batches, bytes }
+                    }),
+                    $($counter: now.metrics.$counter.get(),)*
+                    $($figure: found(now, $read),)*
+                    $($other: found(now, $find),)*
+                }
+            }
+
+            /// Each counter that has no label, with the name of its field.
+            pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($counter), self.$counter)),*].into_iter()
+            }
+        }
+
+        /// The metrics of figures without a label.
+        pub(super) const PLAIN: &[Metric] = &[
+            $(Metric {
+                name: concat!("kvhoist_", stringify!($counter), "_total"),
+                help: $counted,
+                samples: |stats| vec![Sample::new(stats.$counter.value(), [])],
+            },)*
+            $(Metric {
+                name: $metric,
+                help: $what,
+                samples: |stats| vec![Sample::new(stats.$figure.value(), [])],
+            },)*
+        ];
+    };
+}
+
+counters! { stats
+    figures {
+        work_done: "kvhoist_work_done_total", u64 = |now| now.metrics.work_done.get(),
+            "Checksums and copies done by worker threads";
+        gdr_failovers: "kvhoist_gdr_failovers_total", u64 = |now| now.metrics.copies.failovers.get(),
+            "Batches of copies that the RDMA device failed; another engine copied them";
+        dirty: "kvhoist_dirty_blocks", u64 = |now| now.state.dirty.len() as u64,
+            "Blocks of the host tier that are not on disk yet";
+        direct_io: "kvhoist_direct_io", bool = |now| now.cache.inner.direct_io,
+            "1 if the disk is read and written directly";
+        registered: "kvhoist_registered", bool = |now| {
+            now.cache.inner.registered && now.cache.shared().registered.load(Ordering::Acquire)
+        }, "1 if host memory is registered with the ring";
+        workers: "kvhoist_workers", u64 = |now| now.cache.config().worker_threads().into(),
+            "Threads that take checksums and copies";
+        io_threads: "kvhoist_io_threads", u64 = |now| match now.cache.inner.storage_name {
+            "blocking" => now.cache.config().disk.blocking_threads as u64,
+            _ => 0,
+        }, "Threads that read and write; 0 with io_uring";
+    }
+    others {
+        /// Blocks that were dropped because they were not worth a write to the disk tier
+        /// ([`WritePolicy::ByValue`](crate::WritePolicy::ByValue)).
+        writes_declined: u64 = |now| now.metrics.writes_declined[0].get();
+        /// Blocks that were worth a write, and dropped because the budget had no room for it
+        /// ([`Config::write_budget`](crate::Config::write_budget)).
+        writes_over_budget: u64 = |now| now.metrics.writes_declined[1].get();
+        /// Bytes a day that may be written to disk, where that is limited: `write_budget`, or `drive_writes_per_day`
+        /// times `drive_bytes`.
+        write_budget: Option<u64> = |now| now.cache.config().write_budget_bytes();
+        /// The storage engine: `uring`, `blocking`, or `none`.
+        storage: Cow<'static, str> = |now| now.cache.inner.storage_name.into();
+        /// Alignment, in bytes, of memory that is transferred directly to and from the disk tier
+        /// ([`Config::bypass_host`](crate::Config::bypass_host)): what the drives require, 4096 if the kernel does not
+        /// report it, 1 without direct I/O.
+        memory_align_bytes: usize = |now| now.cache.inner.memory_align_bytes;
+        /// Whether libcufile transfers blocks between disk and device, without host memory.
+        cufile: bool = |now| now.state.cufile.reads();
+        /// The evidence for that, or the reason why it does not.
+        cufile_reason: String = |now| now.state.cufile.detail().to_owned();
+        /// Requests that libcufile has not returned. Their slots and files stay reserved until it does.
+        cufile_stuck: u64 = |now| now.cache.shared().cufile_stuck();
+        /// Whether copies go through an RDMA device now.
+        gdr: bool = |now| now.gdr.is_on();
+        /// State of that route (off, on, recovering, retired), with the evidence or the reason.
+        gdr_reason: String = |now| now.gdr.to_string();
+        /// Why the device tier is out of service, if it is.
+        device_retired: Option<String> = |now| now.state.device_service.retired().map(str::to_owned);
+        /// Why the disk tier is out of service, if it is.
+        disk_retired: Option<String> = |now| now.state.disk_service.retired().map(str::to_owned);
+        /// Why the disk tier accepts no more blocks, if it does not: its writes failed, or it is out of service.
+        disk_read_only: Option<String> = |now| now.state.disk_service.reason().map(str::to_owned);
+    }
 }
 
 impl Stats {
@@ -160,6 +235,16 @@ impl Stats {
     pub fn hit_ratio(&self) -> f64 {
         let hits: u64 = self.tiers.iter().map(|tier| tier.hits).sum();
         (hits + self.joined) as f64 / (hits + self.misses).max(1) as f64
+    }
+
+    /// Bytes that went directly between the disk tier and callers' memory.
+    pub fn straight_bytes(&self) -> u64 {
+        self.route_bytes(Route::DiskToRegion) + self.route_bytes(Route::RegionToDisk)
+    }
+
+    /// Why the disk tier is out of service or takes no blocks, if either is so.
+    pub fn disk_trouble(&self) -> Option<&str> {
+        self.disk_retired.as_deref().or(self.disk_read_only.as_deref())
     }
 
     /// Blocks that took a route.
@@ -188,16 +273,43 @@ impl Stats {
     }
 }
 
-fn by_tier<S: Serializer>(tiers: &[TierStats; Tier::COUNT], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(Tier::ALL.iter().map(|tier| tier.name()).zip(tiers))
+/// Writes and reads an array as a map by the names of its entries.
+macro_rules! by_name {
+    ($($module:ident: [$type:ty; $count:expr] = $names:expr;)*) => {
+        $(mod $module {
+            use super::*;
+
+            pub(super) fn serialize<S: Serializer>(all: &[$type; $count], serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_map($names.into_iter().zip(all))
+            }
+
+            pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<[$type; $count], D::Error> {
+                let mut named = BTreeMap::<String, $type>::deserialize(from)?;
+                Ok($names.map(|name| named.remove(name).unwrap_or_default()))
+            }
+        })*
+    };
 }
 
-fn by_route<S: Serializer>(routes: &[RouteFigures; Route::COUNT], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(Route::ALL.iter().map(|route| route.name()).zip(routes))
+by_name! {
+    tiers: [TierStats; Tier::COUNT] = Tier::ALL.map(Tier::name);
+    routes: [RouteFigures; Route::COUNT] = Route::ALL.map(Route::name);
+    copies: [CopyFigures; COPY_ENGINES.len()] = COPY_ENGINES;
 }
 
-fn by_engine<S: Serializer>(copies: &[CopyFigures; COPY_ENGINES.len()], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(COPY_ENGINES.into_iter().zip(copies))
+/// The slots that a tier has now.
+fn slots(now: &Now<'_>, tier: Tier) -> u64 {
+    let config = now.cache.config();
+    match tier {
+        Tier::Device => config.device_slots().into(),
+        Tier::Host => now.cache.shared().host_slots().into(),
+        Tier::Disk => config.disk_slots(),
+    }
+}
+
+fn by_tier(stats: &Stats, figure: fn(&TierStats) -> u64) -> Vec<Sample> {
+    let sample = |tier: Tier| Sample::new(figure(stats.tier(tier)).value(), [("tier", tier.name())]);
+    Tier::ALL.map(sample).into()
 }
 
 impl Cache {
@@ -220,62 +332,8 @@ impl Cache {
         let (shared, gdr): (_, GdrState) = (self.shared(), self.inner.gdr.get());
         // Its error is among the figures.
         drop(self.inner.names.check(shared));
-        let (config, metrics) = (&shared.config, &shared.metrics);
-        let slots = [u64::from(config.device_slots()), u64::from(shared.host_slots()), config.disk_slots()];
         let state = shared.lock();
-        Stats {
-            tiers: Tier::ALL.map(|tier| TierStats {
-                hits: metrics.tier(tier).hits.get(),
-                evictions: metrics.tier(tier).evictions.get(),
-                refused: metrics.tier(tier).refused.get(),
-                bytes_in: metrics.tier(tier).bytes_in.get(),
-                bytes_out: metrics.tier(tier).bytes_out.get(),
-                resident: state.index.resident(tier) as u64,
-                slots: slots[tier as usize],
-                free: state.free_slots(tier) as u64,
-                kept: state.index.kept(tier) as u64,
-            }),
-            routes: Route::ALL.map(|route| RouteFigures::of(&metrics.routes[route as usize])),
-            misses: metrics.misses.get(),
-            joined: metrics.joined.get(),
-            stores: metrics.stores.get(),
-            stores_known: metrics.stores_known.get(),
-            writes_refused: metrics.writes_refused.get(),
-            writes_declined: metrics.writes_declined[0].get(),
-            writes_over_budget: metrics.writes_declined[1].get(),
-            checksum_failures: metrics.checksum_failures.get(),
-            read_errors: metrics.read_errors.get(),
-            write_errors: metrics.write_errors.get(),
-            quarantined: metrics.quarantined.get(),
-            changed_memory: metrics.changed_memory.get(),
-            background_refused: metrics.background_refused.get(),
-            released: metrics.released.get(),
-            released_unwritten: metrics.released_unwritten.get(),
-            busy: metrics.busy.get(),
-            timeouts: metrics.timeouts.get(),
-            record_writes: metrics.record_writes.get(),
-            work_done: metrics.work_done.get(),
-            records_bad: metrics.records_bad.get(),
-            dirty: state.dirty.len() as u64,
-            storage: self.inner.storage_name,
-            registered: self.inner.registered && shared.registered.load(Ordering::Acquire),
-            direct_io: self.inner.direct_io,
-            memory_align_bytes: self.inner.memory_align_bytes,
-            cufile: state.cufile.reads(),
-            cufile_reason: state.cufile.detail().to_owned(),
-            cufile_errors: metrics.cufile_errors.get(),
-            cufile_stuck: shared.cufile_stuck(),
-            copies: std::array::from_fn(|at| {
-                let (batches, bytes) = metrics.copies.of(at);
-                CopyFigures { batches, bytes }
-            }),
-            gdr: gdr.is_on(),
-            gdr_reason: gdr.to_string(),
-            gdr_failovers: metrics.copies.failovers.get(),
-            device_retired: state.device_service.retired().map(str::to_owned),
-            disk_retired: state.disk_service.retired().map(str::to_owned),
-            disk_read_only: state.disk_service.reason().map(str::to_owned),
-        }
+        Stats::read(&Now { cache: self, metrics: &shared.metrics, state: &state, gdr: &gdr })
     }
 }
 
@@ -298,7 +356,7 @@ mod tests {
 
     #[test]
     fn figures_are_serialized_by_name() {
-        let mut stats = Stats { stores: 3, storage: "uring", ..Stats::default() };
+        let mut stats = Stats { stores: 3, storage: "uring".into(), ..Stats::default() };
         stats.tiers[Tier::Disk as usize].hits = 5;
         stats.routes[Route::DiskToHost as usize].bytes = 7;
         stats.copies[1] = CopyFigures { batches: 2, bytes: 9 };
@@ -309,5 +367,14 @@ mod tests {
         assert_eq!(json["routes"].as_object().map(serde_json::Map::len), Some(Route::COUNT));
         assert_eq!(json["copies"]["cuda"], serde_json::json!({ "batches": 2, "bytes": 9 }));
         assert_eq!((&json["stores"], &json["storage"]), (&3.into(), &"uring".into()));
+        assert_eq!(serde_json::from_value::<Stats>(json).expect("its own"), stats);
+    }
+
+    #[test]
+    fn figures_of_another_version_are_read() {
+        let json = r#"{"stores": 3, "dreams": 9, "tiers": {"disk": {"hits": 5}, "tape": {"hits": 1}}}"#;
+        let stats: Stats = serde_json::from_str(json).expect("a later one's, or an older one's");
+        assert_eq!((stats.stores, stats.tier(Tier::Disk).hits, stats.misses), (3, 5, 0));
+        serde_json::from_str::<Stats>(r#"{"stores": -1}"#).expect_err("no count");
     }
 }

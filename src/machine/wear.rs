@@ -63,6 +63,17 @@ pub struct DriveWear {
 }
 
 impl DriveWear {
+    /// Wear as it is told.
+    #[doc(hidden)]
+    pub fn new(drive: &str, used_percent: u8, bytes_written: u64, hours: u64) -> Self {
+        DriveWear { drive: drive.to_owned(), used_percent, bytes_written, hours }
+    }
+
+    /// The share of its life that is used; may be more than 1.
+    pub fn used(&self) -> f64 {
+        f64::from(self.used_percent) / 100.0
+    }
+
     /// Years of being on until all of its life is used, at the pace of its life so far. `None` where less than a
     /// percent is used, which is no pace to go by.
     pub fn years_left(&self) -> Option<f64> {

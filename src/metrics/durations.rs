@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use serde::{Serialize, Serializer, ser::SerializeMap};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser::SerializeMap};
 
 use crate::shield::caught;
 
@@ -111,6 +111,25 @@ impl Serialize for Durations {
     }
 }
 
+impl<'de> Deserialize<'de> for Durations {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Default, Deserialize)]
+        #[serde(default)]
+        struct Counted {
+            sum: f64,
+            buckets: Vec<(Option<f64>, u64)>,
+        }
+        let Counted { sum, buckets } = Counted::deserialize(from)?;
+        let mut durations = Durations { sum_ns: (sum * 1e9).round() as u64, ..Durations::default() };
+        match buckets.len() {
+            0 => {}
+            BUCKETS => durations.buckets = std::array::from_fn(|at| buckets[at].1),
+            other => return Err(de::Error::custom(format!("found {other} buckets, expected {BUCKETS}, or none"))),
+        }
+        Ok(durations)
+    }
+}
+
 /// A histogram, with its handle in the `metrics` crate.
 pub(crate) struct Histogram {
     buckets: [AtomicU64; BUCKETS],
@@ -199,6 +218,8 @@ mod tests {
         assert_eq!((&json["p50"], &json["p99"]), (&6e-6.into(), &7.96e-6.into()));
         assert_eq!(json["buckets"][1], serde_json::json!([8e-6, 1]));
         assert_eq!(json["buckets"][23], serde_json::json!([null, 0]));
+        assert_eq!(serde_json::from_value::<Durations>(json).expect("its own"), of(&[Duration::from_micros(6)]));
+        serde_json::from_str::<Durations>(r#"{"buckets": [[1.0, 1]]}"#).expect_err("too few");
         let none = serde_json::to_value(of(&[])).expect("numbers");
         assert_eq!(none, serde_json::json!({ "count": 0, "sum": 0.0, "p50": null, "p99": null, "buckets": [] }));
     }

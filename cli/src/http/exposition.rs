@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::figures::{Kind, Metric};
+use super::figures::Metric;
 
 /// The type of what [`text`] returns.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -12,11 +12,7 @@ pub fn text(metrics: &[Metric]) -> String {
     let mut page = String::new();
     for metric in metrics {
         let name = metric.name;
-        let kind = match metric.kind() {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-            Kind::Histogram => "histogram",
-        };
+        let kind = metric.kind().name();
         // Writing to a String cannot fail.
         let _ = writeln!(page, "# HELP {name} {}\n# TYPE {name} {kind}", metric.help);
         for sample in &metric.samples {
@@ -36,7 +32,7 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Stats, WritePolicy, block_on};
+    use kvhoist::{internals::machine::DriveWear, BlockKey, Cache, Config, DirectIo, DiskPath, Stats, block_on};
     use kvhoist_service::{ServiceStatus, internals::OpenSpace};
 
     use super::*;
@@ -51,23 +47,15 @@ mod tests {
         block_on(cache.fetch(&BlockKey::new([1; 32]))).expect("fetched").expect("there");
         let mut stats = cache.stats();
         block_on(cache.close()).expect("closed");
-        (stats.misses, stats.storage) = (7, "blocking");
+        (stats.misses, stats.storage) = (7, "blocking".into());
+        (stats.io_threads, stats.write_budget) = (4, Some(1 << 39));
         stats.disk_read_only = Some("EIO\non \"sda\"".into());
         stats.writes_over_budget = 2;
-        let config = Config::default().write_policy(WritePolicy::ByValue).drive_writes_per_day(0.5);
-        let config = config.drive_bytes(1 << 40).blocking_threads(4);
-        let space = OpenSpace { namespace: "a\"} 1\\".into(), folder: "space-1".into(), config, stats };
-        let quiet = OpenSpace { namespace: "b".into(), folder: "space-2".into(), ..space.clone() };
-        let quiet = OpenSpace { config: Config::default(), stats: Stats::default(), ..quiet };
-        let drive = |path: &str, name: &str, used| Drive {
-            path: path.into(),
-            name: name.into(),
-            used,
-            years_left: used.map(|_| 4.5),
-            written: used.map(|_| 512_000),
-            wear: String::new(),
-        };
-        let drives = [drive("/a", "nvme0n1", Some(0.25)), drive("/b", "", None)];
+        let space = OpenSpace { namespace: "a\"} 1\\".into(), folder: "space-1".into(), stats };
+        let quiet = OpenSpace { namespace: "b".into(), folder: "space-2".into(), stats: Stats::default() };
+        let worn: DriveWear = DriveWear::new("nvme0n1", 25, 512_000, 13_149);
+        let drive = |path: &str, name: &str, wear| Drive { path: path.into(), name: name.into(), wear };
+        let drives = [drive("/a", "nvme0n1", Ok(worn)), drive("/b", "", Err("it may not be asked".into()))];
         let text = text(&collect(&ServiceStatus::default(), &[space, quiet], &drives));
         let own = r#"cache="a\"} 1\\",number="space-1""#;
         for line in [

@@ -180,8 +180,8 @@ async fn health(State(source): State<Shared>) -> (StatusCode, String) {
 fn troubles(status: &ServiceStatus) -> Vec<String> {
     let draining = status.draining.then(|| "draining: no more requests are taken".to_owned());
     let disks = status.spaces.iter().filter_map(|space| {
-        let trouble = &space.stats.as_ref()?.disk_trouble;
-        (!trouble.is_empty()).then(|| format!("disk of space {:?}: {}", space.namespace, trouble))
+        let trouble = space.stats.as_ref()?.disk_trouble()?;
+        Some(format!("disk of space {:?}: {trouble}", space.namespace))
     });
     draining.into_iter().chain(disks).collect()
 }
@@ -194,7 +194,8 @@ async fn page() -> impl IntoResponse {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist_service::{SpaceStats, SpaceStatus};
+    use kvhoist::Stats;
+    use kvhoist_service::SpaceStatus;
 
     use super::*;
 
@@ -202,7 +203,8 @@ mod tests {
     fn a_service_is_well_until_it_drains_or_a_disk_fails() {
         let mut status = ServiceStatus { spaces: vec![SpaceStatus::default()], ..ServiceStatus::default() };
         assert_eq!(troubles(&status), Vec::<String>::new());
-        let failed = SpaceStats { disk_trouble: "a write failed: EIO".into(), ..SpaceStats::default() };
+        let mut failed = Stats::default();
+        failed.disk_read_only = Some("a write failed: EIO".into());
         status.spaces.push(SpaceStatus { namespace: "a\nb".into(), stats: Some(failed), ..SpaceStatus::default() });
         assert_eq!(troubles(&status), [r#"disk of space "a\nb": a write failed: EIO"#]);
         status.draining = true;

@@ -63,7 +63,7 @@ fn figures(service: &Service, space: &str) -> Outcome<(u64, u64)> {
     let status = kvhoist_service::status(&service.socket)?;
     let found = status.spaces.iter().find(|found| found.namespace == space).ok_or("no such space")?;
     let stats = found.stats.as_ref().ok_or("it is closed")?;
-    Ok((stats.read_bytes, stats.tier(kvhoist::Tier::Host).resident * found.block_bytes))
+    Ok((stats.tier(kvhoist::Tier::Disk).bytes_out, stats.tier(kvhoist::Tier::Host).resident * found.block_bytes))
 }
 
 /// Eight processes load the same pages, which are on the drive: a tensor-parallel group of an MLA model.

@@ -1,11 +1,11 @@
 //! Look-ups, prefetches, removals, and the space's figures.
 
-use kvhoist::{BlockKey, Tier};
+use kvhoist::{BlockKey, Stats, Tier};
 
 use super::calls::{Client, unexpected};
 use crate::{
     error::{Error, Result},
-    protocol::{KEYS_MAX, Reply, Request, SpaceStats},
+    protocol::{KEYS_MAX, Reply, Request},
 };
 
 impl Client {
@@ -205,7 +205,7 @@ impl Client {
     /// assert_eq!(stats.stores, 1);
     /// # Ok(()) });
     /// ```
-    pub async fn stats(&self) -> Result<SpaceStats> {
+    pub async fn stats(&self) -> Result<Stats> {
         match self.ask(Request::Stats).await? {
             Reply::Stats(stats) => Ok(*stats),
             other => Err(unexpected(&other)),

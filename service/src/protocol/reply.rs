@@ -1,10 +1,10 @@
 //! Replies of a service.
 
-use kvhoist::Tier;
+use kvhoist::{Stats, Tier};
 
 use super::{
     hello::{fault_code, fault_of},
-    status::{ServiceStatus, SpaceStats},
+    status::ServiceStatus,
     table::{fields, get, messages, put},
     wire::{Item, KEYS_MAX, Malformed, Reader, TEXT_BYTES_MAX, Wire, Writer, cut, malformed},
 };
@@ -88,7 +88,7 @@ pub enum Reply {
     /// One result a block.
     Results(#[cfg_attr(test, proptest(strategy = "super::tests::results()"))] Vec<BlockResult>),
     /// Figures of a space.
-    Stats(Box<SpaceStats>),
+    Stats(#[cfg_attr(test, proptest(strategy = "super::tests::boxed_stats()"))] Box<Stats>),
     /// Figures of the service.
     Status(Box<ServiceStatus>),
 }

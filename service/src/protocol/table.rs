@@ -2,19 +2,16 @@
 //!
 //! A field is named by errors as it is here. `<= n`: a text of at most n bytes. `as u16`: a flag of two bytes.
 
-/// The fields of a struct in the order of the wire. `.. u64`: room for a later version, which is ignored.
+/// The fields of a struct in the order of the wire.
 macro_rules! fields {
-    ($type:ident { $($field:ident $(<= $max:ident)?),* $(, .. $reserved:ident)? }) => {
+    ($type:ident { $($field:ident $(<= $max:ident)?),* }) => {
         impl Wire for $type {
             fn put(&self, writer: &mut Writer) {
                 $(put!(writer, &self.$field $(, $max)?);)*
-                $($reserved::default().put(writer);)?
             }
 
             fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, Malformed> {
-                let value = $type { $($field: get!(reader, $field $(, $max)?),)* };
-                $($reserved::get(reader, "reserved bytes")?;)?
-                Ok(value)
+                Ok($type { $($field: get!(reader, $field $(, $max)?),)* })
             }
         }
     };

@@ -1,7 +1,7 @@
 //! Every frame comes back as it was written, and no bytes make a decoder panic.
 
-use kvhoist::{BlockKey, Durations, Route, Tier};
-use proptest::{array::uniform, collection::vec, option, prelude::*, sample::select};
+use kvhoist::{BlockKey, Stats, Tier};
+use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use super::*;
 use crate::error::ServiceFault;
@@ -38,11 +38,26 @@ pub(super) fn tiers() -> impl Strategy<Value = Vec<Tier>> {
     vec(select(&Tier::ALL[..]), 0..100)
 }
 
-pub(super) fn durations() -> impl Strategy<Value = [Durations; Route::COUNT]> {
-    uniform(
-        (any::<[u64; Durations::BOUNDS_SECONDS.len() + 1]>(), any::<u64>())
-            .prop_map(|(counts, sum_ns)| Durations::from_counts(counts, sum_ns)),
-    )
+/// What maps of figures have: numbers, a word, words that may be missing, and maps.
+fn figures() -> impl Strategy<Value = Stats> {
+    let json = |(stores, storage, trouble, hits, buckets): (u64, String, Option<String>, u64, [u64; 24])| {
+        let buckets = buckets.map(|count| (None::<f64>, count >> 5));
+        let seconds = serde_json::json!({ "sum": (stores >> 24) as f64 / 1e6, "buckets": buckets });
+        let json = serde_json::json!({
+            "stores": stores, "storage": storage, "disk_read_only": trouble, "direct_io": hits > 7,
+            "tiers": { "disk": { "hits": hits } }, "routes": { "host_to_disk": { "seconds": seconds } },
+        });
+        serde_json::from_value(json).expect("figures")
+    };
+    any::<(u64, String, Option<String>, u64, [u64; 24])>().prop_map(json)
+}
+
+pub(super) fn stats() -> impl Strategy<Value = Option<Stats>> {
+    option::of(figures())
+}
+
+pub(super) fn boxed_stats() -> impl Strategy<Value = Box<Stats>> {
+    figures().prop_map(Box::new)
 }
 
 /// No more failures than a reply tells apart.
@@ -114,11 +129,31 @@ fn the_handshake_comes_back_as_it_was_written() {
 #[test]
 fn the_newest_common_version_is_spoken() {
     let of = |version_min, version_max| Hello { version_min, version_max }.common_version();
-    assert_eq!(of(1, 1), Some(1));
+    assert_eq!(of(VERSION_MIN, VERSION_MIN), Some(VERSION_MIN));
     assert_eq!(of(0, u16::MAX), Some(VERSION_MAX));
     assert_eq!(of(VERSION_MAX + 1, u16::MAX), None, "from the future");
     assert_eq!(of(0, VERSION_MIN - 1), None, "from the past");
     assert_eq!(of(5, 0), None, "none at all");
+}
+
+/// As many as a service can have, and none of their names short.
+#[test]
+fn a_status_has_the_rows_that_a_frame_has_room_for() {
+    let text = || "\u{1}".repeat(NAMESPACE_BYTES_MAX);
+    let space = || SpaceStatus { namespace: text(), stats: Some(Stats::default()), ..SpaceStatus::default() };
+    let clients = |n: u64| (0..n).map(|id| ClientStatus { id, namespace: text(), ..ClientStatus::default() }).collect();
+    for (spaces, rows, whole) in [(2, 2, true), (256, 4096, false), (4096, 1, false)] {
+        let spaces = (0..spaces).map(|_| space()).collect();
+        let status = ServiceStatus { spaces, clients: clients(rows), cut_off: 7, ..ServiceStatus::default() };
+        let frame = Reply::Status(Box::new(status.clone())).encode(1);
+        let header = header(&frame);
+        let Ok(Reply::Status(back)) = Reply::decode(header.kind, &frame[HEADER_BYTES..]) else {
+            panic!("a status comes back");
+        };
+        assert_eq!((back.cut_off, *back == status), (7, whole));
+        assert!(status.spaces.starts_with(&back.spaces) && status.clients.starts_with(&back.clients));
+        assert!(!back.spaces.is_empty() && !back.clients.is_empty(), "some of each");
+    }
 }
 
 #[test]

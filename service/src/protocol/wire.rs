@@ -85,9 +85,8 @@ pub(super) trait Item: Wire {
     const NAMES: [&'static str; 2];
     /// Bytes that each item takes at least: a list is not read if the frame has no room for it.
     const BYTES_MIN: usize;
+    /// A reader refuses longer lists.
     const COUNT_MAX: usize;
-    /// Whether items past the limit are left out when a list is written. Otherwise the reader refuses such a list.
-    const CUT: bool = false;
 }
 
 macro_rules! numbers {
@@ -190,10 +189,9 @@ impl<T: Wire + Copy + Default, const N: usize> Wire for [T; N] {
 
 impl<T: Item> Wire for Vec<T> {
     fn put(&self, writer: &mut Writer) {
-        let items = &self[..self.len().min(if T::CUT { T::COUNT_MAX } else { usize::MAX })];
-        writer.reserve(4 + items.len() * T::BYTES_MIN);
-        writer.count(items.len());
-        items.iter().for_each(|item| item.put(writer));
+        writer.reserve(4 + self.len() * T::BYTES_MIN);
+        writer.count(self.len());
+        self.iter().for_each(|item| item.put(writer));
     }
 
     fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, Malformed> {
@@ -275,6 +273,11 @@ impl<'a> Reader<'a> {
         };
         self.rest = rest;
         Ok(taken)
+    }
+
+    /// All that is left.
+    pub(super) fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.rest)
     }
 
     fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], Malformed> {

@@ -9,7 +9,7 @@ use crate::{
     blocks::{Cancel, Movers},
     error::ServiceFault,
     protocol::{Blocks, Failure, RegionKind, Reply, Request, Way},
-    spaces::{Wanted, stats},
+    spaces::Wanted,
     wire::Lent,
 };
 
@@ -196,7 +196,7 @@ fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failu
             Reply::Count(cache.release_first(&keys, count) as u32)
         }
         Request::Keep { ms, keys } => Reply::Count(cache.keep(&keys, Duration::from_millis(ms)) as u32),
-        Request::Stats => Reply::Stats(Box::new(stats(cache))),
+        Request::Stats => Reply::Stats(Box::new(cache.stats())),
         other => return Err(other),
     }))
 }

@@ -1,7 +1,6 @@
 //! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
 
 mod deed;
-mod figures;
 mod host;
 mod open;
 mod pool;
@@ -17,15 +16,14 @@ use std::{
     rc::Rc,
 };
 
-use kvhoist::Cache;
+use kvhoist::{Cache, Stats};
 use tokio::sync::{Notify, oneshot};
 
 use self::deed::{Deed, deeds};
-pub(super) use self::figures::stats;
 use self::{host::HostShare, tables::Tables};
 use super::{
     config::ServerConfig,
-    protocol::{Failure, SpaceStats, SpaceStatus},
+    protocol::{Failure, SpaceStatus},
     report::OpenSpace,
     shares::{Ledger, SpaceOf},
     system::System,
@@ -224,7 +222,7 @@ impl Spaces {
         let report = |(folder, entry): (&String, &Entry)| {
             let cache = &entry.space()?.cache;
             let (namespace, folder) = (entry.deed.namespace.clone(), folder.clone());
-            Some(OpenSpace { namespace, folder, config: cache.config().clone(), stats: cache.stats() })
+            Some(OpenSpace { namespace, folder, stats: cache.stats() })
         };
         entries.iter().filter_map(report).collect()
     }
@@ -244,9 +242,11 @@ impl Spaces {
                 clients: space.map_or(0, |space| space.clients.get()),
                 stats: match &entry.state {
                     State::Damaged(Failure { text, .. }) => {
-                        Some(SpaceStats { disk_trouble: text.clone(), ..SpaceStats::default() })
+                        let mut stats = Stats::default();
+                        stats.disk_retired = Some(text.clone());
+                        Some(stats)
                     }
-                    _ => space.map(|space| stats(&space.cache)),
+                    _ => space.map(|space| space.cache.stats()),
                 },
             }
         };

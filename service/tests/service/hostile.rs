@@ -215,14 +215,14 @@ fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
         let mut raw = Raw::connect(&street.node.socket());
         raw.send(bytes);
         let welcome = raw.welcome();
-        assert_eq!((welcome.version_min, welcome.version_max), (1, 1));
+        assert_eq!((welcome.version_min, welcome.version_max), (2, 2));
         let fault = welcome.answer.expect_err("refused");
         let why = raw.goodbye();
         assert!(why.starts_with(&format!("{fault:?}: ")), "{why}");
         fault
     };
-    assert_eq!(refused(&Hello { version_min: 2, version_max: 900 }.encode()), ServiceFault::Version);
-    assert_eq!(refused(&Hello { version_min: 0, version_max: 0 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(&Hello { version_min: 3, version_max: 900 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(&Hello { version_min: 0, version_max: 1 }.encode()), ServiceFault::Version);
     assert_eq!(refused(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), ServiceFault::Protocol);
     assert_eq!(refused(b"kvhois"), ServiceFault::Timeout, "no whole hello within the patience");
     street.check();

@@ -115,11 +115,11 @@ fn a_scan_takes_no_memory_from_a_space_with_hits() {
     };
     // Its memory may move until its first hits.
     (0..4).for_each(|_| round());
-    let (slots, read) = (service.slots("hot"), service.space("hot").stats.expect("open").read_bytes);
+    let (slots, read) = (service.slots("hot"), service.space("hot").stats.expect("open").tier(Tier::Disk).bytes_out);
     assert!(slots >= POOL_BLOCKS, "{slots}");
     (0..20).for_each(|_| round());
     assert_eq!(service.slots("hot"), slots);
-    assert_eq!(service.space("hot").stats.expect("open").read_bytes, read, "all hits");
+    assert_eq!(service.space("hot").stats.expect("open").tier(Tier::Disk).bytes_out, read, "all hits");
     service.end();
 }
 
