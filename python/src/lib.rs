@@ -26,7 +26,6 @@ mod wait;
 
 use std::path::PathBuf;
 
-use kvhoist::internals::machine;
 use pyo3::prelude::*;
 
 /// The native half of the package; use `kvhoist` instead.
@@ -95,17 +94,17 @@ fn slots_on_each(py: Python<'_>, capacity: u64, paths: usize, block_bytes: u64) 
 /// does not tell.
 #[pyfunction]
 fn machine_sizes(paths: Vec<PathBuf>) -> (Option<u64>, Option<u64>) {
-    (machine::disk_bytes(&paths), machine::memory_bytes())
+    (kvhoist_doctor::disk_bytes(&paths), kvhoist_doctor::memory_bytes())
 }
 
 /// Whether a path lies on the root file system.
 #[pyfunction]
 fn is_on_root(path: PathBuf) -> bool {
-    machine::is_on_root(&path)
+    kvhoist_doctor::is_on_root(&path)
 }
 
 /// What puts the pool of this version of an engine into huge pages.
 #[pyfunction]
 fn huge_pool_advice(engine: &str, version: &str) -> Option<&'static str> {
-    machine::huge_pool_advice(engine, version)
+    kvhoist_doctor::huge_pool_advice(engine, version)
 }

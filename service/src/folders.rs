@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::internals::machine;
+use kvhoist_doctor::{disk_bytes, is_on_root, memory_bytes};
 
 use super::config::ServerConfig;
 use crate::error::{Error, Result};
@@ -22,11 +22,11 @@ use crate::error::{Error, Result};
 pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
     let places = config.paths.iter().map(|path| place(path)).collect::<Result<Vec<_>>>()?;
     once_each(&config.paths, &places)?;
-    if let Some(most) = machine::memory_bytes().filter(|&most| config.host_bytes > most) {
+    if let Some(most) = memory_bytes().filter(|&most| config.host_bytes > most) {
         let expected = format!("{most} at most, the memory of this machine or of its cgroup");
         return Err(Error::config("host_bytes", format!("{} bytes", config.host_bytes), expected));
     }
-    if let Some(most) = machine::disk_bytes(&places).filter(|&most| config.capacity_bytes > most) {
+    if let Some(most) = disk_bytes(&places).filter(|&most| config.capacity_bytes > most) {
         let expected = format!("{most} at most, which the file systems of the paths have, each path the same part");
         return Err(Error::config("capacity_bytes", format!("{} bytes", config.capacity_bytes), expected));
     }
@@ -81,7 +81,7 @@ fn place(path: &Path) -> Result<PathBuf> {
 /// Warns of stores that will fill the root file system, as those of a drive that is not mounted do.
 fn warn_of_root(config: &ServerConfig) {
     let bytes = config.capacity_bytes / config.paths.len().max(1) as u64;
-    for path in config.paths.iter().filter(|path| machine::is_on_root(path)) {
+    for path in config.paths.iter().filter(|path| is_on_root(path)) {
         tracing::warn!(
             path = %path.display(), bytes,
             "the path is on the root file system, whose room its stores take; a drive that belongs there is not mounted"
@@ -148,9 +148,9 @@ mod tests {
             }
         }
         // Two paths of one file system have its room together.
-        let (one, both) = (machine::disk_bytes(&good.paths[..1]), machine::disk_bytes(&good.paths));
+        let (one, both) = (disk_bytes(&good.paths[..1]), disk_bytes(&good.paths));
         assert_eq!(one.or(both), None, "nothing was made");
         let place = [directory.path().to_owned(), directory.path().to_owned()];
-        assert_eq!(machine::disk_bytes(&place), machine::disk_bytes(&place[..1]));
+        assert_eq!(disk_bytes(&place), disk_bytes(&place[..1]));
     }
 }

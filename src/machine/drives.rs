@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::plan::Kernel;
+use super::kernel::Kernel;
 
 /// Drives that are stacked upon each other are followed this far: a volume of an array of partitions, for example.
 pub(super) const STACK_MAX: usize = 4;
@@ -45,7 +45,7 @@ pub(super) fn parts(folder: &Path) -> Vec<Option<PathBuf>> {
 }
 
 /// The directory in /sys of the drive under a path.
-pub(super) fn drive_folder(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<PathBuf> {
+pub fn drive_folder(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<PathBuf> {
     let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
     let (major, minor) = (libc::major(number), libc::minor(number));
     fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok().map(whole)

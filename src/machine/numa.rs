@@ -7,15 +7,16 @@ use std::{
 
 use super::{
     drives::{STACK_MAX, drive_folder, parts},
-    plan::{Finding, Kernel},
+    kernel::Kernel,
 };
 
 /// The NUMA node that drives are attached to, on a machine with several.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct NearNode {
-    pub(crate) node: u32,
+pub struct NearNode {
+    /// Its number.
+    pub node: u32,
     /// Numbers of the node's processors.
-    pub(crate) processors: Vec<usize>,
+    pub processors: Vec<usize>,
 }
 
 /// The node near the drives of all paths. `None` if the machine has one node, if the drives are on several, or if the
@@ -24,7 +25,8 @@ pub(crate) fn near_node(paths: &[PathBuf]) -> Option<NearNode> {
     near_node_at(paths, &Kernel { root: Path::new("/") })
 }
 
-fn near_node_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<NearNode> {
+/// As [`near_node`], with the kernel's files below another root.
+pub fn near_node_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<NearNode> {
     const NODES: &str = "sys/devices/system/node";
     if numbers(&kernel.read(&format!("{NODES}/online"))?).len() < 2 {
         return None;
@@ -33,13 +35,6 @@ fn near_node_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<NearNode> {
     let node = same(paths.iter().map(node))?;
     let processors = numbers(&kernel.read(&format!("{NODES}/node{node}/cpulist"))?);
     (!processors.is_empty()).then_some(NearNode { node, processors })
-}
-
-/// What the doctor says about the drives of all paths.
-pub(super) fn finding(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<Finding> {
-    let NearNode { node, processors } = near_node_at(paths, kernel)?;
-    let found = format!("the drives are on node {node}: workers run on its {} processors", processors.len());
-    Some(Finding::note("NUMA", found))
 }
 
 /// The node of a drive, from its directory in /sys: that of the nearest device above it that has one, or that of all

@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     drives,
-    plan::{Kernel, shown},
+    kernel::{Kernel, shown},
 };
 
 const LOG_BYTES: usize = 512;

@@ -3,7 +3,6 @@
 use std::borrow::Cow;
 
 use clap::ValueEnum;
-use kvhoist::internals::machine;
 
 /// Features that --want can require.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -66,9 +65,9 @@ impl Finding {
         self
     }
 
-    /// A finding of the library's.
-    pub fn of_machine(finding: machine::Finding) -> Self {
-        let machine::Finding { what, found, fix, is_trouble, .. } = finding;
+    /// A finding about the machine.
+    pub fn of_machine(finding: kvhoist_doctor::Finding) -> Self {
+        let kvhoist_doctor::Finding { what, found, fix, is_trouble, .. } = finding;
         Finding { what: what.into(), found, fix, decides: None, is_trouble }
     }
 

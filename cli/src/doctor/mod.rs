@@ -18,7 +18,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use kvhoist::internals::machine::Plan;
+use kvhoist_doctor::Plan;
 
 pub use self::{args::Args, disk::drive_name, finding::Finding};
 use self::{finding::Want, report::Report};

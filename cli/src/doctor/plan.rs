@@ -2,7 +2,8 @@
 
 use std::{fs, path::PathBuf};
 
-use kvhoist::{Capacity, DiskPath, internals::machine::Plan};
+use kvhoist::{Capacity, DiskPath};
+use kvhoist_doctor::Plan;
 
 use super::args::Args;
 use crate::{failure::Failure, settings::Settings};

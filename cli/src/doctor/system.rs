@@ -2,15 +2,13 @@
 
 use std::fs;
 
-use kvhoist::internals::{
-    device::engines_in_words,
-    machine::{self, Plan},
-};
+use kvhoist::internals::device::engines_in_words;
+use kvhoist_doctor::{Plan, examine};
 
 use super::Finding;
 
 pub fn findings(plan: &Plan) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = machine::examine(plan).into_iter().map(Finding::of_machine).collect();
+    let mut findings: Vec<Finding> = examine(plan).into_iter().map(Finding::of_machine).collect();
     findings.push(numa());
     findings.push(Finding::note("engines", engines_in_words()));
     findings

@@ -165,7 +165,7 @@ fn memory_that_a_client_reserves_is_taken_back_and_kept() {
 #[test]
 fn memory_that_does_not_move_is_what_a_client_asked_for() {
     // All that the machine has: no slots are made for it.
-    let all = kvhoist::internals::machine::memory_bytes().expect("the kernel tells");
+    let all = kvhoist_doctor::memory_bytes().expect("the kernel tells");
     let service = Service::with(|config| (config.move_host, config.host_bytes) = (false, all));
     let mut options = options_of("one");
     options.capacity_bytes = kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64);

@@ -24,7 +24,7 @@ pub fn huge_pool_advice(engine: &str, version: &str) -> Option<&'static str> {
 }
 
 /// The advice for every engine, in one line.
-pub(super) fn all() -> String {
+pub(crate) fn all() -> String {
     let of = |advice: &Advice| {
         let [major, minor, patch] = advice.since;
         let since = if advice.since == [0; 3] { String::new() } else { format!(" {major}.{minor}.{patch}") };

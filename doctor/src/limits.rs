@@ -1,14 +1,16 @@
 //! Memory and its limits; the kernel's features and restrictions.
 
-use super::{
+use kvhoist::internals::machine::{Kernel, shown};
+
+use crate::{
     huge_pools,
-    plan::{Finding, Kernel, Plan, shown},
+    plan::{Finding, Plan},
 };
 
 /// Processes with CAP_IPC_LOCK may lock any amount of memory.
 const CAP_IPC_LOCK: u32 = 14;
 
-pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
+pub(crate) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     let wanted = plan.host_bytes.saturating_mul(plan.ranks.into());
     let mut findings = vec![ring(kernel), huge_pages(kernel)];
     findings.extend(memory(kernel, plan.ranks, wanted));
@@ -23,7 +25,7 @@ fn meminfo(kernel: &Kernel<'_>, name: &str) -> Option<u64> {
 }
 
 /// All memory, or the lower limit of a cgroup.
-pub(super) fn memory_bytes(kernel: &Kernel<'_>) -> Option<u64> {
+pub(crate) fn memory_bytes(kernel: &Kernel<'_>) -> Option<u64> {
     let (total, limit) = (meminfo(kernel, "MemTotal:"), cgroup(kernel).map(|(_, _, limit)| limit));
     total.into_iter().chain(limit).min()
 }

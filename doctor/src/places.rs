@@ -7,10 +7,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{
-    drives::drive_folder,
-    plan::{Finding, Kernel, Plan, shown},
-};
+use kvhoist::internals::machine::{Kernel, drive_folder, shown};
+
+use crate::plan::{Finding, Plan};
 
 /// Share of a file system that the adapters leave free.
 const FREE_SHARE_MIN: f64 = 0.01;
@@ -19,7 +18,7 @@ const FREE_SHARE_MIN: f64 = 0.01;
 const DEPTH: usize = 4;
 const FOLDERS_MAX: usize = 4096;
 
-pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
+pub(crate) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut systems: BTreeMap<u64, Shared<'_>> = BTreeMap::new();
     for path in &plan.paths {
@@ -84,7 +83,7 @@ impl Shared<'_> {
 }
 
 /// Bytes available to this process on a path's file system, and its size.
-pub(super) fn free_bytes(path: &Path) -> Option<(u64, u64)> {
+pub(crate) fn free_bytes(path: &Path) -> Option<(u64, u64)> {
     let stat = rustix::fs::statvfs(path).ok()?;
     Some((stat.f_bavail.saturating_mul(stat.f_frsize), stat.f_blocks.saturating_mul(stat.f_frsize)))
 }

@@ -7,7 +7,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{limits, places, plan::Kernel};
+use kvhoist::internals::machine::Kernel;
+
+use crate::{limits, places};
 
 /// Bytes of disk for stores of equal size on all of these paths, as if their file systems were empty. `None` if one
 /// cannot be looked at, or there are none.
