@@ -28,7 +28,7 @@ use std::{
 use rules::{Finding, check_rust, check_text, test_modules};
 
 /// Top folders that hold Rust of this project.
-const RUST_FOLDERS: [&str; 10] = ["src", "doctor", "service", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
+const RUST_FOLDERS: [&str; 11] = ["src", "doctor", "service", "workbench", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
 
 #[test]
 fn rust_files_keep_the_house_rules() {

@@ -83,6 +83,16 @@ impl fmt::Display for Failure {
     }
 }
 
+#[cfg(feature = "command")]
+impl From<kvhoist_workbench::ReplayError> for Failure {
+    fn from(error: kvhoist_workbench::ReplayError) -> Self {
+        match error {
+            kvhoist_workbench::ReplayError::Cache(error) => error.into(),
+            early @ kvhoist_workbench::ReplayError::Early(..) => Failure::run(early.to_string()),
+        }
+    }
+}
+
 impl From<kvhoist::Error> for Failure {
     fn from(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config, Io, Store};

@@ -7,14 +7,10 @@ mod columns;
 #[cfg(feature = "command")]
 pub mod command;
 #[cfg(feature = "command")]
-mod curves;
-#[cfg(feature = "command")]
 mod doctor;
 pub mod failure;
 #[cfg(feature = "command")]
 mod found;
-#[cfg(feature = "command")]
-mod generator;
 #[cfg(feature = "command")]
 mod http;
 #[cfg(feature = "command")]
@@ -29,10 +25,6 @@ mod ls;
 mod manual;
 #[cfg(feature = "command")]
 mod output;
-#[cfg(feature = "command")]
-mod palette;
-#[cfg(feature = "command")]
-mod payload;
 #[cfg(feature = "command")]
 mod plot;
 #[cfg(feature = "command")]
@@ -56,16 +48,11 @@ mod status;
 #[cfg(feature = "command")]
 mod store;
 #[cfg(feature = "command")]
-mod ticks;
-#[cfg(feature = "command")]
 mod top;
-pub mod trace;
 #[cfg(feature = "command")]
 mod verify;
 #[cfg(feature = "command")]
 mod wipe;
-#[cfg(feature = "command")]
-mod workload;
 
 #[cfg(feature = "command")]
 pub use progress::BesideProgress;

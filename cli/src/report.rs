@@ -1,13 +1,10 @@
 //! The report of a replay: a table for people, an object for programs.
 
 use kvhoist::{DeviceKind, Route, Tier};
+use kvhoist_workbench::RouteTally;
 use serde_json::{Value, json};
 
-use crate::{
-    columns::columns,
-    replay::{RouteTally, Summary},
-    size::show_bytes,
-};
+use crate::{columns::columns, replay::Summary, size::show_bytes};
 
 /// One JSON object, or tables; of several traces a list of objects, or the tables one after another under their names.
 pub fn text(summaries: &[Summary], json: bool) -> String {

@@ -33,7 +33,7 @@ pub fn check_rust(file: &Path, text: &str, test_code: bool) -> Vec<Finding> {
     let (raw, code): (Vec<&str>, Vec<&str>) = (text.lines().collect(), masked.lines().collect());
     let in_tests = test_lines(&masked);
     let library = ["src", "doctor/src", "service/src"].iter().any(|folder| file.starts_with(folder));
-    let shipped = library || ["cli/src", "files/src"].iter().any(|folder| file.starts_with(folder));
+    let shipped = library || ["workbench/src", "cli/src", "files/src"].iter().any(|folder| file.starts_with(folder));
     let mut findings = Vec::new();
     let mut find = |line: usize, what: String| findings.push(Finding { file: file.into(), line: line + 1, what });
 
@@ -193,7 +193,7 @@ pub fn test_modules(file: &Path, text: &str) -> Vec<PathBuf> {
 
 /// True for a file that only tests compile: `tests_only` is what [`test_modules`] found in all files.
 pub fn is_test_code(file: &Path, tests_only: &BTreeSet<PathBuf>) -> bool {
-    let shipped = ["src", "doctor/src", "service/src", "cli/src", "files/src"].iter().any(|folder| file.starts_with(folder));
+    let shipped = ["src", "doctor/src", "service/src", "workbench/src", "cli/src", "files/src"].iter().any(|folder| file.starts_with(folder));
     !shipped || file.with_extension("").ancestors().any(|place| tests_only.contains(place))
 }
 

@@ -2,7 +2,9 @@
 
 use std::{fmt::Write as _, path::Path};
 
-use crate::{failure::Failure, output::OutputFile, palette::color, plot, ticks::Ticks};
+use kvhoist_workbench::{palette::color, ticks::Ticks};
+
+use crate::{failure::Failure, output::OutputFile, plot};
 
 const HEIGHT: f64 = 420.0;
 const LEFT: f64 = 70.0;

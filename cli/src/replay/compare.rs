@@ -14,23 +14,27 @@ use std::{
 };
 
 use kvhoist::{Cache, Config, Tier};
+use kvhoist_workbench::{
+    Pace, belady,
+    curves::{self, Panel},
+    generator,
+    trace::{self, Request},
+};
 use serde_json::{Value, json};
 
 use super::{
     Args,
     args::{Eviction, eviction_name},
-    belady, engine,
+    replay_shown,
 };
 use crate::{
     columns::columns,
-    curves::{self, Panel},
     failure::Failure,
-    generator, interrupt,
+    interrupt,
     output::emit,
     plot,
     progress::announce,
     shown::shown,
-    trace::{self, Request},
 };
 
 /// Shares of a trace's distinct blocks that are tried without `--shares`, percent.
@@ -103,7 +107,11 @@ pub fn traces(args: &Args, block_bytes: usize) -> Result<Vec<(String, Vec<Reques
     }
     let named = |path: &std::path::PathBuf| {
         let name = Path::new(path).file_name().map_or_else(|| shown(path), |name| shown(Path::new(name)));
-        trace::read(path, block_bytes).map(|requests| (name, requests))
+        let requests = trace::read(path, block_bytes).map_err(|wrong| {
+            let path = if path == Path::new("-") { "standard input".to_owned() } else { shown(path) };
+            Failure::usage(format!("--trace {path}: {wrong}"))
+        });
+        requests.map(|requests| (name, requests))
     };
     args.trace.iter().map(named).collect()
 }
@@ -159,8 +167,8 @@ async fn cell(
     config.validate()?;
     let cache = Cache::open(config).await?;
     // One after the other: what is in flight at once would change what is evicted.
-    let one_at_a_time = Args { in_flight: 1, speed: None, ..args.clone() };
-    let replayed = engine::replay(&cache, requests, &one_at_a_time, interrupted).await;
+    let one_at_a_time = Pace { in_flight: 1, speed: None };
+    let replayed = replay_shown(&cache, requests, one_at_a_time, args.quiet, interrupted).await;
     let stats = cache.stats();
     cache.close().await?;
     let (_, tally) = replayed?;

@@ -12,15 +12,16 @@ use std::{
 };
 
 use kvhoist::{Cache, Config, DirectIo, DiskPath, Tier, WritePolicy};
+use kvhoist_workbench::{Pace, trace::Request};
 use serde_json::{Value, json};
 
 use super::{
     Args,
     args::{Policy, policy_name},
-    compare, engine,
+    compare, replay_shown,
 };
 use crate::{
-    columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes, trace::Request,
+    columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes,
 };
 
 /// Host memory, percent of a trace's distinct blocks.
@@ -141,8 +142,8 @@ async fn cell(
     config.validate()?;
     let cache = Cache::open(config).await?;
     // One after the other: what is in flight at once would change what is evicted.
-    let one_at_a_time = Args { in_flight: 1, ..args.clone() };
-    let replayed = engine::replay(&cache, requests, &one_at_a_time, interrupted).await;
+    let one_at_a_time = Pace { in_flight: 1, speed: args.speed };
+    let replayed = replay_shown(&cache, requests, one_at_a_time, args.quiet, interrupted).await;
     let stats = cache.stats();
     cache.close().await?;
     let (_, tally) = replayed?;

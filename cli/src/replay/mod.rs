@@ -1,16 +1,12 @@
 //! `kvhoist replay`: the main job, from flags to report.
 
 mod args;
-mod belady;
 mod compare;
 mod compare_writes;
-mod engine;
 mod place;
-mod tally;
 
 pub use args::{Args, Device, Direct, Engine, Policy};
 use place::Place;
-pub use tally::{RouteTally, Tally};
 
 use std::{
     sync::{
@@ -21,14 +17,16 @@ use std::{
 };
 
 use kvhoist::{Cache, Config, Stats};
+use kvhoist_workbench::{self as workbench, Pace, Tally, trace::Request};
 
 use crate::{
     failure::Failure,
     interrupt,
     output::{OutputFile, emit},
     plot,
-    progress::announce,
-    report, trace,
+    progress::{Progress, announce},
+    report,
+    size::show_bytes,
 };
 
 /// What the replay of a trace came to.
@@ -83,7 +81,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 async fn replay(
     args: &Args,
     config: Config,
-    (trace, requests): (String, Vec<trace::Request>),
+    (trace, requests): (String, Vec<Request>),
     interrupted: &Arc<AtomicBool>,
     place: &Place,
 ) -> Result<Summary, Failure> {
@@ -96,7 +94,8 @@ async fn replay(
     place.keep();
     let requests_in_trace = requests.len();
     let started = Instant::now();
-    let tally = engine::replay(&cache, requests, args, interrupted).await;
+    let pace = Pace { in_flight: args.in_flight, speed: args.speed };
+    let tally = replay_shown(&cache, requests, pace, args.quiet, interrupted).await;
     let stats = cache.stats();
     let closed = cache.close().await;
     let seconds = started.elapsed().as_secs_f64();
@@ -105,9 +104,29 @@ async fn replay(
     Ok(Summary { trace, config, requests, requests_in_trace, tally, seconds, stats })
 }
 
+/// Replays requests with progress on standard error. Returns how many it replayed.
+async fn replay_shown(
+    cache: &Cache,
+    requests: Vec<Request>,
+    pace: Pace,
+    quiet: bool,
+    interrupted: &Arc<AtomicBool>,
+) -> Result<(usize, Tally), Failure> {
+    let mut progress = Progress::new(requests.len(), "requests", quiet);
+    let so_far = |tally: &Tally| {
+        let bytes = tally.routes.values().map(|route| route.bytes).sum();
+        format!("hit ratio {:.4}, {} fetched", tally.hit_ratio(), show_bytes(bytes))
+    };
+    let tell = |done, tally: &Tally| progress.update(done, || so_far(tally));
+    let replayed = workbench::replay(cache, requests, pace, interrupted, tell).await?;
+    progress.finish();
+    Ok(replayed)
+}
+
 fn finish(args: &Args, summaries: &[Summary], plot_file: Option<OutputFile>) -> Result<(), Failure> {
     if let Some(file) = plot_file {
-        file.write(plot::draw(summaries).as_bytes())?;
+        let traces: Vec<_> = summaries.iter().map(|summary| (summary.trace.as_str(), &summary.tally)).collect();
+        file.write(workbench::plot::draw(&traces).as_bytes())?;
     }
     emit(&report::text(summaries, args.json))?;
     match summaries.iter().map(|summary| summary.tally.verification_failures).sum() {

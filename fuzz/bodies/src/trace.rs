@@ -1,6 +1,6 @@
 //! Traces: text from anywhere, a list of requests or an error that names the line.
 
-use kvhoist_cli::trace::parse;
+use kvhoist_workbench::trace::parse;
 
 use crate::memory::bounded;
 

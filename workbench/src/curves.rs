@@ -13,6 +13,7 @@ const BOTTOM: f64 = 40.0;
 
 /// One plot.
 pub struct Panel {
+    /// What stands above it.
     pub title: String,
     /// Along the axis, at equal distances.
     pub marks: Vec<String>,

@@ -12,18 +12,12 @@ use std::{
 use kvhoist::{BlockKey, Cache, Route};
 use tokio::{
     sync::{Mutex as AsyncMutex, OwnedMutexGuard, Semaphore},
-    task::JoinSet,
+    task::{JoinError, JoinSet},
 };
 
-use super::{
-    Args,
-    tally::{Outcome, Tally, tier_of},
-};
 use crate::{
-    failure::Failure,
     payload::{fill, is_payload, key_of},
-    progress::Progress,
-    size::show_bytes,
+    tally::{Outcome, Tally, tier_of},
     trace::{Chain, Request},
 };
 
@@ -36,20 +30,45 @@ const WINDOW: usize = 8;
 /// What one fetch came to: the route and whether the bytes were right, or nothing.
 type Fetched = Option<(Route, bool, Duration)>;
 
-/// Replays all requests, `in_flight` at a time, started in the order of the trace. Returns how many it replayed.
+/// When requests start.
+#[derive(Debug, Clone, Copy)]
+pub struct Pace {
+    /// Requests at a time.
+    pub in_flight: usize,
+    /// How much faster than recorded; without it a request starts as soon as there is room for it.
+    pub speed: Option<f64>,
+}
+
+/// Why a replay ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    /// A call of the cache failed.
+    #[error(transparent)]
+    Cache(#[from] kvhoist::Error),
+    /// A task ended before its time.
+    #[error("a {0} ended early: {1}")]
+    Early(&'static str, JoinError),
+}
+
+/// Replays all requests at some pace, started in the order of the trace, until one fails or `interrupted` is set. Tells
+/// `progress` how many have ended, with what became of them. Returns how many it replayed.
+///
+/// # Errors
+/// The first failure.
 pub async fn replay(
     cache: &Cache,
     requests: Vec<Request>,
-    args: &Args,
+    pace: Pace,
     interrupted: &Arc<AtomicBool>,
-) -> Result<(usize, Tally), Failure> {
+    mut progress: impl FnMut(usize, &Tally),
+) -> Result<(usize, Tally), ReplayError> {
     let tally = Arc::new(Mutex::new(Tally::default()));
-    let places = Arc::new(Semaphore::new(args.in_flight));
-    let mut progress = Progress::new(requests.len(), "requests", args.quiet);
+    let places = Arc::new(Semaphore::new(pace.in_flight));
     let mut running = JoinSet::new();
     let mut done = 0;
-    let clock = Clock::new(args.speed, &requests);
+    let clock = Clock::new(pace.speed, &requests);
     let mut turns = Turns::default();
+    let mut tell = |done| progress(done, &tally.lock().expect("nothing panics under it"));
     for (number, request) in requests.into_iter().enumerate() {
         clock.wait_for(&request, interrupted).await;
         let turn = turns.of(&request).await;
@@ -58,7 +77,7 @@ pub async fn replay(
             done += 1;
             joined(ended)?;
         }
-        progress.update(done, || so_far(&tally));
+        tell(done);
         if interrupted.load(Ordering::Relaxed) {
             break;
         }
@@ -72,9 +91,8 @@ pub async fn replay(
     while let Some(ended) = running.join_next().await {
         done += 1;
         joined(ended)?;
-        progress.update(done, || so_far(&tally));
+        tell(done);
     }
-    progress.finish();
     let tally = std::mem::take(&mut *tally.lock().expect("nothing panics under it"));
     Ok((done, tally))
 }
@@ -118,14 +136,8 @@ impl Clock {
     }
 }
 
-fn joined(ended: Result<Result<(), Failure>, tokio::task::JoinError>) -> Result<(), Failure> {
-    ended.map_err(|error| Failure::run(format!("a request ended early: {error}")))?
-}
-
-fn so_far(tally: &Mutex<Tally>) -> String {
-    let tally = tally.lock().expect("nothing panics under it");
-    let bytes = tally.routes.values().map(|route| route.bytes).sum();
-    format!("hit ratio {:.4}, {} fetched", tally.hit_ratio(), show_bytes(bytes))
+fn joined(ended: Result<Result<(), ReplayError>, JoinError>) -> Result<(), ReplayError> {
+    ended.map_err(|error| ReplayError::Early("request", error))?
 }
 
 /// Serves one request.
@@ -138,7 +150,7 @@ struct Worker {
 
 impl Worker {
     /// Matches the prefix, fetches and verifies the hits, stores the misses.
-    async fn serve(self, request: Request) -> Result<(), Failure> {
+    async fn serve(self, request: Request) -> Result<(), ReplayError> {
         let keys: Arc<[BlockKey]> = request.chain.ids().map(key_of).collect();
         let found = self.cache.match_len(&keys);
         let mut missing = Vec::new();
@@ -150,7 +162,7 @@ impl Worker {
                 fetches.spawn(async move { worker.fetch(key).await.map(|fetched| (at, fetched)) });
             }
             while let Some(ended) = fetches.join_next().await {
-                let fetched = ended.map_err(|error| Failure::run(format!("a fetch ended early: {error}")))?;
+                let fetched = ended.map_err(|error| ReplayError::Early("fetch", error))?;
                 let (at, fetched) = fetched?;
                 if !self.count(fetched) {
                     missing.push(at);
@@ -163,7 +175,7 @@ impl Worker {
         self.store_all(&keys, &missing).await
     }
 
-    async fn fetch(&self, key: BlockKey) -> Result<Fetched, Failure> {
+    async fn fetch(&self, key: BlockKey) -> Result<Fetched, ReplayError> {
         let started = Instant::now();
         if self.cache.config().device_slots() == 0 {
             let Some(lease) = self.cache.fetch(&key).await? else { return Ok(None) };
@@ -193,7 +205,7 @@ impl Worker {
         }
     }
 
-    async fn store_all(&self, keys: &Arc<[BlockKey]>, missing: &[usize]) -> Result<(), Failure> {
+    async fn store_all(&self, keys: &Arc<[BlockKey]>, missing: &[usize]) -> Result<(), ReplayError> {
         // What may be refused goes in the order of its chain: what follows a refused block is refused too.
         let in_order = self.cache.config().eviction_policy == kvhoist::Eviction::RbRefuse;
         for window in missing.chunks(if in_order { 1 } else { WINDOW }) {
@@ -203,13 +215,13 @@ impl Worker {
                 stores.spawn(async move { worker.store(&keys, at).await });
             }
             while let Some(ended) = stores.join_next().await {
-                ended.map_err(|error| Failure::run(format!("a store ended early: {error}")))??;
+                ended.map_err(|error| ReplayError::Early("store", error))??;
             }
         }
         Ok(())
     }
 
-    async fn store(&self, keys: &[BlockKey], at: usize) -> Result<(), Failure> {
+    async fn store(&self, keys: &[BlockKey], at: usize) -> Result<(), ReplayError> {
         let mut block = self.cache.reserve_for_overwrite().await?;
         fill(&keys[at], &mut block);
         let started = Instant::now();
