@@ -1,6 +1,6 @@
 //! What our own code costs a copy through an RDMA device: CPU a work request, and whether any is paid for with memory.
 //!
-//! The device is the double of libibverbs of `tests/gdr`, which completes at once and moves nothing, so that what is
+//! The device is the double of libibverbs of `tests/doubles/gdr`, which completes at once and moves nothing, so that what is
 //! measured is the cutting, posting and counting of work requests, with the double's own checks in it.
 //!
 //!     cargo bench --bench gdr
@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         return measure();
     }
     let directory = tempfile::tempdir().expect("a directory");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gdr/libibverbs.c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/gdr/libibverbs.c");
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-O2", "-pthread", "-o"]).arg(directory.path().join("libibverbs.so.1"));
     assert!(compiler.arg(source).status().expect("Rust links with cc").success(), "the double does not compile");

@@ -218,7 +218,7 @@ fn a_benchmark_without_a_device_says_why() {
 /// The doubles of the driver's library and of libcufile, which the library's own tests use.
 fn doubles(with_cufile: bool) -> tempfile::TempDir {
     let built = directory();
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests");
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/doubles");
     let all = [("cuda/libcuda.c", "libcuda.so"), ("cufile/libcufile.c", "libcufile.so.0")];
     for (source, library) in all.into_iter().take(1 + usize::from(with_cufile)) {
         let mut compiler = Command::new("cc");
@@ -275,7 +275,7 @@ fn the_way_between_disk_and_device_is_told_with_the_evidence_and_the_fix() {
 /// A process that finds the double of libibverbs, told to behave so.
 fn with_double(words: &str, args: &[&str]) -> Output {
     let directory = directory();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/gdr/libibverbs.c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/doubles/gdr/libibverbs.c");
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-O1", "-pthread", "-o"]).arg(directory.path().join("libibverbs.so.1"));
     assert!(compiler.arg(source).status().expect("Rust links with cc").success(), "the double does not compile");

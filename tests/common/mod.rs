@@ -20,6 +20,12 @@ pub fn directory() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary directory")
 }
 
+/// The name of a test of the folder that `module`, one of its files, is part of, as its binary has it.
+pub fn beside(module: &str, name: &str) -> String {
+    let within: Vec<&str> = module.split("::").skip(1).collect();
+    [&within[..within.len() - 1], &[name]].concat().join("::")
+}
+
 /// The `n`-th key of a test; all 32 bytes depend on `n`.
 pub fn key(n: u64) -> BlockKey {
     let mut bytes = [0; 32];

@@ -6,7 +6,7 @@
 //! instead; `KVHOIST_SANITIZED=1` leaves out what compute-sanitizer must complain about. Stores are put into
 //! `KVHOIST_GPU_DIR`, or where temporary files go. The binary needs no other file.
 
-#[path = "../machine_faults/apart.rs"]
+#[path = "../common/apart.rs"]
 #[allow(dead_code, reason = "a part of it is used here")]
 mod apart;
 #[path = "../common/mod.rs"]

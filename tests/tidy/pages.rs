@@ -34,7 +34,7 @@ fn a_page_that_is_too_long_or_names_no_file_is_found() {
     assert_eq!(check_length("policies.md", &"x".repeat(7 << 10)), None);
     assert!(check_length("policies.md", &"x".repeat((7 << 10) + 1)).is_some_and(|text| text.contains("7169 bytes")));
     assert_eq!(check_length("vllm.md", &"x".repeat(1 << 20)), None);
-    let tree = [PathBuf::from("src/state/lock.rs"), PathBuf::from("tests/fork.rs")];
+    let tree = [PathBuf::from("src/state/lock.rs"), PathBuf::from("tests/process/fork.rs")];
     let page =
         "`state/lock.rs` and `python tests/fork.rs --all`, `fork.rs`, `/mnt/a.rs`; `state/gone.rs` `ate/lock.rs`";
     assert_eq!(missing(page, &tree), ["state/gone.rs", "ate/lock.rs"]);

@@ -1,0 +1,19 @@
+//! The calls of a cache, as its callers see them, over real files.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod browse;
+mod bypass_host;
+mod cache;
+mod compute;
+mod concurrency;
+mod counters;
+mod hints;
+mod keys;
+mod layers;
+mod loans;
+mod out_of_service;
+mod refusals;
+mod uses;
+mod workers;

@@ -1,0 +1,25 @@
+//! The index against plain models: maps, naive scans, every answer compared, with every policy.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod chains;
+mod drawn;
+mod model;
+mod policy_ratios;
+mod rb;
+mod restart;
+mod uses;
+
+use common::key;
+use kvhoist::{
+    Tier,
+    internals::index::{EntryId, Index},
+};
+
+/// Makes `n` resident in `tier`, in the slot of its number.
+fn full(index: &mut Index, n: u64, parent: Option<u64>, tier: Tier) -> EntryId {
+    let id = index.insert(key(n), parent.map(key));
+    assert!(index.begin_fill(id, tier) && index.complete_fill(id, tier, n as u32));
+    id
+}
