@@ -25,6 +25,7 @@
 //! without a GPU can leave them out.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 #[macro_use]
 mod debug;

@@ -94,10 +94,7 @@ pub(crate) const WRITES_DECLINED: Described = (
 /// Gauges that are set when they change.
 const LIVE: [Described; 3] = [
     ("kvhoist_movements", "Movements in flight"),
-    (
-        "kvhoist_write_share",
-        "Share of the chains in their first use that the budget of writes takes now, 0 to 1",
-    ),
+    ("kvhoist_write_share", "Share of the chains in their first use that the budget of writes takes now, 0 to 1"),
     ("kvhoist_cufile_in_use", "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 otherwise"),
 ];
 

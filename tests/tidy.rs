@@ -1,16 +1,12 @@
 //! The tree keeps its own house rules.
 //!
-//! What rustfmt and clippy cannot say, or say only with flags that a contributor may not have set. Every failure names
-//! file:line, what was found and what was expected. The checker is itself checked on small bad texts (`tidy/rules.rs`).
+//! What no compiler and no tool says. Every failure names what was found and what was expected; each rule is checked on
+//! small bad texts beside it.
 
 #[path = "tidy/allowed.rs"]
 mod allowed;
 #[path = "tidy/face.rs"]
 mod face;
-#[path = "tidy/imports.rs"]
-mod imports;
-#[path = "tidy/mask.rs"]
-mod mask;
 #[path = "tidy/pages.rs"]
 mod pages;
 #[path = "tidy/rules.rs"]
@@ -25,23 +21,17 @@ use std::{
     process::Command,
 };
 
-use rules::{Finding, check_rust, check_text, test_modules};
+use rules::{Finding, check_rust, check_text, code};
 
 /// Top folders that hold Rust of this project.
-const RUST_FOLDERS: [&str; 11] = ["src", "doctor", "service", "workbench", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
+const RUST_FOLDERS: [&str; 11] =
+    ["src", "doctor", "service", "workbench", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
 
 #[test]
 fn rust_files_keep_the_house_rules() {
     let files = rust_files();
     assert!(files.len() > 10, "found {} Rust files in {}, expected the whole tree", files.len(), root().display());
-    let mut tests_only = BTreeSet::new();
-    for file in &files {
-        tests_only.extend(test_modules(file, &read(file)));
-    }
-    let mut findings = Vec::new();
-    for file in &files {
-        findings.extend(check_rust(file, &read(file), rules::is_test_code(file, &tests_only)));
-    }
+    let findings: Vec<Finding> = files.iter().flat_map(|file| check_rust(file, &read(file))).collect();
     report(&findings);
 }
 
@@ -67,7 +57,7 @@ fn dependencies_come_from_the_public_registry() {
 
 #[test]
 fn the_public_face_stays_small() {
-    let code = |file: &str| rules::without_tests(&mask::mask(&read(Path::new(file))));
+    let code = |file: &str| code(&read(Path::new(file)));
     for (library, names_max) in face::NAMES_MAX {
         // Items at the margin only: what is indented in a module's file are fields and methods.
         let items = |module: &str| -> String {
@@ -113,7 +103,7 @@ fn every_call_of_a_cache_is_simulated_or_has_a_reason_not_to_be() {
             methods.extend(face::methods(&text, of).into_iter().map(|(method, _)| (of, method)));
         }
     }
-    let code = |file: &str| mask::mask(&read(&Path::new("tests/simulation/src").join(file)));
+    let code = |file: &str| code(&read(&Path::new("tests/simulation/src").join(file)));
     let wrong = simulated::check(&methods, code);
     assert!(wrong.is_empty(), "calls to mend (tests/tidy/simulated.rs):\n{}", wrong.join("\n"));
 }
@@ -130,13 +120,17 @@ fn open_fetch_and_store_come_first_on_the_page_of_a_cache() {
 
 #[test]
 fn imports_go_one_way() {
-    let imports = imports::imports(&sources(Path::new("src/lib.rs")));
-    assert!(imports.len() > 100, "found {} imports in src, expected those of the whole library", imports.len());
-    let mut wrong = Vec::new();
-    for group in allowed::GROUPS {
-        wrong.extend(allowed::check_order(group));
-        wrong.extend(allowed::check(group, &imports));
-    }
+    let is_shipped = |file: &&PathBuf| {
+        let tests = ["tests", "model"].iter().any(|name| file.with_extension("").iter().any(|part| part == *name));
+        file.starts_with("src") && !tests
+    };
+    let files: Vec<(PathBuf, String)> =
+        rust_files().iter().filter(is_shipped).map(|file| (file.clone(), code(&read(file)))).collect();
+    let imports = files.iter().filter_map(|(file, code)| {
+        let module = file.iter().nth(1)?.to_str()?;
+        Some((module.strip_suffix(".rs").unwrap_or(module), allowed::imported(code)))
+    });
+    let wrong = allowed::check(imports);
     assert!(wrong.is_empty(), "{} imports to mend (tests/tidy/allowed.rs):\n{}", wrong.len(), wrong.join("\n"));
 }
 
@@ -157,46 +151,6 @@ fn pages_are_short_and_name_files_that_are_there() {
     assert!(wrong.is_empty(), "{} places to mend:\n{}", wrong.len(), wrong.join("\n"));
     let limited = pages::KIB_MAX.iter().filter(|(name, _)| tree.contains(&Path::new("docs").join(name))).count();
     assert_eq!(limited, pages::KIB_MAX.len(), "pages with a limit");
-}
-
-#[test]
-fn no_two_files_import_each_other() {
-    let files = tree();
-    let mut found = BTreeSet::new();
-    let is_root = |file: &&PathBuf| {
-        let library = file.with_file_name("lib.rs");
-        file.ends_with("lib.rs") || (file.ends_with("main.rs") && !files.contains(&library))
-    };
-    for crate_root in files.iter().filter(is_root) {
-        let pairs = allowed::pairs(&imports::imports(&sources(crate_root)));
-        found.extend(pairs.into_iter().map(|(a, b)| format!("{}: {a} and {b}", crate_root.display())));
-    }
-    let known: BTreeSet<String> = allowed::KNOWN_PAIRS.iter().map(|&pair| pair.into()).collect();
-    let new: Vec<_> = found.difference(&known).collect();
-    assert!(new.is_empty(), "files that import each other: {new:#?}");
-    let gone: Vec<_> = known.difference(&found).collect();
-    assert!(gone.is_empty(), "no such pair any more, delete it from KNOWN_PAIRS: {gone:#?}");
-}
-
-/// The code of a crate, without what only its tests compile, from the folder of its root file.
-fn sources(crate_root: &Path) -> Vec<imports::Source> {
-    let folder = crate_root.parent().expect("a file in a folder");
-    let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with(folder)).collect();
-    let mut tests_only = BTreeSet::new();
-    for file in &files {
-        tests_only.extend(test_modules(file, &read(file)));
-    }
-    let shipped = |file: &&PathBuf| !file.with_extension("").ancestors().any(|place| tests_only.contains(place));
-    let source = |file: &PathBuf| {
-        let below = file.strip_prefix(folder).expect("filtered by it").with_extension("");
-        let mut module: Vec<String> = below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
-        if module.last().is_some_and(|name| ["mod", "lib", "main"].contains(&name.as_str())) {
-            module.pop();
-        }
-        let code = rules::without_tests(&mask::mask(&read(file)));
-        imports::Source { file: file.display().to_string(), module, code }
-    };
-    files.iter().filter(shipped).map(source).collect()
 }
 
 fn report(findings: &[Finding]) {
@@ -251,12 +205,4 @@ fn walk(folder: &Path) -> Vec<PathBuf> {
         }
     }
     files
-}
-
-#[test]
-fn git_and_the_walk_agree_on_what_matters() {
-    let walked: BTreeSet<PathBuf> = walk(Path::new("")).into_iter().collect();
-    for file in rust_files() {
-        assert!(walked.contains(&file), "{} is not found without git", file.display());
-    }
 }

@@ -1,6 +1,8 @@
 //! Compares planned caches with the machine before one is opened, for `kvhoist doctor` and `python -m kvhoist doctor`,
 //! and says what a machine has for a service.
 
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 mod huge_pools;
 mod limits;
 mod places;

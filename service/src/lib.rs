@@ -4,6 +4,8 @@
 //! client lends the service memory as memfds, and blocks go directly between it and the drives. docs/service.md is for
 //! operators, docs/protocol.md for authors of clients.
 
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 #[macro_use]
 mod debug;
 

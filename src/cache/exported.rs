@@ -9,7 +9,9 @@ use crate::{
     block::{Route, Tier},
     config::Config,
     machine::{DriveWear, drive_wear},
-    metrics::{self, COPIED_BYTES, COPIES, Described, MOVED_BLOCKS, MOVED_BYTES, MOVEMENT_SECONDS, Of, WRITES_DECLINED},
+    metrics::{
+        self, COPIED_BYTES, COPIES, Described, MOVED_BLOCKS, MOVED_BYTES, MOVEMENT_SECONDS, Of, WRITES_DECLINED,
+    },
     shield::caught,
 };
 

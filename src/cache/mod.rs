@@ -24,6 +24,7 @@ pub mod seams;
 mod stats;
 mod turns;
 
+pub use exported::{Kind, Metric, Sample, WEAR, metrics};
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
@@ -31,7 +32,6 @@ pub use park::Parked;
 pub use queue::CompletionQueue;
 pub use region::pin_region;
 pub use regions::{MemoryOwner, Region};
-pub use exported::{Kind, Metric, Sample, WEAR, metrics};
 pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;

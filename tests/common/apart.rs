@@ -26,7 +26,10 @@ pub fn apart(name: &str, body: impl FnOnce()) {
 /// A process that runs the test `name` of this file as [`apart`] does, and may look up `case` in its environment.
 pub fn command(name: &str, case: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this test"));
-    command.args(["--exact", &beside(module_path!(), name), "--nocapture", "--test-threads", "1"]).env(APART, name).env("KVHOIST_CASE", case);
+    command
+        .args(["--exact", &beside(module_path!(), name), "--nocapture", "--test-threads", "1"])
+        .env(APART, name)
+        .env("KVHOIST_CASE", case);
     command.stdin(Stdio::null());
     command
 }

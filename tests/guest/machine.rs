@@ -53,7 +53,13 @@ impl Guest {
             .arg(&file)
             .arg("--")
             .arg(lean_program(scratch.path()))
-            .args(["--exact", &crate::common::beside(module_path!(), "inside::inside"), "--nocapture", "--test-threads", "1"])
+            .args([
+                "--exact",
+                &crate::common::beside(module_path!(), "inside::inside"),
+                "--nocapture",
+                "--test-threads",
+                "1",
+            ])
             .stdin(Stdio::null())
             .stdout(File::create(scratch.path().join("printed")).expect("a file"))
             .spawn()

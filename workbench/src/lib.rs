@@ -1,6 +1,8 @@
 //! The workbench behind `kvhoist replay`: traces recorded by others and made ones, their replay through a cache with
 //! every byte verified, Belady's bound, and plots. What it prints is the command's.
 
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 pub mod belady;
 pub mod curves;
 mod engine;

@@ -32,7 +32,7 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::{internals::machine::DriveWear, BlockKey, Cache, Config, DirectIo, DiskPath, Stats, block_on};
+    use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Stats, block_on, internals::machine::DriveWear};
     use kvhoist_service::{ServiceStatus, internals::OpenSpace};
 
     use super::*;

@@ -87,7 +87,8 @@ fn of_spaces(metric: &exported::Metric, spaces: &[OpenSpace]) -> Metric {
     let of_space = |space: &OpenSpace| {
         let samples = (metric.samples)(&space.stats).into_iter();
         let own = [("cache", space.namespace.clone()), ("number", space.folder.clone())];
-        let named = move |sample: Sample| Sample { labels: own.iter().cloned().chain(sample.labels).collect(), ..sample };
+        let named =
+            move |sample: Sample| Sample { labels: own.iter().cloned().chain(sample.labels).collect(), ..sample };
         samples.filter(|sample| !sample.labels.iter().any(of_device)).map(named).collect::<Vec<_>>()
     };
     Metric { name: metric.name, help: metric.help, samples: spaces.iter().flat_map(of_space).collect() }

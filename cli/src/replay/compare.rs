@@ -27,15 +27,7 @@ use super::{
     args::{Eviction, eviction_name},
     replay_shown,
 };
-use crate::{
-    columns::columns,
-    failure::Failure,
-    interrupt,
-    output::emit,
-    plot,
-    progress::announce,
-    shown::shown,
-};
+use crate::{columns::columns, failure::Failure, interrupt, output::emit, plot, progress::announce, shown::shown};
 
 /// Shares of a trace's distinct blocks that are tried without `--shares`, percent.
 const SHARES: [f64; 6] = [1.0, 2.0, 5.0, 10.0, 20.0, 40.0];

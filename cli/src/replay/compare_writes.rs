@@ -20,9 +20,7 @@ use super::{
     args::{Policy, policy_name},
     compare, replay_shown,
 };
-use crate::{
-    columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes,
-};
+use crate::{columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes};
 
 /// Host memory, percent of a trace's distinct blocks.
 const HOST_SHARE: f64 = 2.0;

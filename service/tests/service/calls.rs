@@ -97,7 +97,11 @@ fn a_block_that_many_clients_want_is_read_once() {
     let stats = block_on(guests[0].client.stats()).expect("a service");
     let copy = BLOCKS * BLOCK_BYTES as u64;
     assert!(stats.tier(Tier::Disk).bytes_out >= copy, "{stats:?}");
-    assert!(stats.tier(Tier::Disk).bytes_out as f64 <= 1.05 * copy as f64, "{} bytes read of {copy}", stats.tier(Tier::Disk).bytes_out);
+    assert!(
+        stats.tier(Tier::Disk).bytes_out as f64 <= 1.05 * copy as f64,
+        "{} bytes read of {copy}",
+        stats.tier(Tier::Disk).bytes_out
+    );
     drop(guests);
     // Alone again, straight, with no copy in the service.
     node.wait_for_clients(0);

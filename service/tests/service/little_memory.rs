@@ -53,7 +53,8 @@ fn a_block_that_clients_wait_for_at_once_is_read_once_with_little_host_memory() 
     readers[0].pool.write(0, &payloads);
     let stored = block_on(readers[0].client.store_from(&keys, None, &readers[0].places())).expect("a service");
     assert!(stored.iter().all(|result| matches!(result, Ok(true))));
-    let read = || block_on(readers[0].client.stats()).expect("a service").tier(Tier::Disk).bytes_out / BLOCK_BYTES as u64;
+    let read =
+        || block_on(readers[0].client.stats()).expect("a service").tier(Tier::Disk).bytes_out / BLOCK_BYTES as u64;
     let (before, together) = (read(), Barrier::new(CLIENTS));
     thread::scope(|scope| {
         for reader in &readers {
