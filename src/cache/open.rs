@@ -14,7 +14,7 @@ use crate::{
     block::Tier,
     config::{Config, Eviction, HeldFile},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
-    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
+    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads, format::record::Record},
     error::{Error, Result},
     fork::HomeBound,
     index::{Index, Lru, Policy, Rb, Used},
@@ -338,7 +338,7 @@ fn policy(config: &Config, tier: Tier) -> Policy {
 
 /// Enters a record that recovery found in the index and in the books of the slots.
 fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
-    let RecoveredRecord { key, parent, slot, last_use, uses, .. } = *record;
+    let RecoveredRecord { slot, record: Record { key, parent, last_use, uses, .. } } = *record;
     let used = Used { last: last_use, uses };
     let id = match index.restore(key, parent, Tier::Disk, slot, used) {
         Ok(id) => id,

@@ -12,5 +12,5 @@ pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
 pub use origin::Origin;
 pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, Threads, recover};
-pub(crate) use recovery::{PageVisitor, read_tables};
+pub(crate) use recovery::{PageVisitor, RecordPages, read_tables};
 pub use slots::DiskSlots;

@@ -1,6 +1,6 @@
 //! Reads the record tables.
 
-use std::{cmp::Reverse, convert::Infallible, ops::ControlFlow};
+use std::{cmp::Reverse, convert::Infallible, ops::ControlFlow, rc::Rc};
 
 use super::{
     fault::{Fault, FaultKind, Faults},
@@ -9,10 +9,10 @@ use super::{
 use crate::{
     block::BlockKey,
     disk::{
-        PageId, PageVisitor,
+        PageId, PageVisitor, RecordPages,
         format::{
-            PAGE_BYTES, RECORD_BYTES, is_zero,
-            record::{RecordError, RecordSeal, written_for},
+            PAGE_BYTES, RECORD_BYTES,
+            record::{Record, RecordError, written_for},
         },
         read_tables,
     },
@@ -43,7 +43,7 @@ impl Range {
 /// Visits all record tables of a store.
 pub(super) struct Tables<'a, F> {
     store: &'a OpenStore,
-    seals: Vec<RecordSeal>,
+    pages: Rc<RecordPages>,
     unreadable: Vec<PageId>,
     /// Called after every page; decides whether to continue.
     go_on: F,
@@ -65,7 +65,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
         let members = store.files.len();
         Tables {
             store,
-            seals: (0..members as u16).map(|member| RecordSeal::new(&store.shape.uuid, member)).collect(),
+            pages: Rc::new(RecordPages::new(store.stripe.clone(), &store.shape.uuid)),
             unreadable: Vec::new(),
             go_on,
             committed: Vec::new(),
@@ -98,34 +98,35 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
             return self.fault(usize::from(file.0), page_offset, None, FaultKind::RecordsUnreadable);
         }
         self.bytes += PAGE_BYTES as u64;
-        let (records, past_end) = bytes.as_chunks::<RECORD_BYTES>().0.split_at(count as usize);
-        for (at, (local, bytes)) in (first..).zip(records).enumerate() {
-            let slot = stripe.slot(file, local);
-            match self.seals[usize::from(file.0)].decode(local, stripe.block_bytes(), bytes) {
+        let (member, mut offset) = (usize::from(file.0), page_offset);
+        let past_end = Rc::clone(&self.pages).decode(page, bytes, |slot, bytes, record| {
+            match record {
                 Ok(None) => self.empty += 1,
-                Ok(Some(record)) => {
-                    self.committed_by_member[usize::from(file.0)] += 1;
-                    self.roots += u64::from(record.parent.is_none());
-                    self.generations.add(record.generation);
-                    self.last_uses.add(record.last_use);
-                    let (key, generation, checksum) = (record.key, record.generation, record.checksum);
-                    self.committed.push(Committed { key, slot, generation, checksum });
-                }
+                Ok(Some(record)) => self.enter(member, slot, &record),
                 Err(error) => {
                     self.bad += 1;
-                    let offset = page_offset + (at * RECORD_BYTES) as u64;
                     let kind = match error {
                         RecordError::Crc => self.why_crc(bytes),
                         RecordError::Field(field) => FaultKind::RecordField(field),
                     };
-                    self.fault(usize::from(file.0), offset, Some(slot), kind);
+                    self.fault(member, offset, Some(slot), kind);
                 }
             }
+            offset += RECORD_BYTES as u64;
+        });
+        if let Some(at) = past_end {
+            let offset = page_offset + (at * RECORD_BYTES) as u64;
+            self.fault(member, offset, None, FaultKind::RecordsPastEnd);
         }
-        if let Some(at) = past_end.iter().position(|record| !is_zero(record)) {
-            let offset = page_offset + ((count as usize + at) * RECORD_BYTES) as u64;
-            self.fault(usize::from(file.0), offset, None, FaultKind::RecordsPastEnd);
-        }
+    }
+
+    fn enter(&mut self, member: usize, slot: u32, record: &Record) {
+        self.committed_by_member[member] += 1;
+        self.roots += u64::from(record.parent.is_none());
+        self.generations.add(record.generation);
+        self.last_uses.add(record.last_use);
+        let (key, generation, checksum) = (record.key, record.generation, record.checksum);
+        self.committed.push(Committed { key, slot, generation, checksum });
     }
 
     /// Distinguishes a misplaced record from a corrupted one.

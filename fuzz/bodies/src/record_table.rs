@@ -193,9 +193,7 @@ impl Store {
             } else if let Some(record) = naive(file.0, local, &bytes) {
                 counts.valid += 1;
                 assert_eq!(RecordSeal::new(&UUID, file.0).encode(local, &record), bytes, "one record, one form");
-                let Record { key, parent, generation, checksum, last_use, uses, in_place, .. } = record;
-                let record = RecoveredRecord { key, parent, slot, generation, checksum, last_use, uses, in_place };
-                expected.insert(slot, record);
+                expected.insert(slot, RecoveredRecord { slot, record });
             } else {
                 counts.bad += 1;
                 assert!(recovered.slots.stale_pages().any(|page| page == self.stripe.page_of(slot)));

@@ -1,40 +1,39 @@
 //! Decodes record pages and counts invalid records. No I/O.
 
-use std::{future::Future, ops::ControlFlow, sync::Arc};
+use std::{
+    future::Future,
+    ops::{ControlFlow, Deref},
+    sync::Arc,
+};
 
-use super::{PageVisitor, RecordSink, Recovered, table::PAGES_PER_YIELD};
+use super::{PageVisitor, RecordSink, Recovered, pages::RecordPages, table::PAGES_PER_YIELD};
 use crate::{
-    block::BlockKey,
     disk::{
         DiskSlots,
         format::{
-            PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE, is_zero,
-            record::RecordSeal,
+            PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
+            record::Record,
             stripe::{PageId, Stripe},
         },
     },
     memory::AlignedBuf,
 };
 
-/// The record of a full slot.
+/// The record of a full slot. Its length is the store's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveredRecord {
-    /// The block's key.
-    pub key: BlockKey,
-    /// The key of the preceding block in its prefix chain.
-    pub parent: Option<BlockKey>,
-    /// The slot that holds it.
+    /// The slot.
     pub slot: u32,
-    /// The block's generation.
-    pub generation: u64,
-    /// CRC-64/NVME of the payload.
-    pub checksum: u64,
-    /// The index's logical clock when the block was last used.
-    pub last_use: u64,
-    /// Number of requests that used it, at most 3; 0 if unknown.
-    pub uses: u8,
-    /// It was written from a caller's memory and not read back since.
-    pub in_place: bool,
+    /// What its record says of the block.
+    pub record: Record,
+}
+
+impl Deref for RecoveredRecord {
+    type Target = Record;
+
+    fn deref(&self) -> &Record {
+        &self.record
+    }
 }
 
 /// Number of slots by state of their record; the counts sum to the store's slots.
@@ -72,11 +71,8 @@ impl Threads for () {
     }
 }
 
-/// What is needed to decode a record.
-pub(super) struct Decoder {
-    stripe: Stripe,
-    seals: Vec<RecordSeal>,
-}
+/// Decodes pages, on threads too.
+pub(super) struct Decoder(RecordPages);
 
 /// Decoded pages.
 #[derive(Default)]
@@ -98,8 +94,7 @@ impl Decoded {
 impl Decoder {
     /// Accepts only records of store `uuid`.
     pub fn new(stripe: Stripe, uuid: [u8; 16]) -> Self {
-        let seals = (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect();
-        Decoder { stripe, seals }
+        Decoder(RecordPages::new(stripe, &uuid))
     }
 
     /// Has consecutive pages decoded by one of the threads, if there are any. Returns the pages.
@@ -134,34 +129,16 @@ impl Decoder {
     }
 
     fn decode(&self, page: PageId, bytes: &[u8; PAGE_BYTES], into: &mut Decoded) {
-        let (file, first, count) = self.stripe.page_slots(page);
-        let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
-        let (records, past_the_end) = records.split_at(count as usize);
-        let seal = self.seals[usize::from(file.0)];
-        let mut stale = !past_the_end.iter().all(|record| is_zero(record));
-        for (local, bytes) in (first..).zip(records) {
-            match seal.decode(local, self.stripe.block_bytes(), bytes) {
-                Ok(None) => into.counts.free += 1,
-                Ok(Some(record)) => {
-                    into.counts.valid += 1;
-                    into.records.push(RecoveredRecord {
-                        key: record.key,
-                        parent: record.parent,
-                        slot: self.stripe.slot(file, local),
-                        generation: record.generation,
-                        checksum: record.checksum,
-                        last_use: record.last_use,
-                        uses: record.uses,
-                        in_place: record.in_place,
-                    });
-                }
-                Err(_) => {
-                    into.counts.bad += 1;
-                    stale = true;
-                }
+        let bad = into.counts.bad;
+        let past_end = self.0.decode(page, bytes, |slot, _, record| match record {
+            Ok(None) => into.counts.free += 1,
+            Ok(Some(record)) => {
+                into.counts.valid += 1;
+                into.records.push(RecoveredRecord { slot, record });
             }
-        }
-        if stale {
+            Err(_) => into.counts.bad += 1,
+        });
+        if past_end.is_some() || into.counts.bad > bad {
             into.stale.push(page);
         }
     }

@@ -4,9 +4,11 @@
 //! superblocks and makes one sequential pass over the record tables; it reads no payload.
 
 mod collect;
+mod pages;
 mod table;
 
 pub use collect::{Counts, RecoveredRecord, Threads};
+pub(crate) use pages::RecordPages;
 pub(crate) use table::{PageVisitor, read_tables};
 
 use std::{io, path::PathBuf, sync::Arc};

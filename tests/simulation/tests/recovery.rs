@@ -345,10 +345,7 @@ proptest! {
             model.insert(slot, record);
         }
         let (store, found) = recovered(&config, files);
-        let mut expected: Vec<_> = model.into_iter().map(|(slot, r)| RecoveredRecord {
-            key: r.key, parent: r.parent, slot, generation: r.generation, checksum: r.checksum,
-            last_use: r.last_use, uses: r.uses, in_place: r.in_place,
-        }).collect();
+        let mut expected: Vec<_> = model.into_iter().map(|(slot, record)| RecoveredRecord { slot, record }).collect();
         expected.sort_by_key(|r| stripe.place(r.slot));
         prop_assert_eq!(store.next_generation, expected.iter().map(|r| r.generation + 1).max().unwrap_or(1));
         prop_assert_eq!(store.counts.free + store.counts.valid, u64::from(stripe.slots()));
