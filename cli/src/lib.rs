@@ -3,6 +3,8 @@
 #[cfg(feature = "command")]
 mod bench;
 #[cfg(feature = "command")]
+mod choice;
+#[cfg(feature = "command")]
 mod columns;
 #[cfg(feature = "command")]
 pub mod command;

@@ -14,7 +14,7 @@ use std::{
     thread,
 };
 
-use kvhoist::Config;
+use kvhoist::{Config, DirectIo, StorageKind, WritePolicy};
 use kvhoist_service::{Server, ServerConfig, Share, default_socket};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
@@ -22,13 +22,7 @@ use signal_hook::{
 };
 
 use crate::{
-    failure::Failure,
-    found, http,
-    output::emit,
-    replay::{Direct, Engine, Policy},
-    settings::Settings,
-    shown::shown,
-    size::parse_bytes,
+    choice::choice, failure::Failure, found, http, output::emit, settings::Settings, shown::shown, size::parse_bytes,
 };
 
 /// Flags of `kvhoist serve`.
@@ -104,18 +98,18 @@ pub struct Args {
     no_pin: bool,
     /// When blocks are written to disk: write_through, when they are stored; by_value, when host memory needs their
     /// slots, and only blocks that are likely to be requested again [default: write_through]
-    #[arg(long, value_name = "POLICY")]
-    write_policy: Option<Policy>,
+    #[arg(long, value_name = "POLICY", value_parser = choice::<WritePolicy>())]
+    write_policy: Option<WritePolicy>,
     /// Bytes a day that by_value may write to disk, for all spaces together. A space has the same share of it as of the
     /// capacity.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     write_budget: Option<usize>,
     /// How the disk is read and written [default: auto]
-    #[arg(long, value_name = "ENGINE")]
-    storage: Option<Engine>,
+    #[arg(long, value_name = "ENGINE", value_parser = choice::<StorageKind>())]
+    storage: Option<StorageKind>,
     /// Whether a path without direct I/O is refused [default: require]
-    #[arg(long, value_name = "MODE")]
-    direct_io: Option<Direct>,
+    #[arg(long, value_name = "MODE", value_parser = choice::<DirectIo>())]
+    direct_io: Option<DirectIo>,
 }
 
 /// A share, whose refusal follows the name of the flag.
@@ -158,13 +152,13 @@ impl Args {
         config.cache = file.map_or_else(Config::default, |file| file.config);
         config.cache.host.bypass = bypass_host && !self.keep_in_host;
         if let Some(storage) = self.storage {
-            config.cache.disk.storage = storage.into();
+            config.cache.disk.storage = storage;
         }
         if let Some(direct_io) = self.direct_io {
-            config.cache.disk.direct_io = direct_io.into();
+            config.cache.disk.direct_io = direct_io;
         }
         if let Some(policy) = self.write_policy {
-            config.cache.disk.write_policy = policy.into();
+            config.cache.disk.write_policy = policy;
         }
         if let Some(bytes) = self.write_budget {
             config.cache.disk.write_budget = Some(bytes as u64);

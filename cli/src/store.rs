@@ -2,11 +2,14 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use kvhoist::store::{Fault, Shape, Store};
+use kvhoist::{
+    DirectIo, StorageKind,
+    store::{Fault, Shape, Store},
+};
 use serde_json::{Value, json};
 
 use crate::{
-    replay::{Direct, Engine},
+    choice::choice,
     shown::{plain, shown},
     size::show_bytes,
 };
@@ -24,11 +27,11 @@ pub struct StoreArgs {
     #[arg(long)]
     pub allow_in_use: bool,
     /// How the store is read.
-    #[arg(long, value_name = "ENGINE", default_value = "auto")]
-    pub storage: Engine,
+    #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = choice::<StorageKind>())]
+    pub storage: StorageKind,
     /// Whether a path without direct I/O is refused.
-    #[arg(long, value_name = "MODE", default_value = "prefer")]
-    pub direct_io: Direct,
+    #[arg(long, value_name = "MODE", default_value = "prefer", value_parser = choice::<DirectIo>())]
+    pub direct_io: DirectIo,
     /// Number of faults to list; all are counted.
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub list: usize,
@@ -41,8 +44,8 @@ impl StoreArgs {
     /// The store, to be read as the flags say.
     pub fn store(&self) -> Store {
         Store::at(&self.paths)
-            .storage(self.storage.into())
-            .direct_io(self.direct_io.into())
+            .storage(self.storage)
+            .direct_io(self.direct_io)
             .allow_in_use(self.allow_in_use)
             .listed_max(self.list)
     }

@@ -137,7 +137,7 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
 
 #[test]
 fn the_years_of_a_drive_count_what_all_ranks_may_write_to_it() {
-    let wear = DriveWear { drive: "nvme0n1".into(), used_percent: 20, bytes_written: 1 << 40, hours: 8766 };
+    let wear = DriveWear::new("nvme0n1", 20, 1 << 40, 8766);
     let of = |ranks, write_bytes_a_day| {
         let paths = vec![PathBuf::from("/a"), PathBuf::from("/b")];
         worn(&wear, &Plan { paths, write_bytes_a_day, ..plan(ranks, 0) })

@@ -1,5 +1,7 @@
 //! `kvhoist.Cache`: the engine's cache, as Python holds it.
 
+// Over 400 lines: the methods of one Python class.
+
 use std::sync::{
     Arc, Mutex,
     atomic::{AtomicBool, Ordering},

@@ -172,8 +172,11 @@ fn durations(stats: &Stats) -> Vec<Sample> {
     samples
 }
 
+/// A figure of a drive's wear.
+pub type OfDrive = fn(&DriveWear) -> Option<f64>;
+
 /// The metrics of a drive's wear, by path: names, what they show, and values of drives that answer.
-pub const WEAR: [(&str, &str, fn(&DriveWear) -> Option<f64>); 3] = [
+pub const WEAR: [(&str, &str, OfDrive); 3] = [
     (
         "kvhoist_drive_used",
         "Share of the life of an NVMe drive that is used, by path; none where it may not be asked",

@@ -67,7 +67,7 @@ tier_counters! { tier_stats
     figures {
         resident: "kvhoist_resident_blocks" = |now, tier| now.state.index.resident(tier) as u64,
             "Blocks in a tier, by tier";
-        slots: "kvhoist_slots" = |now, tier| slots(now, tier), "Slots of a tier, by tier";
+        slots: "kvhoist_slots" = slots, "Slots of a tier, by tier";
         free: "kvhoist_free_slots" = |now, tier| now.state.free_slots(tier) as u64,
             "Slots that hold nothing, by tier";
     }

@@ -27,6 +27,13 @@ pub enum WritePolicy {
     ByValue,
 }
 
+impl WritePolicy {
+    /// Every choice.
+    #[doc(hidden)]
+    pub const ALL: &[WritePolicy] =
+        &[WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack, WritePolicy::ByValue];
+}
+
 /// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
 /// that precede them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
@@ -47,6 +54,12 @@ pub enum Eviction {
     RbRefuse,
 }
 
+impl Eviction {
+    /// Every choice.
+    #[doc(hidden)]
+    pub const ALL: &[Eviction] = &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse];
+}
+
 /// The I/O engine of the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
@@ -59,6 +72,12 @@ pub enum StorageKind {
     Uring,
     /// A pool of threads that call `pread` and `pwrite`.
     Blocking,
+}
+
+impl StorageKind {
+    /// Every choice.
+    #[doc(hidden)]
+    pub const ALL: &[StorageKind] = &[StorageKind::Auto, StorageKind::Uring, StorageKind::Blocking];
 }
 
 /// How copies between host and device memory are made.
@@ -140,4 +159,10 @@ pub enum DirectIo {
     Require,
     /// Use the page cache, with a warning.
     Prefer,
+}
+
+impl DirectIo {
+    /// Every choice.
+    #[doc(hidden)]
+    pub const ALL: &[DirectIo] = &[DirectIo::Require, DirectIo::Prefer];
 }

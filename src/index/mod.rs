@@ -51,8 +51,8 @@
 //!
 //! An entry takes 96 bytes of slab, with its key and its tag, and 3 bits in the frontier sets; a place in the map 5
 //! bytes; a place in an LRU list a node of 24 bytes and 17 bytes of table. Tables are between 7/16 and 7/8 full, and
-//! the slab doubles if [`try_reserve`](Index::try_reserve) was not called. `tests/process/index_bytes.rs` measures and bounds
-//! them.
+//! the slab doubles if [`try_reserve`](Index::try_reserve) was not called. `tests/process/index_bytes.rs` measures and
+//! bounds them.
 //!
 //! # Cost
 //!

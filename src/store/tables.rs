@@ -89,7 +89,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
 
     fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
         let stripe = &self.store.stripe;
-        let (file, first, count) = stripe.page_slots(page);
+        let (file, _, count) = stripe.page_slots(page);
         let (_, page_offset) = stripe.page_location(page);
         // Removed from the list, which therefore never grows beyond the pages of one read.
         if let Some(at) = self.unreadable.iter().position(|&unreadable| unreadable == page) {

@@ -36,6 +36,6 @@ fn a_page_that_is_too_long_or_names_no_file_is_found() {
     assert_eq!(check_length("vllm.md", &"x".repeat(1 << 20)), None);
     let tree = [PathBuf::from("src/state/lock.rs"), PathBuf::from("tests/process/fork.rs")];
     let page =
-        "`state/lock.rs` and `python tests/fork.rs --all`, `fork.rs`, `/mnt/a.rs`; `state/gone.rs` `ate/lock.rs`";
+        "`state/lock.rs` and `python process/fork.rs --all`, `fork.rs`, `/mnt/a.rs`; `state/gone.rs` `ate/lock.rs`";
     assert_eq!(missing(page, &tree), ["state/gone.rs", "ate/lock.rs"]);
 }

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use kvhoist::{DeviceKind, DirectIo, StorageKind, WritePolicy};
+use kvhoist::{DeviceKind, DirectIo, Eviction, StorageKind, WritePolicy};
 
-use crate::{failure::Failure, size::parse_bytes};
+use crate::{choice::choice, failure::Failure, size::parse_bytes};
 
 /// Flags of `kvhoist replay`.
 #[derive(clap::Args, Clone)]
@@ -19,14 +19,15 @@ pub struct Args {
     /// Compare eviction policies by their hit ratios over the capacity, each in a cache in host memory alone, beside
     /// LRU and Belady's bound; --plot draws the curves. Uses only --trace, --block-bytes (default 4KiB), --shares,
     /// --seed, --json and --quiet of the other flags.
-    #[arg(long, value_name = "POLICY,...", value_delimiter = ',')]
+    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', value_parser = choice::<Eviction>())]
     pub compare: Vec<Eviction>,
     /// Compare write policies by hit ratios and bytes written to disk, beside write_through, in caches with host memory
     /// for 2 % of the blocks of a trace. Uses only --trace, --shares (of the disk), --policy, --write-budget, --path (a
     /// directory for the stores), --block-bytes, --storage, --direct-io, --speed, --seed, --json and --quiet of the
     /// other flags.
-    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', conflicts_with = "compare")]
-    pub compare_writes: Vec<Policy>,
+    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', value_parser = choice::<WritePolicy>())]
+    #[arg(conflicts_with = "compare")]
+    pub compare_writes: Vec<WritePolicy>,
     /// Capacities that --compare and --compare-writes try, percent of the distinct blocks of a trace [default:
     /// 1,2,5,10,20,40; 5,10,20]
     #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', value_parser = parse_share)]
@@ -72,24 +73,24 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub in_flight: usize,
     /// When blocks go to disk [default: write_through]
-    #[arg(long, value_name = "POLICY")]
-    pub write_policy: Option<Policy>,
+    #[arg(long, value_name = "POLICY", value_parser = choice::<WritePolicy>())]
+    pub write_policy: Option<WritePolicy>,
     /// Bytes a day that by_value may write to disk, in days of real time: with --speed 60 a day of the trace takes 24
     /// minutes.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub write_budget: Option<usize>,
     /// Eviction policy [default: rb]
-    #[arg(long, value_name = "POLICY")]
+    #[arg(long, value_name = "POLICY", value_parser = choice::<Eviction>())]
     pub policy: Option<Eviction>,
     /// Seed of the built-in workload.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     /// How the disk is read and written [default: auto]
-    #[arg(long, value_name = "ENGINE")]
-    pub storage: Option<Engine>,
+    #[arg(long, value_name = "ENGINE", value_parser = choice::<StorageKind>())]
+    pub storage: Option<StorageKind>,
     /// Whether a path without direct I/O is refused [default: require]
-    #[arg(long, value_name = "MODE")]
-    pub direct_io: Option<Direct>,
+    #[arg(long, value_name = "MODE", value_parser = choice::<DirectIo>())]
+    pub direct_io: Option<DirectIo>,
     /// Draw the hits per tier over the trace into this SVG file.
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
@@ -124,101 +125,6 @@ fn parse_share(text: &str) -> Result<f64, String> {
 fn parse_speed(text: &str) -> Result<f64, String> {
     let speed = text.parse::<f64>().ok().filter(|speed| (0.001..=1e6).contains(speed));
     speed.ok_or_else(|| "expected 0.001 to 1000000, 1 for the speed at which the trace was recorded".into())
-}
-
-/// [`WritePolicy`] as a flag.
-#[allow(clippy::enum_variant_names, reason = "the names are the library's")]
-#[derive(Clone, Copy, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub enum Policy {
-    WriteThrough,
-    WriteThroughSelective,
-    WriteBack,
-    ByValue,
-}
-
-/// Its name as a flag.
-pub fn policy_name(policy: Policy) -> &'static str {
-    match policy {
-        Policy::WriteThrough => "write_through",
-        Policy::WriteThroughSelective => "write_through_selective",
-        Policy::WriteBack => "write_back",
-        Policy::ByValue => "by_value",
-    }
-}
-
-impl From<Policy> for WritePolicy {
-    fn from(policy: Policy) -> Self {
-        match policy {
-            Policy::WriteThrough => WritePolicy::WriteThrough,
-            Policy::WriteThroughSelective => WritePolicy::WriteThroughSelective,
-            Policy::WriteBack => WritePolicy::WriteBack,
-            Policy::ByValue => WritePolicy::ByValue,
-        }
-    }
-}
-
-/// Eviction policies that a replay can try.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub enum Eviction {
-    Lru,
-    Rb,
-    #[value(alias = "rb-refuse")]
-    RbRefuse,
-}
-
-/// Its name as a flag.
-pub fn eviction_name(policy: Eviction) -> &'static str {
-    match policy {
-        Eviction::Lru => "lru",
-        Eviction::Rb => "rb",
-        Eviction::RbRefuse => "rb_refuse",
-    }
-}
-
-impl From<Eviction> for kvhoist::Eviction {
-    fn from(eviction: Eviction) -> Self {
-        match eviction {
-            Eviction::Lru => kvhoist::Eviction::Lru,
-            Eviction::Rb => kvhoist::Eviction::Rb,
-            Eviction::RbRefuse => kvhoist::Eviction::RbRefuse,
-        }
-    }
-}
-
-/// [`StorageKind`] as a flag.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum Engine {
-    Auto,
-    Uring,
-    Blocking,
-}
-
-impl From<Engine> for StorageKind {
-    fn from(engine: Engine) -> Self {
-        match engine {
-            Engine::Auto => StorageKind::Auto,
-            Engine::Uring => StorageKind::Uring,
-            Engine::Blocking => StorageKind::Blocking,
-        }
-    }
-}
-
-/// [`DirectIo`] as a flag.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum Direct {
-    Require,
-    Prefer,
-}
-
-impl From<Direct> for DirectIo {
-    fn from(direct: Direct) -> Self {
-        match direct {
-            Direct::Require => DirectIo::Require,
-            Direct::Prefer => DirectIo::Prefer,
-        }
-    }
 }
 
 /// [`DeviceKind`] as a flag.

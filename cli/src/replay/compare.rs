@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use kvhoist::{Cache, Config, Tier};
+use kvhoist::{Cache, Config, Eviction, Tier};
 use kvhoist_workbench::{
     Pace, belady,
     curves::{self, Panel},
@@ -22,12 +22,10 @@ use kvhoist_workbench::{
 };
 use serde_json::{Value, json};
 
-use super::{
-    Args,
-    args::{Eviction, eviction_name},
-    replay_shown,
+use super::{Args, replay_shown};
+use crate::{
+    choice::word, columns::columns, failure::Failure, interrupt, output::emit, plot, progress::announce, shown::shown,
 };
-use crate::{columns::columns, failure::Failure, interrupt, output::emit, plot, progress::announce, shown::shown};
 
 /// Shares of a trace's distinct blocks that are tried without `--shares`, percent.
 const SHARES: [f64; 6] = [1.0, 2.0, 5.0, 10.0, 20.0, 40.0];
@@ -124,8 +122,7 @@ async fn compare(
         let slots = ((distinct as f64 * share / 100.0) as u32).max(1);
         let mut cells = Vec::new();
         for &policy in policies {
-            let (name, at, policy_name) =
-                (&compared.name, row * policies.len() + cells.len() + 1, eviction_name(policy));
+            let (name, at, policy_name) = (&compared.name, row * policies.len() + cells.len() + 1, word(&policy));
             let what =
                 format!("{name}: {policy_name} with {slots} slots, {share} % of {distinct} blocks ({at} of {of})");
             announce(args.quiet, &what);
@@ -154,7 +151,7 @@ async fn cell(
     let config = Config::default()
         .block_bytes(args.block_bytes.unwrap_or(BLOCK_BYTES))
         .host_blocks(slots)
-        .eviction_policy(policy.into())
+        .eviction_policy(policy)
         .namespace("replay");
     config.validate()?;
     let cache = Cache::open(config).await?;
@@ -172,9 +169,13 @@ async fn cell(
 fn table(trace: &Compared, policies: &[Eviction]) -> String {
     let Compared { name, references, distinct, rows, failures } = trace;
     let said = format!("{name}: hit ratios; {references} references to {distinct} blocks");
-    let names = policies.iter().map(|policy| eviction_name(*policy));
-    let stores: Vec<String> = names.clone().map(|name| format!("stores {name}")).collect();
-    let heads = ["share", "slots"].into_iter().chain(names).chain(["belady"]).chain(stores.iter().map(String::as_str));
+    let names: Vec<String> = policies.iter().map(word).collect();
+    let stores: Vec<String> = names.iter().map(|name| format!("stores {name}")).collect();
+    let heads = ["share", "slots"]
+        .into_iter()
+        .chain(names.iter().map(String::as_str))
+        .chain(["belady"])
+        .chain(stores.iter().map(String::as_str));
     let row = |row: &Row| {
         let hits = row.cells.iter().map(|cell| cell.hits).chain([row.belady]);
         let ratios = hits.chain(row.cells.iter().map(|cell| cell.stores)).map(|ratio| format!("{ratio:.4}"));
@@ -187,9 +188,8 @@ fn table(trace: &Compared, policies: &[Eviction]) -> String {
 fn json(compared: &[Compared], policies: &[Eviction]) -> Value {
     let row = |row: &Row| {
         let cells = policies.iter().zip(&row.cells);
-        let cells = cells.map(|(policy, cell)| {
-            (eviction_name(*policy).to_owned(), json!({ "hit_ratio": cell.hits, "stores": cell.stores }))
-        });
+        let cells =
+            cells.map(|(policy, cell)| (word(policy), json!({ "hit_ratio": cell.hits, "stores": cell.stores })));
         let cells: serde_json::Map<String, Value> = cells.collect();
         json!({ "share": row.share / 100.0, "slots": row.slots, "belady": row.belady, "policies": cells })
     };
@@ -208,7 +208,7 @@ fn json(compared: &[Compared], policies: &[Eviction]) -> Value {
 fn panel(trace: &Compared, policies: &[Eviction]) -> Panel {
     let of = |at: usize| trace.rows.iter().map(|row| row.cells[at].hits).collect();
     let mut lines: Vec<(String, Vec<f64>)> =
-        policies.iter().enumerate().map(|(at, policy)| (eviction_name(*policy).to_owned(), of(at))).collect();
+        policies.iter().enumerate().map(|(at, policy)| (word(policy), of(at))).collect();
     lines.push(("belady".into(), trace.rows.iter().map(|row| row.belady).collect()));
     let marks = trace.rows.iter().map(|row| format!("{} %", row.share)).collect();
     Panel { title: format!("{}: hit ratio over the share of its blocks that fit", trace.name), marks, lines }

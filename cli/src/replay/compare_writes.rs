@@ -15,12 +15,10 @@ use kvhoist::{Cache, Config, DirectIo, DiskPath, Tier, WritePolicy};
 use kvhoist_workbench::{Pace, trace::Request};
 use serde_json::{Value, json};
 
-use super::{
-    Args,
-    args::{Policy, policy_name},
-    compare, replay_shown,
+use super::{Args, compare, replay_shown};
+use crate::{
+    choice::word, columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes,
 };
-use crate::{columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes};
 
 /// Host memory, percent of a trace's distinct blocks.
 const HOST_SHARE: f64 = 2.0;
@@ -53,8 +51,8 @@ struct Compared {
 pub fn run(args: &Args) -> Result<(), Failure> {
     // What all are compared with is always there.
     let mut policies = args.compare_writes.clone();
-    policies.retain(|policy| !matches!(policy, Policy::WriteThrough));
-    policies.insert(0, Policy::WriteThrough);
+    policies.retain(|policy| !matches!(policy, WritePolicy::WriteThrough));
+    policies.insert(0, WritePolicy::WriteThrough);
     let shares = if args.shares.is_empty() { SHARES.to_vec() } else { args.shares.clone() };
     let traces = compare::traces(args, args.block_bytes.unwrap_or(compare::BLOCK_BYTES))?;
     let interrupted = interrupt::catch()?;
@@ -80,7 +78,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 
 async fn compare_one(
     args: &Args,
-    policies: &[Policy],
+    policies: &[WritePolicy],
     shares: &[f64],
     name: String,
     requests: &[Request],
@@ -94,16 +92,16 @@ async fn compare_one(
         let (host_blocks, disk_blocks) = (slots(HOST_SHARE), slots(share));
         let mut cells = Vec::new();
         for &policy in policies {
-            let (name, at, policy_name) = (&compared.name, row * policies.len() + cells.len() + 1, policy_name(policy));
+            let (name, at, policy_name) = (&compared.name, row * policies.len() + cells.len() + 1, word(&policy));
             announce(args.quiet, &format!("{name}: {policy_name} with {disk_blocks} slots on disk ({at} of {of})"));
             let config = Config::default()
                 .block_bytes(args.block_bytes.unwrap_or(compare::BLOCK_BYTES))
                 .host_blocks(host_blocks)
-                .eviction_policy(args.policy.map_or_else(Default::default, Into::into))
-                .write_policy(policy.into())
+                .eviction_policy(args.policy.unwrap_or_default())
+                .write_policy(policy)
                 .namespace("replay")
-                .direct_io(args.direct_io.map_or(DirectIo::Prefer, Into::into))
-                .storage(args.storage.map_or_else(Default::default, Into::into));
+                .direct_io(args.direct_io.unwrap_or(DirectIo::Prefer))
+                .storage(args.storage.unwrap_or_default());
             let (cell, failures) = cell(args, config, disk_blocks, requests.to_vec(), interrupted).await?;
             compared.failures += failures;
             if interrupted.load(Ordering::Relaxed) {
@@ -153,12 +151,12 @@ async fn cell(
     Ok((cell, tally.verification_failures))
 }
 
-fn table(trace: &Compared, policies: &[Policy]) -> String {
+fn table(trace: &Compared, policies: &[WritePolicy]) -> String {
     let Compared { name, distinct, rows, failures } = trace;
-    let row = |row: &Row, policy: &Policy, cell: &Cell| {
+    let row = |row: &Row, policy: &WritePolicy, cell: &Cell| {
         let first = &row.cells[0];
         vec![
-            policy_name(*policy).to_owned(),
+            word(policy),
             format!("{}%", row.share),
             row.host_blocks.to_string(),
             row.disk_blocks.to_string(),
@@ -176,12 +174,12 @@ fn table(trace: &Compared, policies: &[Policy]) -> String {
     format!("{name}: {distinct} blocks; verification failures {failures}\n{}", columns(&heads, &rows))
 }
 
-fn json(compared: &[Compared], policies: &[Policy]) -> Value {
+fn json(compared: &[Compared], policies: &[WritePolicy]) -> Value {
     let row = |row: &Row| {
         let cells = policies.iter().zip(&row.cells).map(|(policy, cell)| {
             let Cell { hit_ratio, bytes_written, declined } = cell;
             let cell = json!({ "hit_ratio": hit_ratio, "bytes_written": bytes_written, "writes_declined": declined });
-            (policy_name(*policy).to_owned(), cell)
+            (word(policy), cell)
         });
         let cells: serde_json::Map<String, Value> = cells.collect();
         let Row { share, host_blocks, disk_blocks, .. } = row;

@@ -5,7 +5,7 @@ mod compare;
 mod compare_writes;
 mod place;
 
-pub use args::{Args, Device, Direct, Engine, Policy};
+pub use args::{Args, Device};
 use place::Place;
 
 use std::{

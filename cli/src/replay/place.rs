@@ -91,11 +91,11 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     }
     config.namespace = "replay".into();
     config.device.kind = args.device.into();
-    config.eviction_policy = args.policy.map_or(config.eviction_policy, Into::into);
-    config.disk.write_policy = args.write_policy.map_or(config.disk.write_policy, Into::into);
+    config.eviction_policy = args.policy.unwrap_or(config.eviction_policy);
+    config.disk.write_policy = args.write_policy.unwrap_or(config.disk.write_policy);
     config.disk.write_budget = args.write_budget.map(|bytes| bytes as u64).or(config.disk.write_budget);
-    config.disk.storage = args.storage.map_or(config.disk.storage, Into::into);
-    config.disk.direct_io = args.direct_io.map_or(config.disk.direct_io, Into::into);
+    config.disk.storage = args.storage.unwrap_or(config.disk.storage);
+    config.disk.direct_io = args.direct_io.unwrap_or(config.disk.direct_io);
     config.validate()?;
     place.make(&config.disk.paths.iter().map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
     Ok((config, place))

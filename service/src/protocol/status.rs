@@ -1,4 +1,4 @@
-//! Figures of a service, its spaces and its clients. On the wire they are JSON, so that a figure more is no new version.
+//! Figures of a service, its spaces and its clients: JSON on the wire, so that a figure more is no new version.
 
 use kvhoist::Stats;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};

@@ -29,7 +29,7 @@ impl Raw {
     pub fn greeted(socket: &Path) -> Self {
         let mut raw = Raw::connect(socket);
         raw.send(&Hello::ours().encode());
-        assert_eq!(raw.welcome().answer, Ok(1));
+        assert_eq!(raw.welcome().answer, Ok(Hello::ours().version_max));
         raw
     }
 

@@ -259,7 +259,7 @@ mod tests {
     fn files_grow_and_reads_end_with_them() {
         let mut disk = Disk::new(vec![1; 100]);
         assert_eq!(disk.read(90, 100), [1; 10]);
-        assert_eq!(disk.read(u64::MAX, 100), []);
+        assert!(disk.read(u64::MAX, 100).is_empty());
         disk.write(600, &[2; 5]);
         assert_eq!(disk.read(99, 2), [1, 0]);
         assert_eq!(disk.read(600, 100), [2; 5]);
