@@ -22,7 +22,7 @@ mod tests;
 use super::{
     format::{
         PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
-        record::{Record, RecordSeal},
+        record::{Record, RecordSeal, UnsealedPage},
         stripe::{PageId, Stripe},
     },
     leftovers::Leftovers,
@@ -255,17 +255,17 @@ impl DiskSlots {
         self.stripe.page_location(page)
     }
 
-    /// Encodes a record page, to be written at [`page_location`](Self::page_location), and marks it fresh. `describe`
-    /// returns key, parent, last use and uses of an index entry.
+    /// Encodes a record page, to be sealed and written at [`page_location`](Self::page_location), and marks it fresh.
+    /// `describe` returns key, parent, last use and uses of an index entry.
     ///
     /// # Panics
     /// If the store has no such page, or a last use is not below 2^63.
-    pub fn encode_page(
+    pub fn encode_page<'a>(
         &mut self,
         page: PageId,
-        out: &mut [u8; PAGE_BYTES],
+        out: &'a mut [u8; PAGE_BYTES],
         mut describe: impl FnMut(u32) -> (BlockKey, Option<BlockKey>, u64, u8),
-    ) {
+    ) -> UnsealedPage<'a> {
         let (file, first, count) = self.stripe.page_slots(page);
         let seal = RecordSeal::new(&self.uuid, file.0);
         let (records, _) = out.as_chunks_mut::<RECORD_BYTES>();
@@ -282,10 +282,11 @@ impl DiskSlots {
             let (generation, checksum) = (meta.generation, meta.checksum);
             let in_place = self.records_uses && meta.origin != Origin::OURS;
             let record = Record { key, parent, length, generation, checksum, last_use, uses, in_place };
-            *bytes = seal.encode(local, &record);
+            *bytes = seal.encode_unsealed(local, &record);
         }
         self.stale.remove(page.0);
         self.leftovers.encoded(page);
+        UnsealedPage(out)
     }
 
     /// Notes that the encoded page is on the medium.

@@ -142,19 +142,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     async fn write_page_once(&self, page: PageId, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {
-        let (file, offset) = {
+        let (file, offset, unsealed) = {
             let mut state = self.lock();
             let state = &mut *state;
             let index = &state.index;
             let slots = state.disk.as_mut().expect("only a disk tier has records");
             let out: &mut [u8; IO_ALIGN] = buf.first_chunk_mut().expect("the buffer is one page");
-            slots.encode_page(page, out, |entry| {
+            let unsealed = slots.encode_page(page, out, |entry| {
                 let id = EntryId::from_u32(entry);
                 let Used { last, uses } = index.used(id);
                 (index.key(id), index.parent_key(id), last, uses)
             });
-            slots.page_location(page)
+            let (file, offset) = slots.page_location(page);
+            (file, offset, unsealed)
         };
+        unsealed.seal();
         let (result, buf) = write_from(&self.storage, file, offset, buf.into_io()).await;
         self.shared.metrics.record_writes.add(1);
         self.shared.account(&self.record_failures, file, OpKind::Write, &result);

@@ -2,7 +2,7 @@
 //!
 //! The byte diagram is in [`format`](super).
 
-use super::{RECORD_BYTES, array, get_u32, get_u64, is_zero, put};
+use super::{PAGE_BYTES, RECORD_BYTES, array, get_u32, get_u64, is_zero, put};
 use crate::{block::BlockKey, checksum::checksum};
 
 const FLAGS: usize = 0;
@@ -59,6 +59,25 @@ pub enum RecordError {
     Field(&'static str),
 }
 
+/// A record page whose records have no crc yet: the holder of the lock leaves computing them for after it.
+#[must_use = "a record without its crc is refused"]
+pub struct UnsealedPage<'a>(pub(crate) &'a mut [u8; PAGE_BYTES]);
+
+impl UnsealedPage<'_> {
+    /// Computes the crc of each record.
+    pub fn seal(self) {
+        self.0.as_chunks_mut().0.iter_mut().for_each(seal);
+    }
+}
+
+/// Puts the crc into a record that was encoded without it; leaves a free slot as it is.
+fn seal(bytes: &mut [u8; RECORD_BYTES]) {
+    if get_u32(bytes, FLAGS) != 0 {
+        let crc = checksum(bytes);
+        put(bytes, CRC, &crc.to_le_bytes());
+    }
+}
+
 /// Binds records to one member of one store.
 ///
 /// The record's crc covers 8 further bytes, which the seal derives for each slot. A CRC maps equal prefixes with
@@ -80,6 +99,13 @@ impl RecordSeal {
 
     /// Encodes the record for slot `local` of the member. Larger counters become [`COUNTER_MAX`].
     pub fn encode(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
+        let mut bytes = self.encode_unsealed(local, record);
+        seal(&mut bytes);
+        bytes
+    }
+
+    /// As [`encode`](Self::encode), to be [sealed](seal): until then the seal of its slot is in the place of its crc.
+    pub(crate) fn encode_unsealed(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
         let parent = if record.parent.is_some() { FLAG_PARENT } else { 0 };
         let in_place = if record.in_place { FLAG_IN_PLACE } else { 0 };
@@ -94,8 +120,6 @@ impl RecordSeal {
             put(&mut bytes, PARENT, parent.as_bytes());
         }
         put(&mut bytes, CRC, &self.of_slot(local));
-        let crc = checksum(&bytes);
-        put(&mut bytes, CRC, &crc.to_le_bytes());
         bytes
     }
 

@@ -68,11 +68,11 @@ fn a_page_that_changes_while_it_is_written_stays_stale() {
     slots.commit(a, 1, 2, 3);
     let page = slots.page_of(a);
     let mut bytes = [0xFF; PAGE_BYTES];
-    slots.encode_page(page, &mut bytes, describe);
+    slots.encode_page(page, &mut bytes, describe).seal();
     assert_eq!(slots.stale_pages().next(), None);
     slots.commit(b, 2, 2, 4);
     assert!(slots.stale_pages().eq([page]), "the image in flight does not know of b");
-    slots.encode_page(page, &mut bytes, describe);
+    slots.encode_page(page, &mut bytes, describe).seal();
     slots.page_failed(page);
     assert!(slots.stale_pages().eq([page]), "the write failed");
 }
@@ -84,16 +84,16 @@ fn a_removed_block_is_named_by_its_page_until_an_image_without_it_is_written() {
     slots.commit(slot, 1, 2, 3);
     let (page, key) = (slots.page_of(slot), describe(1).0);
     let mut bytes = [0; PAGE_BYTES];
-    slots.encode_page(page, &mut bytes, describe);
+    slots.encode_page(page, &mut bytes, describe).seal();
     slots.page_written(page);
     slots.clear(slot, &key);
     for _ in 0..2 {
         assert!(slots.pages_naming(&key).eq([(page, true)]), "another write is needed");
-        slots.encode_page(page, &mut bytes, describe);
+        slots.encode_page(page, &mut bytes, describe).seal();
         assert!(slots.pages_naming(&key).eq([(page, false)]), "it is in flight");
         slots.page_failed(page);
     }
-    slots.encode_page(page, &mut bytes, describe);
+    slots.encode_page(page, &mut bytes, describe).seal();
     slots.page_written(page);
     assert_eq!(slots.pages_naming(&key).next(), None);
 }
@@ -106,7 +106,7 @@ fn records_of_a_store_without_use_counts_have_none() {
         let slot = slots.alloc().expect("free");
         slots.commit(slot, 3, 2, 3);
         let mut bytes = [0; PAGE_BYTES];
-        slots.encode_page(slots.page_of(slot), &mut bytes, describe);
+        slots.encode_page(slots.page_of(slot), &mut bytes, describe).seal();
         assert_eq!(decode(&slots, PageId(0), &bytes)[&slot].uses, uses);
     }
 }
@@ -118,7 +118,7 @@ fn a_quarantined_slot_is_never_used_again_and_its_record_is_cleared() {
     slots.commit(slot, 1, 2, 3);
     slots.quarantine(slot, &describe(1).0);
     let mut bytes = [0xFF; PAGE_BYTES];
-    slots.encode_page(PageId(0), &mut bytes, describe);
+    slots.encode_page(PageId(0), &mut bytes, describe).seal();
     assert!(is_zero(&bytes));
     // A reader may have held it until now.
     slots.release(slot);
@@ -183,7 +183,7 @@ fn check_medium(
         }
     }
     for page in slots.stale_pages().collect::<Vec<_>>() {
-        slots.encode_page(page, &mut medium[page.0 as usize], describe);
+        slots.encode_page(page, &mut medium[page.0 as usize], describe).seal();
     }
     let mut found = BTreeMap::new();
     for (page, bytes) in (0..).map(PageId).zip(&medium) {
@@ -241,7 +241,7 @@ proptest! {
                     let page = slots.stale_pages().next();
                     if let Some(page) = page {
                         let mut image = medium[page.0 as usize];
-                        slots.encode_page(page, &mut image, describe);
+                        slots.encode_page(page, &mut image, describe).seal();
                         if at % 3 == 0 {
                             slots.page_failed(page);
                         } else {
