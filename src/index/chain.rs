@@ -2,7 +2,8 @@
 
 use super::{
     ANCESTORS_MAX, EntryId, Index,
-    entry::{HELD, NONE},
+    entry::HELD,
+    link::{Link, NONE},
 };
 use crate::block::{BlockKey, Tier};
 
@@ -77,18 +78,19 @@ impl Index {
             }
             let entry = self.entry_mut(id);
             let parent = std::mem::replace(&mut entry.parent, NONE);
-            let (is_named, removed, key) = (entry.is_named(), entry.is_removed(), entry.key);
+            let (is_named, removed, hash) = (entry.is_named(), entry.is_removed(), entry.hash);
             if is_named && parent == NONE {
                 return;
             }
             self.tops.forget();
             if !is_named {
                 let entry = self.entries.remove(id.0 as usize);
+                debug_assert!(entry.links == [Link::OUT; Tier::COUNT], "it has left with its last copy");
                 if entry.is_kept() {
                     self.kept.forget(id.0);
                 }
                 if !removed {
-                    self.unmap(id, &key);
+                    self.unmap(id, hash);
                 }
             }
             if parent == NONE {
@@ -98,8 +100,8 @@ impl Index {
         }
     }
 
-    pub(super) fn unmap(&mut self, id: EntryId, key: &BlockKey) {
-        let found = self.map.find_entry(self.hasher.hash(key), |&other| other == id.0);
+    pub(super) fn unmap(&mut self, id: EntryId, hash: u64) {
+        let found = self.map.find_entry(hash, |&other| other == id.0);
         found.expect("an entry that was not removed is in the map").remove();
     }
 

@@ -2,11 +2,11 @@
 
 use std::num::NonZeroU8;
 
-use super::Used;
+use super::{
+    Used,
+    link::{Link, NONE},
+};
 use crate::block::{BlockKey, Tier};
-
-/// No entry: the parent of a chain's first block, or an unknown parent.
-pub(super) const NONE: u32 = u32::MAX;
 
 // Five marks a tier, in `Entry::marks`.
 /// A fill is under way.
@@ -44,10 +44,11 @@ impl List {
     pub(super) const BY_LAST_USE: [List; 3] = [List::Dirty, List::Released, List::Kept];
 }
 
-/// One block: its key, its place in the chain, its copies. 96 bytes, the slab's tag included.
+/// One block: its key, its place in the chain, its copies. 128 bytes, the slab's tag included: two lines of the
+/// processor's cache, which it loads as a pair.
 ///
 /// The order of the fields is the order of their heat: a lookup needs the first 40 bytes.
-#[repr(C)]
+#[repr(C, align(128))]
 pub(super) struct Entry {
     /// Five bits a tier.
     marks: u16,
@@ -60,6 +61,10 @@ pub(super) struct Entry {
     /// The clock at its last use; 0 before the first.
     pub(super) last_use: u64,
     pub(super) places: [Place; Tier::COUNT],
+    /// Its neighbors in the policy's order of each tier.
+    pub(super) links: [Link; Tier::COUNT],
+    /// The hash of its key.
+    pub(super) hash: u64,
 }
 
 /// The state of an entry as a whole. Never zero: the slab keeps its own tag in the value that this cannot have.
@@ -123,6 +128,8 @@ impl Entry {
         key: BlockKey::new([0; 32]),
         last_use: 0,
         places: [Place::EMPTY; Tier::COUNT],
+        links: [Link::OUT; Tier::COUNT],
+        hash: 0,
     };
 
     /// Puts the block of this new entry in `slot` of `tier`, with these uses, at least one.
@@ -261,6 +268,17 @@ impl Entry {
         &mut self.places[tier as usize]
     }
 
+    #[inline]
+    pub(super) fn link(&self, tier: Tier) -> Link {
+        self.links[tier as usize]
+    }
+
+    /// True if it may be evicted from `tier` now, in the order of the policy.
+    #[inline]
+    pub(super) fn is_evictable(&self, tier: Tier) -> bool {
+        self.has(tier, LISTED) && self.list(tier) == List::Policy
+    }
+
     /// True if the entry owns a slot of `tier`, full or filling.
     #[inline]
     pub(super) fn occupies(&self, tier: Tier) -> bool {
@@ -283,11 +301,6 @@ impl Entry {
     #[inline]
     pub(super) fn is_filling_anywhere(&self) -> bool {
         self.marks & (EVERY_TIER * FILLING) != 0
-    }
-
-    #[inline]
-    pub(super) fn is_listed_anywhere(&self) -> bool {
-        self.marks & (EVERY_TIER * LISTED) != 0
     }
 
     /// True if the copy in `tier` is full, unpinned and not removed.
@@ -365,9 +378,9 @@ mod tests {
 
     #[test]
     fn an_entry_is_small() {
-        assert_eq!(size_of::<Entry>(), 96);
+        assert_eq!(size_of::<Entry>(), 128);
         // The slab keeps its own tag in the value that the flags cannot have.
-        assert_eq!(size_of::<Option<Entry>>(), 96);
+        assert_eq!(size_of::<Option<Entry>>(), 128);
     }
 
     #[test]

@@ -179,7 +179,7 @@ impl Index {
 
     /// Changes marks that decide the lists of an entry: it leaves them before and enters them after.
     fn mark(&mut self, id: EntryId, change: impl FnOnce(&mut Entry)) {
-        Tier::ALL.into_iter().for_each(|tier| self.delist(id, tier));
+        Tier::ALL.into_iter().for_each(|tier| self.take_out(id, tier));
         change(self.entry_mut(id));
         Tier::ALL.into_iter().for_each(|tier| self.relist(id, tier));
     }

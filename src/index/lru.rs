@@ -1,95 +1,160 @@
-//! Exact least-recently-used order over entries that come and go.
+//! The order by last use, linked through the entries.
 
 use std::collections::BTreeSet;
 
-use lru::LruCache;
+use slab::Slab;
 
-use super::{EntryId, Restored, Used, hash::BuildIdHasher};
+use super::{
+    EntryId, Restored,
+    entry::Entry,
+    link::{END, LATE, Link, NONE},
+};
+use crate::block::Tier;
+
+/// Entries that a late arrival is compared with before it goes into the ordered set.
+const STEPS_MAX: u32 = 8;
 
 /// Evicts the entry that was used longest ago. Exact, also for entries that arrive out of order.
 ///
-/// Almost all arrivals are in order: an entry was just used, so it is appended to a linked list. But when a leaf is
-/// evicted, its parent can be evicted from then on and was used long ago; at the recent end it would stay another whole
-/// round, and so would every block of the chain after it. Such late arrivals enter an ordered set, and the victim is
-/// the colder of the two fronts. The blocks of a restart enter the set too: it is built from an ordered list in a tenth
-/// of the time that it takes to link a list node by node.
+/// The order is a list through the entries: a use moves one to its end, whatever else may hold it. So an entry may stay
+/// in its place while it is pinned, being filled or has children; the search for a [victim](Self::victim) takes those
+/// out that may not be evicted, each of which cost an arrival.
+///
+/// Almost all arrivals are in order: an entry was just used. But when a leaf is evicted, its parent can be evicted from
+/// then on and was used long ago; at the recent end it would stay another whole round, and so would every block of the
+/// chain after it. Such late arrivals enter an ordered set, and the victim is the colder of the two fronts.
 pub struct Lru {
-    in_order: LruCache<u32, (), BuildIdHasher>,
+    coldest: u32,
+    hottest: u32,
     late: BTreeSet<(u64, u32)>,
-    /// No `last_use` in `in_order` is above this. A bound, not the maximum: the most recent may have left.
-    newest: u64,
 }
 
 impl Lru {
     /// An empty order.
     pub fn new() -> Self {
-        Lru { in_order: LruCache::unbounded_with_hasher(BuildIdHasher::default()), late: BTreeSet::new(), newest: 0 }
+        Lru { coldest: END, hottest: END, late: BTreeSet::new() }
+    }
+
+    /// Enters an entry that is in no order of `tier`, by its last use.
+    #[inline]
+    pub(super) fn insert(&mut self, entries: &mut Slab<Entry>, tier: Tier, id: EntryId) {
+        let last_use = entries[id.0 as usize].last_use;
+        let mut before = self.hottest;
+        for _ in 0..STEPS_MAX {
+            if before == END || entries[before as usize].last_use <= last_use {
+                return self.link_after(entries, tier, before, id);
+            }
+            before = entries[before as usize].link(tier).colder;
+        }
+        self.late.insert((last_use, id.0));
+        entries[id.0 as usize].links[tier as usize] = Link::LATE;
+    }
+
+    /// Enters an entry right after another one, or first.
+    #[inline]
+    fn link_after(&mut self, entries: &mut Slab<Entry>, tier: Tier, before: u32, id: EntryId) {
+        let after = match before {
+            END => std::mem::replace(&mut self.coldest, id.0),
+            before => std::mem::replace(&mut entries[before as usize].links[tier as usize].hotter, id.0),
+        };
+        match after {
+            END => self.hottest = id.0,
+            after => entries[after as usize].links[tier as usize].colder = id.0,
+        }
+        entries[id.0 as usize].links[tier as usize] = Link { colder: before, hotter: after };
+    }
+
+    /// Takes an entry out, if it is in. `last_use` is that with which it entered or was last moved.
+    #[inline]
+    pub(super) fn remove(&mut self, entries: &mut Slab<Entry>, tier: Tier, id: EntryId, last_use: u64) {
+        let link = std::mem::replace(&mut entries[id.0 as usize].links[tier as usize], Link::OUT);
+        let Link { colder, hotter } = link;
+        match colder {
+            NONE => return,
+            LATE => {
+                let held = self.late.remove(&(last_use, id.0));
+                debug_assert!(held, "{id:?} with last use {last_use} is a late arrival");
+                return;
+            }
+            END => self.coldest = hotter,
+            colder => entries[colder as usize].links[tier as usize].hotter = hotter,
+        }
+        match hotter {
+            END => self.hottest = colder,
+            hotter => entries[hotter as usize].links[tier as usize].colder = colder,
+        }
+    }
+
+    /// Moves an entry that is in, and was used: `from` is its last use before.
+    #[inline]
+    pub(super) fn touch(&mut self, entries: &mut Slab<Entry>, tier: Tier, id: EntryId, from: u64) {
+        if self.hottest != id.0 {
+            self.remove(entries, tier, id, from);
+            self.insert(entries, tier, id);
+        }
+    }
+
+    /// The entry that was used longest ago of those that may be evicted.
+    #[inline]
+    pub(super) fn victim(&mut self, entries: &mut Slab<Entry>, tier: Tier) -> Option<EntryId> {
+        loop {
+            let in_order = (self.coldest != END).then(|| (entries[self.coldest as usize].last_use, self.coldest));
+            let (last_use, id) = match (in_order, self.late.first().copied()) {
+                (Some(a), Some(b)) => a.min(b),
+                (a, b) => a.or(b)?,
+            };
+            if entries[id as usize].is_evictable(tier) {
+                return Some(EntryId(id));
+            }
+            self.remove(entries, tier, EntryId(id), last_use);
+        }
     }
 
     /// As [`Policy::fill`](super::Policy::fill).
-    pub(super) fn fill<'a>(&mut self, entries: impl Iterator<Item = &'a Restored>) {
-        let mut entries: BTreeSet<(u64, u32)> = entries.map(|entry| (entry.used().last, entry.id().0)).collect();
-        self.late.append(&mut entries);
-    }
-
-    /// True if `id` is held. `last_use` is its last known one.
-    pub(super) fn contains(&self, id: EntryId, last_use: u64) -> bool {
-        self.in_order.contains(&id.0) || self.late.contains(&(last_use, id.0))
-    }
-
-    /// Checks that both parts are in the order of `last_use`, with no entry in both.
-    pub(super) fn validate(&self, last_use: &dyn Fn(EntryId) -> u64) -> Result<(), String> {
-        let mut after = self.newest;
-        for (&id, &()) in &self.in_order {
-            let used = last_use(EntryId(id));
-            if used > after {
-                return Err(format!("entry {id}, last used at {used}, is listed before one used at {after}"));
+    pub(super) fn fill<'a>(
+        &mut self,
+        entries: &mut Slab<Entry>,
+        tier: Tier,
+        restored: impl Iterator<Item = &'a Restored>,
+    ) {
+        for entry in restored {
+            if entries[entry.id().0 as usize].link(tier) == Link::OUT {
+                self.insert(entries, tier, entry.id());
             }
-            after = used;
-        }
-        let is_wrong = |&(used, id): &(u64, u32)| used != last_use(EntryId(id)) || self.in_order.contains(&id);
-        self.late.iter().copied().find(is_wrong).map_or(Ok(()), |(used, id)| {
-            Err(format!("entry {id} is listed as a late arrival, used at {used}, or is listed twice"))
-        })
-    }
-
-    pub(super) fn insert(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
-        if last_use >= self.newest || self.in_order.is_empty() {
-            self.newest = last_use;
-            self.in_order.put(id.0, ());
-        } else {
-            self.late.insert((last_use, id.0));
         }
     }
 
-    pub(super) fn remove(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
-        if self.in_order.pop(&id.0).is_none() {
-            let held = self.late.remove(&(last_use, id.0));
-            debug_assert!(held, "{id:?} with last use {last_use} is not held");
+    /// Checks the links, the order, and that each entry that is in is one of those that `belongs` here. Returns how
+    /// many are in.
+    pub(super) fn validate(
+        &self,
+        entries: &Slab<Entry>,
+        tier: Tier,
+        belongs: &dyn Fn(&Entry) -> bool,
+    ) -> Result<usize, String> {
+        let (mut at, mut before, mut after, mut count) = (self.coldest, END, 0, 0);
+        while at != END {
+            let entry = entries.get(at as usize).ok_or(format!("entry {at} is in the order, and gone"))?;
+            if !belongs(entry) || entry.link(tier).colder != before || entry.last_use < after {
+                let (link, last_use) = (entry.link(tier), entry.last_use);
+                return Err(format!("entry {at}, used at {last_use}, {link:?}, after {before}, used at {after}"));
+            }
+            (before, at, after) = (at, entry.link(tier).hotter, entry.last_use);
+            count += 1;
+            if count > entries.len() {
+                return Err("the order is a ring".into());
+            }
         }
-    }
-
-    pub(super) fn touch(&mut self, id: EntryId, from: Used, to: Used) {
-        if to.last >= self.newest && self.in_order.promote(&id.0) {
-            self.newest = to.last;
-        } else {
-            self.remove(id, from);
-            self.insert(id, to);
+        if before != self.hottest {
+            return Err(format!("the order ends in {before}, not in {}", self.hottest));
         }
-    }
-
-    pub(super) fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
-        let in_order = self.in_order.peek_lru().map(|(&id, &())| (last_use(EntryId(id)), id));
-        let late = self.late.first().copied();
-        let (_, id) = match (in_order, late) {
-            (Some(a), Some(b)) => a.min(b),
-            (a, b) => a.or(b)?,
-        };
-        Some(EntryId(id))
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.in_order.len() + self.late.len()
+        for &(last_use, id) in &self.late {
+            let entry = entries.get(id as usize).filter(|entry| entry.last_use == last_use && belongs(entry));
+            if entry.is_none_or(|entry| entry.link(tier) != Link::LATE) {
+                return Err(format!("entry {id}, used at {last_use}, is no late arrival"));
+            }
+        }
+        Ok(count + self.late.len())
     }
 }
 
@@ -106,16 +171,21 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::index::{
+        Used,
+        entry::{FULL, LISTED},
+    };
 
-    fn at(last: u64) -> Used {
-        Used { last, uses: 1 }
-    }
+    const TIER: Tier = Tier::Disk;
 
     #[derive(Debug, Clone)]
     enum Op {
         Insert(u32, u64),
         Remove(u32),
+        /// Uses it so much later.
         Touch(u32, u64),
+        /// Changes whether it may be evicted.
+        Hold(u32),
         Fill(Vec<u32>, u64),
         Evict,
     }
@@ -125,57 +195,122 @@ mod tests {
         prop_oneof![
             4 => (id.clone(), time.clone()).prop_map(|(id, time)| Op::Insert(id, time)),
             2 => id.clone().prop_map(Op::Remove),
-            2 => (id, time.clone()).prop_map(|(id, time)| Op::Touch(id, time)),
-            1 => (proptest::collection::vec(24..48u32, 0..8), time).prop_map(|(ids, time)| Op::Fill(ids, time)),
+            2 => (id.clone(), time.clone()).prop_map(|(id, time)| Op::Touch(id, time)),
+            2 => id.prop_map(Op::Hold),
+            1 => (proptest::collection::vec(0..24u32, 0..8), time).prop_map(|(ids, time)| Op::Fill(ids, time)),
             1 => Just(Op::Evict),
         ]
     }
 
+    /// An order beside a map of what is in it: last use, and whether it may be evicted.
+    struct Both {
+        entries: Slab<Entry>,
+        lru: Lru,
+        model: BTreeMap<u32, (u64, bool)>,
+    }
+
+    impl Both {
+        fn new() -> Self {
+            let mut entries = Slab::new();
+            (0..24).for_each(|_| _ = entries.insert(Entry::EMPTY));
+            Both { entries, lru: Lru::new(), model: BTreeMap::new() }
+        }
+
+        fn set_last(&mut self, id: u32, last: u64) {
+            self.entries[id as usize].set_used(Used { last, uses: 1 });
+        }
+
+        fn may_evict(&mut self, id: u32, may: bool) {
+            let entry = &mut self.entries[id as usize];
+            entry.set(TIER, FULL);
+            if may { entry.set(TIER, LISTED) } else { entry.clear(TIER, LISTED) }
+        }
+
+        fn remove(&mut self, id: u32) {
+            let last_use = self.entries[id as usize].last_use;
+            self.lru.remove(&mut self.entries, TIER, EntryId(id), last_use);
+            self.model.remove(&id);
+        }
+
+        fn insert(&mut self, id: u32, last: u64) {
+            self.set_last(id, last);
+            self.may_evict(id, true);
+            self.lru.insert(&mut self.entries, TIER, EntryId(id));
+            self.model.insert(id, (last, true));
+        }
+
+        fn apply(&mut self, op: Op) {
+            match op {
+                Op::Insert(id, time) => {
+                    self.remove(id);
+                    self.insert(id, time);
+                }
+                Op::Remove(id) => self.remove(id),
+                Op::Touch(id, later) => {
+                    let Some((last, _)) = self.model.get_mut(&id) else { return };
+                    let from = *last;
+                    *last += later;
+                    let to = *last;
+                    self.set_last(id, to);
+                    self.lru.touch(&mut self.entries, TIER, EntryId(id), from);
+                }
+                Op::Hold(id) => {
+                    let Some((last, may)) = self.model.get_mut(&id) else { return };
+                    *may = !*may;
+                    let (last, may) = (*last, *may);
+                    self.may_evict(id, may);
+                    // The index enters it again where a search has taken it out.
+                    if may && self.entries[id as usize].link(TIER) == Link::OUT {
+                        self.insert(id, last);
+                    }
+                }
+                Op::Fill(mut ids, time) => {
+                    ids.sort_unstable();
+                    ids.dedup();
+                    ids.retain(|id| !self.model.contains_key(id));
+                    let restored: Vec<_> = ids.into_iter().zip(time..).collect();
+                    for &(id, last) in &restored {
+                        self.set_last(id, last);
+                        self.may_evict(id, true);
+                        self.model.insert(id, (last, true));
+                    }
+                    let used = |last| Used { last, uses: 1 };
+                    let restored: Vec<_> =
+                        restored.iter().map(|&(id, last)| Restored::new(EntryId(id), used(last))).collect();
+                    self.lru.fill(&mut self.entries, TIER, restored.iter());
+                }
+                Op::Evict => {
+                    if let Some(id) = self.lru.victim(&mut self.entries, TIER) {
+                        self.remove(id.0);
+                    }
+                }
+            }
+        }
+
+        fn check(&mut self, evicts: bool) -> Result<(), TestCaseError> {
+            let valid = self.lru.validate(&self.entries, TIER, &|entry| entry.has(TIER, FULL));
+            let entered = self.entries.iter().filter(|(_, entry)| entry.link(TIER) != Link::OUT).count();
+            prop_assert_eq!(valid, Ok(entered));
+            if evicts {
+                let victim = self.lru.victim(&mut self.entries, TIER).map(|id| self.model[&id.0]);
+                prop_assert_eq!(victim, self.model.values().filter(|(_, may)| *may).min().copied());
+            }
+            for (&id, &(_, may)) in &self.model {
+                prop_assert!(!may || self.entries[id as usize].link(TIER) != Link::OUT);
+            }
+            Ok(())
+        }
+    }
+
     proptest! {
-        /// In any order of arrivals, removals and uses, the victim is the entry used longest ago.
+        /// In any order of arrivals, removals and uses, the victim is the entry used longest ago of those that may be
+        /// evicted. A search takes others out, so it is not made after each step.
         #[test]
-        fn the_victim_is_the_coldest(ops in proptest::collection::vec(op(), 1..200)) {
-            let mut lru = Lru::new();
-            let mut model = BTreeMap::<u32, u64>::new();
-            for op in ops {
-                match op {
-                    Op::Insert(id, time) => {
-                        if let Some(old) = model.insert(id, time) {
-                            lru.remove(EntryId(id), at(old));
-                        }
-                        lru.insert(EntryId(id), at(time));
-                    }
-                    Op::Remove(id) => {
-                        if let Some(time) = model.remove(&id) {
-                            lru.remove(EntryId(id), at(time));
-                        }
-                    }
-                    Op::Touch(id, to) => {
-                        if let Some(time) = model.get_mut(&id) {
-                            let from = std::mem::replace(time, to);
-                            lru.touch(EntryId(id), at(from), at(to));
-                        }
-                    }
-                    Op::Fill(ids, time) => {
-                        let new: BTreeSet<u32> = ids.into_iter().filter(|id| !model.contains_key(id)).collect();
-                        let entries: Vec<_> = new.into_iter().zip(time..).collect();
-                        model.extend(entries.iter().copied());
-                        let restored = |&(id, time): &(u32, u64)| Restored::new(EntryId(id), at(time));
-                        lru.fill(entries.iter().map(restored).collect::<Vec<_>>().iter());
-                    }
-                    Op::Evict => {
-                        if let Some(id) = lru.victim(&|id| model[&id.0]) {
-                            let time = model.remove(&id.0).expect("the victim is held");
-                            lru.remove(id, at(time));
-                        }
-                    }
-                }
-                prop_assert_eq!(lru.len(), model.len());
-                let victim = lru.victim(&|id| model[&id.0]).map(|id| model[&id.0]);
-                prop_assert_eq!(victim, model.values().min().copied());
-                for (&id, &time) in &model {
-                    prop_assert!(lru.contains(EntryId(id), time));
-                }
+        fn the_victim_is_the_coldest(ops in proptest::collection::vec((op(), any::<bool>()), 1..200)) {
+            let mut both = Both::new();
+            for (op, evicts) in ops {
+                both.apply(op);
+                both.check(evicts)?;
             }
         }
     }
@@ -183,11 +318,9 @@ mod tests {
     /// The order of equal times is the order of arrival: a clock that stands still is a queue.
     #[test]
     fn a_saturated_clock_leaves_a_queue() {
-        let mut lru = Lru::new();
-        for id in [5, 3, 9] {
-            lru.insert(EntryId(id), at(u64::MAX));
-        }
-        lru.touch(EntryId(5), at(u64::MAX), at(u64::MAX));
-        assert_eq!(lru.victim(&|_| u64::MAX), Some(EntryId(3)));
+        let mut both = Both::new();
+        [5, 3, 9].into_iter().for_each(|id| both.insert(id, u64::MAX));
+        both.lru.touch(&mut both.entries, TIER, EntryId(5), u64::MAX);
+        assert_eq!(both.lru.victim(&mut both.entries, TIER), Some(EntryId(3)));
     }
 }

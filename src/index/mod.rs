@@ -49,10 +49,10 @@
 //!
 //! # Bytes
 //!
-//! An entry takes 96 bytes of slab, with its key and its tag, and 3 bits in the frontier sets; a place in the map 5
-//! bytes; a place in an LRU list a node of 24 bytes and 17 bytes of table. Tables are between 7/16 and 7/8 full, and
-//! the slab doubles if [`try_reserve`](Index::try_reserve) was not called. `tests/process/index_bytes.rs` measures and
-//! bounds them.
+//! An entry takes 128 bytes of slab, with its key, its links in the orders of eviction and its tag, and 3 bits in the
+//! frontier sets; a place in the map 5 bytes. A dirty, released or kept copy takes a node of 24 bytes and 17 bytes of
+//! table, a late arrival about 24 bytes. Tables are between 7/16 and 7/8 full, and the slab doubles if
+//! [`try_reserve`](Index::try_reserve) was not called. `tests/process/index_bytes.rs` measures and bounds them.
 //!
 //! # Cost
 //!
@@ -60,37 +60,44 @@
 //! [`victim`](Index::victim) when no leaf can be evicted: pinning and unpinning an inner block changes that block
 //! alone.
 //!
-//! Every operation is O(1), with these exceptions. A late arrival in an [`Lru`] is O(log n). A search for a victim when
-//! no leaf can be evicted takes a step for each inner copy that was pinned since the last such search. `touch_chain`
-//! and `match_prefix` are linear in their keys. A use of a released block takes at most 64 steps up its chain, and so
-//! does a search for a victim after it. Linking a block that has children to a parent that has parents walks up
-//! the chain in search of a cycle, 16,384 steps at most.
+//! Every operation is O(1), with these exceptions. A late arrival in an [`Lru`] is O(log n). A search for a victim
+//! takes copies out of the order that may not be evicted, each of which cost an arrival; when no leaf can be evicted,
+//! it takes a step for each inner copy that was pinned since the last such search. `touch_chain` and `match_prefix` are
+//! linear in their keys. A use of a released block takes at most 64 steps up its chain, and so does a search for a
+//! victim after it. Linking a block that has children to a parent that has parents walks up the chain in search of a
+//! cycle, 16,384 steps at most.
 
 mod chain;
 mod entry;
+mod eviction_order;
 mod ghosts;
 mod hash;
 mod hints;
 mod kept;
-mod lists;
+mod link;
 mod lru;
 mod pages;
 mod policy;
 mod prefix;
 mod radix;
 mod rb;
-mod recency;
+mod recency_list;
 mod residency;
 mod restore;
+mod restored;
+mod used;
+mod uses;
 mod validate;
-mod values;
-mod worth;
+mod write_outcomes;
+mod write_value;
 
 pub(crate) use hash::KeyHasher;
 pub use lru::Lru;
-pub use policy::{Policy, Restored, Used};
+pub use policy::Policy;
 pub use rb::Rb;
-pub use worth::Worth;
+pub use restored::Restored;
+pub use used::Used;
+pub use write_value::Worth;
 
 use std::collections::VecDeque;
 
@@ -98,9 +105,11 @@ use hashbrown::{HashTable, hash_table};
 use slab::Slab;
 
 use self::{
-    entry::{Entry, List, NONE},
+    entry::{Entry, List},
     kept::Kept,
-    values::WriteValues,
+    link::{LATE, NONE},
+    recency_list::RecencyList,
+    write_outcomes::WriteValues,
 };
 use crate::{
     bits::BitSet,
@@ -144,8 +153,10 @@ pub struct Index {
     counts_requests: bool,
     /// The clock at the begin of the current request, and at its end at the latest.
     request: std::ops::Range<u64>,
+    /// Copies that may be evicted in the order of the policy.
+    evictable: [usize; Tier::COUNT],
     /// The lists in order of last use, whatever the policy: those before [`List::Policy`].
-    lists: [[Lru; Tier::COUNT]; List::BY_LAST_USE.len()],
+    lists: [[RecencyList; Tier::COUNT]; List::BY_LAST_USE.len()],
     kept: Kept,
     /// Released ancestors of blocks that were used since.
     taking_back: VecDeque<BlockKey>,
@@ -182,7 +193,8 @@ impl Index {
             hasher: KeyHasher::new(seed),
             clock: 0,
             policies,
-            lists: std::array::from_fn(|_| std::array::from_fn(|_| Lru::new())),
+            evictable: [0; Tier::COUNT],
+            lists: Default::default(),
             kept: Kept::default(),
             taking_back: VecDeque::new(),
             frontier: std::array::from_fn(|_| BitSet::new(0)),
@@ -197,9 +209,9 @@ impl Index {
     /// Reserves room for exactly `entries` more entries: nothing moves until then. This takes address space; memory
     /// follows with the entries. The error is the number of bytes that were refused.
     pub fn try_reserve(&mut self, entries: usize) -> Result<(), usize> {
-        let (slab, hasher) = (&self.entries, &self.hasher);
+        let slab = &self.entries;
         let bytes = entries.saturating_mul(size_of::<Entry>() + size_of::<u32>());
-        self.map.try_reserve(entries, |&id| hasher.hash(&slab[id as usize].key)).map_err(|_| bytes)?;
+        self.map.try_reserve(entries, |&id| slab[id as usize].hash).map_err(|_| bytes)?;
         // The slab itself could only panic. This allocates, and frees, what it then takes.
         Vec::<Entry>::new().try_reserve_exact(slab.len().saturating_add(entries)).map_err(|_| bytes)?;
         self.entries.reserve_exact(entries);
@@ -290,12 +302,8 @@ impl Index {
     #[inline]
     fn find_or_create_with(&mut self, key: &BlockKey, set_up: impl FnOnce(&mut Entry)) -> (EntryId, bool) {
         let Index { entries, map, hasher, .. } = self;
-        let capacity = entries.capacity();
-        let entry = map.entry(
-            hasher.hash(key),
-            |&id| entries[id as usize].key == *key,
-            |&id| hasher.hash(&entries[id as usize].key),
-        );
+        let (capacity, hash) = (entries.capacity(), hasher.hash(key));
+        let entry = map.entry(hash, |&id| entries[id as usize].key == *key, |&id| entries[id as usize].hash);
         match entry {
             hash_table::Entry::Occupied(found) => (EntryId(*found.get()), false),
             hash_table::Entry::Vacant(place) => {
@@ -304,9 +312,10 @@ impl Index {
                 let at = entries.insert(Entry::EMPTY);
                 let entry = &mut entries[at];
                 entry.key = *key;
+                entry.hash = hash;
                 set_up(entry);
                 let id = u32::try_from(at).expect("memory ends long before ids do");
-                assert!(id != NONE, "memory ends long before ids do");
+                assert!(id < LATE, "memory ends long before ids do");
                 place.insert(id);
                 if entries.capacity() != capacity {
                     self.reach_capacity();

@@ -1,53 +1,16 @@
 //! The order in which a tier evicts.
 
-use super::{EntryId, Lru, Rb};
+use slab::Slab;
 
-/// The known uses of an entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Used {
-    /// The index's clock at the last use; 0 before the first.
-    pub last: u64,
-    /// Uses, as far as they are remembered: 3 stands for more as well.
-    pub uses: u8,
-}
-
-impl Used {
-    /// It was used before its last use too.
-    pub fn again(self) -> bool {
-        self.uses > 1
-    }
-}
-
-/// An entry that a restart found, in 16 bytes: there may be millions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Restored {
-    last: u64,
-    id: EntryId,
-    uses: u8,
-}
-
-impl Restored {
-    /// An entry and its known uses.
-    pub fn new(id: EntryId, Used { last, uses }: Used) -> Self {
-        Restored { last, id, uses }
-    }
-
-    /// The entry.
-    pub fn id(&self) -> EntryId {
-        self.id
-    }
-
-    /// Its known uses.
-    pub fn used(&self) -> Used {
-        Used { last: self.last, uses: self.uses }
-    }
-}
+use super::{EntryId, Lru, Rb, Restored, Used, entry::Entry};
+use crate::block::Tier;
 
 /// Chooses which entry a tier evicts next.
 ///
-/// The index has one policy per tier and holds in it exactly the entries that *may* be evicted from that tier now:
-/// full, unpinned, clean, no fill in flight, and no child resident there. A policy only orders them; it need not know
-/// pins, chains or slots. Entries leave and come back often: every pin removes one and the last unpin inserts it again.
+/// The index has one policy per tier. It orders the entries with a copy there by their uses; need not know pins, chains
+/// or slots; and names the first that [may be evicted](Entry::is_evictable). An entry is in the order, whose links it
+/// holds, from the time that its copy is there until that goes, or until the search for a victim finds that it may not
+/// be evicted; from then on until it may.
 ///
 /// [`Used::last`] is a time of the index's own clock, which advances by one with each use. An entry can arrive with an
 /// old one: a parent whose last child was just evicted.
@@ -56,16 +19,6 @@ pub enum Policy {
     Lru(Lru),
     /// See [`Rb`].
     Rb(Box<Rb>),
-}
-
-/// Calls a method of the policy.
-macro_rules! each {
-    ($policy:expr, $name:ident => $call:expr) => {
-        match $policy {
-            Policy::Lru($name) => $call,
-            Policy::Rb($name) => $call,
-        }
-    };
 }
 
 impl Policy {
@@ -92,56 +45,61 @@ impl Policy {
         self.rb_mut().map_or(Ok(()), Rb::try_reserve)
     }
 
-    /// `id` may be evicted from now on. It was not held before.
+    /// Enters `id` in the order.
     #[inline]
-    pub(super) fn insert(&mut self, id: EntryId, used: Used) {
-        each!(self, policy => policy.insert(id, used));
+    pub(super) fn insert(&mut self, entries: &mut Slab<Entry>, tier: Tier, id: EntryId) {
+        let used = entries[id.0 as usize].used();
+        self.list_of(used).insert(entries, tier, id);
     }
 
-    /// `id` may no longer be evicted, or was. `used` is as in the last call for it.
+    /// Takes `id` out of the order, if it is in.
     #[inline]
-    pub(super) fn remove(&mut self, id: EntryId, used: Used) {
-        each!(self, policy => policy.remove(id, used));
+    pub(super) fn remove(&mut self, entries: &mut Slab<Entry>, tier: Tier, id: EntryId) {
+        let used = entries[id.0 as usize].used();
+        self.list_of(used).remove(entries, tier, id, used.last);
     }
 
-    /// `id`, which is held, was used.
+    /// `id`, which is in the order, was used: before, its uses were `from`.
     #[inline]
-    pub(super) fn touch(&mut self, id: EntryId, from: Used, to: Used) {
-        each!(self, policy => policy.touch(id, from, to));
+    pub(super) fn touch(&mut self, entries: &mut Slab<Entry>, tier: Tier, id: EntryId, from: Used) {
+        let to = entries[id.0 as usize].used();
+        if matches!(self, Policy::Lru(_)) || from.again() == to.again() {
+            return self.list_of(to).touch(entries, tier, id, from.last);
+        }
+        self.list_of(from).remove(entries, tier, id, from.last);
+        self.list_of(to).insert(entries, tier, id);
     }
 
-    /// The entry to evict next; `None` only if nothing is held. `last_use` answers for every entry that is held.
-    pub(super) fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
-        each!(self, policy => policy.victim(last_use))
-    }
-
-    /// Enters many at once, none of them held before, in ascending order of last use: the blocks of a restart.
-    pub(super) fn fill(&mut self, entries: &[Restored]) {
+    /// The list of entries with these uses.
+    #[inline]
+    fn list_of(&mut self, used: Used) -> &mut Lru {
         match self {
-            Policy::Lru(lru) => lru.fill(entries.iter()),
-            Policy::Rb(rb) => rb.fill(entries),
+            Policy::Lru(lru) => lru,
+            Policy::Rb(rb) => rb.list_of(used),
         }
     }
 
-    /// Number of entries held.
-    #[inline]
-    pub(super) fn len(&self) -> usize {
-        each!(self, policy => policy.len())
-    }
-
-    /// True if `id` is held. `used` are its last known uses.
-    pub(super) fn contains(&self, id: EntryId, used: Used) -> bool {
+    /// The entry to evict next; `None` only if none may be evicted.
+    pub(super) fn victim(&mut self, entries: &mut Slab<Entry>, tier: Tier) -> Option<EntryId> {
         match self {
-            Policy::Lru(lru) => lru.contains(id, used.last),
-            Policy::Rb(rb) => rb.contains(id, used),
+            Policy::Lru(lru) => lru.victim(entries, tier),
+            Policy::Rb(rb) => rb.victim(entries, tier),
         }
     }
 
-    /// Checks the order. `used` is what is known of an entry that is held.
-    pub(super) fn validate(&self, used: &dyn Fn(EntryId) -> Used) -> Result<(), String> {
+    /// Enters many at once, in ascending order of last use: the blocks of a restart.
+    pub(super) fn fill(&mut self, entries: &mut Slab<Entry>, tier: Tier, restored: &[Restored]) {
         match self {
-            Policy::Lru(lru) => lru.validate(&|id| used(id).last),
-            Policy::Rb(rb) => rb.validate(used),
+            Policy::Lru(lru) => lru.fill(entries, tier, restored.iter()),
+            Policy::Rb(rb) => rb.fill(entries, tier, restored),
+        }
+    }
+
+    /// Checks the order. Returns how many entries are in it.
+    pub(super) fn validate(&self, entries: &Slab<Entry>, tier: Tier) -> Result<usize, String> {
+        match self {
+            Policy::Lru(lru) => lru.validate(entries, tier, &|_| true),
+            Policy::Rb(rb) => rb.validate(entries, tier),
         }
     }
 }

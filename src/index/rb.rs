@@ -10,7 +10,10 @@
 //! share of the blocks in their first use. The share falls while evicted blocks would bring more hits, for the time
 //! that they would occupy a slot, than new blocks do.
 
-use super::{EntryId, Lru, Restored, Used, ghosts::Ghosts};
+use slab::Slab;
+
+use super::{EntryId, Lru, Restored, Used, entry::Entry, ghosts::Ghosts};
+use crate::block::Tier;
 
 /// The head start at first, and at most, as multiples of the tier's slots.
 const HEAD_FIRST: f64 = 0.5;
@@ -86,15 +89,11 @@ impl Rb {
         self.admission.as_ref().map_or(1.0, |admission| admission.share)
     }
 
-    pub(super) fn contains(&self, id: EntryId, used: Used) -> bool {
-        self.lists[usize::from(used.again())].contains(id, used.last)
-    }
-
-    /// Checks the lists, the counts and the ghosts. `used` is what is known of an entry that is held.
-    pub(super) fn validate(&self, used: &dyn Fn(EntryId) -> Used) -> Result<(), String> {
-        for list in &self.lists {
-            list.validate(&|id| used(id).last)?;
-        }
+    /// Checks the lists, the counts and the ghosts. Returns how many entries are in the lists.
+    pub(super) fn validate(&self, entries: &Slab<Entry>, tier: Tier) -> Result<usize, String> {
+        let [once, again] = [false, true].map(|again| {
+            self.lists[usize::from(again)].validate(entries, tier, &|entry| entry.used().again() == again)
+        });
         let is_count = |count: f64| count.is_finite() && count >= 0.0;
         let Rb { head, slots, regrets, evictions, until_adapt, .. } = self;
         if !(0.0..=HEAD_MAX * slots).contains(head) {
@@ -109,7 +108,8 @@ impl Rb {
             }
             accepted.validate()?;
         }
-        self.ghosts.validate()
+        self.ghosts.validate()?;
+        Ok(once? + again?)
     }
 
     fn count_regret(&mut self, again: bool, age: u32) {
@@ -147,37 +147,22 @@ impl Rb {
         regrets.iter_mut().chain(evictions).for_each(|count| *count *= decay);
     }
 
-    pub(super) fn insert(&mut self, id: EntryId, used: Used) {
-        self.lists[usize::from(used.again())].insert(id, used);
+    #[inline]
+    pub(super) fn list_of(&mut self, used: Used) -> &mut Lru {
+        &mut self.lists[usize::from(used.again())]
     }
 
-    pub(super) fn remove(&mut self, id: EntryId, used: Used) {
-        self.lists[usize::from(used.again())].remove(id, used);
-    }
-
-    pub(super) fn touch(&mut self, id: EntryId, from: Used, to: Used) {
-        if from.again() == to.again() {
-            return self.lists[usize::from(to.again())].touch(id, from, to);
-        }
-        self.remove(id, from);
-        self.insert(id, to);
-    }
-
-    pub(super) fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
-        let [once, again] = self.lists.each_ref().map(|list| list.victim(last_use));
+    pub(super) fn victim(&mut self, entries: &mut Slab<Entry>, tier: Tier) -> Option<EntryId> {
+        let [once, again] = self.lists.each_mut().map(|list| list.victim(entries, tier));
         let (Some(once), Some(again)) = (once, again) else { return once.or(again) };
-        let is_once = last_use(once) as f64 <= last_use(again) as f64 + self.head;
-        Some(if is_once { once } else { again })
+        let [once_at, again_at] = [once, again].map(|id| entries[id.0 as usize].last_use as f64);
+        Some(if once_at <= again_at + self.head { once } else { again })
     }
 
-    pub(super) fn fill(&mut self, entries: &[Restored]) {
+    pub(super) fn fill(&mut self, entries: &mut Slab<Entry>, tier: Tier, restored: &[Restored]) {
         for (again, list) in [false, true].into_iter().zip(&mut self.lists) {
-            list.fill(entries.iter().filter(|entry| entry.used().again() == again));
+            list.fill(entries, tier, restored.iter().filter(|entry| entry.used().again() == again));
         }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.lists.iter().map(Lru::len).sum()
     }
 
     /// Allocates the memory that it will need; the error is the number of bytes that were refused.
@@ -290,7 +275,7 @@ mod tests {
             rb.evicted(Used { last: now, uses: 2 }, now);
         }
         assert!((rb.share() - 1.0).abs() < 1e-9, "{}", rb.share());
-        rb.validate(&|_| unreachable!("nothing is held")).expect("valid");
+        assert_eq!(rb.validate(&Slab::new(), Tier::Host), Ok(0));
     }
 
     #[test]

@@ -2,7 +2,8 @@
 
 use super::{
     EntryId, Index,
-    entry::{DIRTY, FILLING, FULL, List, NONE},
+    entry::{DIRTY, FILLING, FULL, List},
+    link::NONE,
 };
 use crate::block::Tier;
 
@@ -41,12 +42,16 @@ impl Index {
         }
         let is_first = !entry.occupies_any();
         entry.set(tier, FILLING);
-        self.weigh(id, tier);
+        self.weigh_inner(id, tier);
         if let Some(parent) = self.parent(id) {
             if is_first {
                 self.note_fork(parent);
             }
             self.child_arrived(parent, tier);
+        }
+        if self.entry(id).last_use > 0 {
+            // Now, right after the use for which it is filled, it arrives in order.
+            self.enter_order(id, tier);
         }
         self.relist_all(id);
         true
@@ -90,6 +95,7 @@ impl Index {
         if !demoted {
             self.touch_in_passing(id);
         }
+        self.enter_order(id, tier);
         self.relist_all(id);
         true
     }
@@ -211,6 +217,8 @@ impl Index {
                 freed[tier as usize] = Some(entry.place(tier).slot);
                 self.forget(id, tier);
             } else if entry.occupies(tier) {
+                self.take_out(id, tier);
+                let entry = self.entry_mut(id);
                 entry.clear(tier, DIRTY);
                 let (full, kept) = (entry.has(tier, FULL), entry.is_kept());
                 self.resident[tier as usize] -= usize::from(full);
@@ -228,10 +236,9 @@ impl Index {
                 entry.set_kept(false);
                 self.kept.forget(id.0);
             }
-            let entry = self.entry(id);
-            let key = entry.key;
             self.blocks -= usize::from(was_resident);
-            self.unmap(id, &key);
+            let hash = self.entry(id).hash;
+            self.unmap(id, hash);
         } else {
             self.collect(id);
         }
@@ -248,7 +255,6 @@ impl Index {
 
     /// Drops a full copy of an entry in the map. The entry stays, whether or not anything needs it.
     fn forget(&mut self, id: EntryId, tier: Tier) {
-        self.delist(id, tier);
         self.resident[tier as usize] -= 1;
         self.kept.count(self.entries[id.0 as usize].is_kept(), tier, false);
         self.clear_place(id, tier);
@@ -263,6 +269,7 @@ impl Index {
     }
 
     fn clear_place(&mut self, id: EntryId, tier: Tier) {
+        self.take_out(id, tier);
         let entry = self.entry_mut(id);
         if entry.has(tier, FULL) {
             entry.place_mut(tier).slot = NONE;
@@ -272,7 +279,7 @@ impl Index {
             entry.set_released(false);
         }
         // It is no longer counted as held before the parent counts one child less.
-        self.weigh(id, tier);
+        self.weigh_inner(id, tier);
         self.relist(id, tier);
         if let Some(parent) = self.parent(id) {
             self.child_left(parent, tier);

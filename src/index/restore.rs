@@ -2,7 +2,8 @@
 
 use super::{
     EntryId, Index, Restored, Used,
-    entry::{Entry, FULL, LISTED, List, NONE, USES_MAX},
+    entry::{Entry, FULL, LISTED, List, USES_MAX},
+    link::NONE,
     radix,
 };
 use crate::block::{BlockKey, Tier};
@@ -28,9 +29,7 @@ impl Index {
     /// entry's id lies tells it. It is good for hints only: the layout is the map's own affair.
     fn map_values(&self) -> Option<*const u32> {
         let (_, entry) = self.entries.iter().next()?;
-        let bucket = self
-            .map
-            .find_bucket_index(self.hasher.hash(&entry.key), |&id| self.entries[id as usize].key == entry.key)?;
+        let bucket = self.map.find_bucket_index(entry.hash, |&id| self.entries[id as usize].key == entry.key)?;
         Some(std::ptr::from_ref(self.map.get_bucket(bucket)?).wrapping_add(bucket + 1))
     }
 
@@ -116,8 +115,8 @@ impl Index {
         let from = entry.used();
         let to = Used { last: from.last.max(used.last), uses: from.uses.max(used.uses).clamp(1, USES_MAX) };
         entry.set_used(to);
-        if from != to && entry.is_listed_anywhere() {
-            self.retime(id, from, to);
+        if from != to {
+            self.reorder(id, from);
         }
         self.clock = self.clock.max(to.last);
     }
@@ -133,12 +132,15 @@ impl Index {
                 entry.set(tier, LISTED);
                 let (id, used) = (EntryId(id as u32), entry.used());
                 match entry.list(tier) {
-                    List::Policy => leaves.push(Restored::new(id, used)),
-                    list => self.lists[list as usize][tier as usize].insert(id, used),
+                    List::Policy => {
+                        self.evictable[tier as usize] += 1;
+                        leaves.push(Restored::new(id, used));
+                    }
+                    list => self.lists[list as usize][tier as usize].insert(id.0, used.last),
                 }
             }
         }
-        self.policies[tier as usize].fill(&radix::sort(leaves));
+        self.policies[tier as usize].fill(&mut self.entries, tier, &radix::sort(leaves));
     }
 
     /// True if the entry was used since the [end of recovery](Self::restored).

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use super::{
-    EntryId, Index, Used,
-    entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, List, NONE},
+    EntryId, Index,
+    entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, List},
+    link::{Link, NONE},
 };
 use crate::block::Tier;
 
@@ -24,6 +25,7 @@ struct Counts {
     blocks: usize,
     resident: [usize; Tier::COUNT],
     evictable: [usize; Tier::COUNT],
+    ordered: [usize; Tier::COUNT],
     dirty: [usize; Tier::COUNT],
     released: [usize; Tier::COUNT],
     kept: [usize; Tier::COUNT],
@@ -113,13 +115,17 @@ impl Index {
             counts.resident[at] += usize::from(!entry.is_removed());
         }
         counts.kept[at] += usize::from(full && entry.is_kept());
+        let ordered = entry.link(tier) != Link::OUT;
+        ensure!(!ordered || entry.occupies(tier) && !entry.is_removed(), "in the order without a copy");
+        ensure!(!ordered || entry.list(tier) == List::Policy, "in the order, and belongs in another list");
+        counts.ordered[at] += usize::from(ordered);
         if !listed {
             return Ok(());
         }
         let list = entry.list(tier);
         let in_list = match list {
-            List::Policy => self.policies[at].contains(id, entry.used()),
-            list => self.lists[list as usize][at].contains(id, entry.last_use),
+            List::Policy => entry.link(tier) != Link::OUT,
+            list => self.lists[list as usize][at].contains(id.0, entry.last_use),
         };
         ensure!(in_list, "not in its list, {list:?}");
         let count = match list {
@@ -136,17 +142,22 @@ impl Index {
         ensure!(counts.blocks == self.blocks, "{} blocks, found {}", self.blocks, counts.blocks);
         for tier in Tier::ALL {
             let at = tier as usize;
-            let evictable = self.policies[at].len();
+            let evictable = self.evictable[at];
             let [dirty, released, kept] = List::BY_LAST_USE.map(|list| self.lists[list as usize][at].len());
             ensure!(counts.released[at] == released, "{tier}: {released} in the list of what is released");
             ensure!(counts.kept_listed[at] == kept, "{tier}: {kept} in the list of what is kept");
             ensure!(counts.resident[at] == self.resident[at], "{tier}: resident {}", self.resident[at]);
             ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
             ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");
-            let used = |id: EntryId| self.entries.get(id.0 as usize).map_or(Used { last: 0, uses: 0 }, Entry::used);
-            let ordered = self.policies[at].validate(&used);
-            let lists = self.lists.iter().map(|lists| lists[at].validate(&|id| used(id).last));
-            lists.fold(ordered, Result::and).map_err(|what| format!("{tier}: {what}"))?;
+            let ordered = self.policies[at].validate(&self.entries, tier).map_err(|what| format!("{tier}: {what}"))?;
+            ensure!(
+                counts.ordered[at] == ordered,
+                "{tier}: {ordered} in the order, {} entries say so",
+                counts.ordered[at]
+            );
+            let last_use = |id: u32| self.entries.get(id as usize).map_or(0, |entry| entry.last_use);
+            let lists = self.lists.iter().map(|lists| lists[at].validate(&last_use));
+            lists.fold(Ok(()), Result::and).map_err(|what| format!("{tier}: {what}"))?;
             let frontier = self.frontier[at].len();
             ensure!(counts.frontier[at] == frontier, "{tier}: {frontier} right above held ones");
             self.frontier[at].validate().map_err(|what| format!("{tier}: right above held ones: {what}"))?;

@@ -2,7 +2,8 @@
 
 use super::{
     EntryId, Index, Policy, Rb, Used,
-    entry::{FULL, NONE, USES_MAX},
+    entry::{FULL, USES_MAX},
+    link::NONE,
 };
 use crate::block::{BlockKey, Tier};
 
@@ -92,9 +93,7 @@ impl Index {
         let from = entry.used();
         let to = Used { last: clock, uses: from.uses.max(recalled).saturating_add(1).min(USES_MAX) };
         entry.set_used(to);
-        if entry.is_listed_anywhere() {
-            self.retime(id, from, to);
-        }
+        self.reorder(id, from);
     }
 
     /// A use by the end of a pin or a fill, not by a call. Where requests are counted it does not count, unless it is
@@ -116,12 +115,12 @@ impl Index {
     fn recall(&mut self, id: EntryId, from: Used) -> u8 {
         let clock = self.clock.saturating_add(1);
         let now = as_date(clock);
-        let Index { entries, policies, hasher, values, .. } = self;
+        let Index { entries, policies, values, .. } = self;
         let entry = &entries[id.0 as usize];
-        let known = values.as_mut().map_or(0, |values| values.asked(hasher.hash(&entry.key)));
+        let known = values.as_mut().map_or(0, |values| values.asked(entry.hash));
         match from.uses {
             0 => {
-                let hash = hasher.hash(&entry.key);
+                let hash = entry.hash;
                 let policies = policies.iter_mut().filter_map(Policy::rb_mut);
                 return policies.fold(known, |uses, policy| policy.returned(hash, now).max(uses));
             }
@@ -159,13 +158,13 @@ impl Index {
 
     /// Moves the memory of evictions from the entry, which is resident nowhere now, to the policies.
     pub(super) fn remember_evictions(&mut self, id: EntryId) {
-        let Index { entries, policies, hasher, .. } = self;
+        let Index { entries, policies, .. } = self;
         let entry = &mut entries[id.0 as usize];
         let uses = entry.used().uses;
         if uses == 0 {
             return;
         }
-        let hash = hasher.hash(&entry.key);
+        let hash = entry.hash;
         for tier in Tier::ALL {
             if let Some(at) = entry.take_evicted_at(tier)
                 && let Some(policy) = policies[tier as usize].rb_mut()

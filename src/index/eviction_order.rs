@@ -3,6 +3,7 @@
 use super::{
     EntryId, Index, Used,
     entry::{DIRTY, FULL, HELD, LISTED, List},
+    link::Link,
 };
 use crate::block::Tier;
 
@@ -15,7 +16,7 @@ impl Index {
             return;
         }
         // The mark decides the list, so the entry leaves one list before and enters the other after.
-        self.delist(id, tier);
+        self.take_out(id, tier);
         let entry = self.entry_mut(id);
         if dirty {
             entry.set(tier, DIRTY);
@@ -41,15 +42,17 @@ impl Index {
     pub fn victim_unless(&mut self, tier: Tier, spares_dirty: bool) -> Option<EntryId> {
         let is_taking_back = self.take_back_some();
         let is_spared = |id: &EntryId| spares_dirty && self.entry(*id).has(tier, DIRTY);
+        let released = self.coldest(List::Released, tier).filter(|id| !is_spared(id));
+        if released.is_some() && !is_taking_back {
+            return released;
+        }
+        let by_policy = self.policies[tier as usize].victim(&mut self.entries, tier);
         let last_use = |id: EntryId| self.entry(id).last_use;
-        let coldest = |list: List| self.lists[list as usize][tier as usize].victim(&last_use);
-        let by_policy = || self.policies[tier as usize].victim(&last_use);
-        let released = coldest(List::Released).filter(|id| !is_spared(id));
-        let leaf = released.filter(|_| !is_taking_back).or_else(|| match (by_policy(), coldest(List::Kept)) {
+        let leaf = match (by_policy, self.coldest(List::Kept, tier)) {
             // Beyond the limit of kept copies they compete with all others.
             (Some(choice), Some(kept)) if self.kept.is_over(tier) && last_use(kept) < last_use(choice) => Some(kept),
             (choice, kept) => choice.or(kept),
-        });
+        };
         if let Some(leaf) = leaf.or(released) {
             return Some(leaf);
         }
@@ -80,13 +83,19 @@ impl Index {
     ///
     /// A demotion pins its source, which takes it out of this list.
     pub fn demotable(&self, tier: Tier) -> Option<EntryId> {
-        self.lists[List::Dirty as usize][tier as usize].victim(&|id| self.entry(id).last_use)
+        self.coldest(List::Dirty, tier)
+    }
+
+    /// The copy of a list in order of last use that was used longest ago.
+    fn coldest(&self, list: List, tier: Tier) -> Option<EntryId> {
+        let last_use = |id| self.entry(EntryId(id)).last_use;
+        self.lists[list as usize][tier as usize].coldest(&last_use).map(EntryId)
     }
 
     /// Number of leaves in `tier` that may be evicted now.
     pub fn evictable(&self, tier: Tier) -> usize {
         let of_hints = [List::Released, List::Kept].map(|list| self.lists[list as usize][tier as usize].len());
-        self.policies[tier as usize].len() + of_hints.iter().sum::<usize>()
+        self.evictable[tier as usize] + of_hints.iter().sum::<usize>()
     }
 
     /// Number of copies in `tier` that may be demoted now.
@@ -139,7 +148,7 @@ impl Index {
             true => entry.set(tier, HELD),
             false => entry.clear(tier, HELD),
         }
-        self.weigh(id, tier);
+        self.weigh_inner(id, tier);
         if let Some(parent) = self.parent(id) {
             let held = &mut self.entry_mut(parent).place_mut(tier).held;
             *held = if counts { *held + 1 } else { *held - 1 };
@@ -157,43 +166,74 @@ impl Index {
         };
     }
 
+    /// As [`weigh`](Self::weigh), where the number of its children has not changed: without any it is in no frontier.
+    #[inline]
+    pub(super) fn weigh_inner(&mut self, id: EntryId, tier: Tier) {
+        if self.entry(id).place(tier).children > 0 {
+            self.weigh(id, tier);
+        }
+    }
+
     /// Enters the entry into the list of `tier` that it belongs in.
     #[inline(never)]
     fn enlist(&mut self, id: EntryId, tier: Tier) {
         let entry = self.entry_mut(id);
         entry.set(tier, LISTED);
-        let used = entry.used();
+        let last_use = entry.last_use;
         match entry.list(tier) {
-            List::Policy => self.policies[tier as usize].insert(id, used),
-            list => self.lists[list as usize][tier as usize].insert(id, used),
+            List::Policy => {
+                self.evictable[tier as usize] += 1;
+                self.enter_order(id, tier);
+            }
+            list => self.lists[list as usize][tier as usize].insert(id.0, last_use),
         }
     }
 
-    /// Takes the entry out of the list of `tier` that it is in, if any.
+    /// Enters the entry in the policy's order of `tier`, unless it is there already or belongs in another list.
+    #[inline]
+    pub(super) fn enter_order(&mut self, id: EntryId, tier: Tier) {
+        let entry = self.entry(id);
+        if entry.link(tier) == Link::OUT && entry.list(tier) == List::Policy {
+            self.policies[tier as usize].insert(&mut self.entries, tier, id);
+        }
+    }
+
+    /// Takes the entry out of the list of `tier` that it is in, if any. It keeps its place in the policy's order: most
+    /// that may not be evicted now may be soon.
     #[inline(never)]
-    pub(super) fn delist(&mut self, id: EntryId, tier: Tier) {
+    fn delist(&mut self, id: EntryId, tier: Tier) {
         let entry = &mut self.entries[id.0 as usize];
         if !entry.has(tier, LISTED) {
             return;
         }
         entry.clear(tier, LISTED);
-        let used = entry.used();
+        let last_use = entry.last_use;
         match entry.list(tier) {
-            List::Policy => self.policies[tier as usize].remove(id, used),
-            list => self.lists[list as usize][tier as usize].remove(id, used),
+            List::Policy => self.evictable[tier as usize] -= 1,
+            list => self.lists[list as usize][tier as usize].remove(id.0, last_use),
         }
     }
 
-    /// Reports a new last use to the lists that the entry is in.
-    #[inline(never)]
-    pub(super) fn retime(&mut self, id: EntryId, from: Used, to: Used) {
+    /// Takes the entry out of the list of `tier` that it is in, and out of the policy's order: its copy goes, or
+    /// another list orders it from now on.
+    #[inline]
+    pub(super) fn take_out(&mut self, id: EntryId, tier: Tier) {
+        self.delist(id, tier);
+        if self.entry(id).link(tier) != Link::OUT {
+            self.policies[tier as usize].remove(&mut self.entries, tier, id);
+        }
+    }
+
+    /// Reports a use to the orders that the entry is in: before, its uses were `from`.
+    #[inline]
+    pub(super) fn reorder(&mut self, id: EntryId, from: Used) {
         for tier in Tier::ALL {
-            let entry = self.entry(id);
-            if entry.has(tier, LISTED) {
-                match entry.list(tier) {
-                    List::Policy => self.policies[tier as usize].touch(id, from, to),
-                    list => self.lists[list as usize][tier as usize].touch(id, from, to),
-                }
+            let entry = &self.entries[id.0 as usize];
+            if entry.link(tier) != Link::OUT {
+                self.policies[tier as usize].touch(&mut self.entries, tier, id, from);
+            } else if entry.has(tier, LISTED) {
+                let list = entry.list(tier);
+                self.lists[list as usize][tier as usize].touch(id.0, from.last, entry.last_use);
             }
         }
     }

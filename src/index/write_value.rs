@@ -16,8 +16,9 @@
 
 use super::{
     EntryId, Index,
-    entry::{FILLING, FULL, NONE},
-    values::WriteValues,
+    entry::{FILLING, FULL},
+    link::NONE,
+    write_outcomes::WriteValues,
 };
 use crate::block::{BlockKey, Tier};
 
@@ -71,7 +72,7 @@ impl Index {
     pub fn decided(&mut self, id: EntryId) {
         let depth = self.depth_class(id);
         let used = self.entry(id).used();
-        let hash = self.hasher.hash(&self.entry(id).key);
+        let hash = self.entry(id).hash;
         if let Some(values) = &mut self.values {
             values.decide(hash, used.last as u32, used.uses, depth);
         }
@@ -96,7 +97,7 @@ impl Index {
     /// A new block inherits the coin of its parent if it is the parent's first child; else one is drawn.
     pub(super) fn toss_coin(&mut self, id: EntryId) {
         let parent = self.parent(id).filter(|parent| !self.entry(*parent).is_named());
-        let hash = self.hasher.hash(&self.entry(id).key);
+        let hash = self.entry(id).hash;
         let Some(values) = &mut self.values else { return };
         if values.chained(id.0).coin != 0 {
             return;
