@@ -230,12 +230,29 @@ impl Metrics {
         self.took(route, bytes, add);
     }
 
+    /// Reports evictions of each tier to the recorder.
+    pub(crate) fn evicted(&self, evicted: [u32; Tier::COUNT]) {
+        for (tier, n) in self.tiers.iter().zip(evicted).filter(|(_, n)| *n > 0) {
+            tier.evictions.export(n.into());
+        }
+    }
+
     /// Counts a block that took `route`.
     #[inline]
     fn took(&self, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
         let metrics = &self.routes[route as usize];
         add(&metrics.blocks, 1);
         add(&metrics.bytes, bytes as u64);
+    }
+
+    /// Counts a store by `add`: of a new block, or of one that was resident.
+    #[inline]
+    pub(crate) fn stored(&self, is_new: bool, bytes: usize, mut add: impl FnMut(&Count, u64)) {
+        if !is_new {
+            return add(&self.stores_known, 1);
+        }
+        add(&self.stores, 1);
+        self.moved_by(Route::CallerToHost, bytes, add);
     }
 
     /// Counts a moved block and its duration.

@@ -25,6 +25,12 @@ impl<T> Mutex<T> {
         self.lock_unless_poisoned().expect("an invariant broke under the index lock")
     }
 
+    /// Locks, unless another thread has the lock or an invariant is broken.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        self.0.try_lock().ok()
+    }
+
     /// Locks; `None` if an invariant is broken.
     #[inline]
     pub(crate) fn lock_unless_poisoned(&self) -> Option<MutexGuard<'_, T>> {

@@ -30,7 +30,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             {
                 let mut state = self.shared.lock();
                 let mut is_refused = false;
-                while let Some((id, key)) = state.next_leaving() {
+                while let Some((id, key)) = state.next_write() {
                     match self.begin_write_back(&mut state, id, &key) {
                         Some(write) => return Some(write),
                         None => is_refused = true,
@@ -41,7 +41,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     return None;
                 }
             }
-            // Every block that was leaving may have been written or removed since: the coldest one is not among them.
+            // Every block in the queue may have been written or removed since: the coldest one is not among them.
             if !self.decide_coldest().await {
                 return None;
             }
@@ -54,7 +54,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             for _ in 0..AT_ONCE {
                 let mut state = self.shared.lock();
-                if !state.leaving.is_empty() {
+                if !state.write_queue.is_empty() {
                     return true;
                 }
                 let Some((id, key)) = self.coldest_dirty(&state) else { return false };
@@ -77,7 +77,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 if wanted.contains(key) || !state.dirty.contains(key) {
                     continue;
                 }
-                if state.leaving.contains(key) || state.flights.contains(key, Tier::Disk) {
+                if state.write_queue.contains(key) || state.flights.contains(key, Tier::Disk) {
                     wanted.insert(*key);
                 } else if let Some(id) = state.index.find(key) {
                     let decided = self.decide(&mut state, id, *key, &wanted);
@@ -90,7 +90,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Decides on a block that is not on disk. Returns the blocks of its chain that must be written, up to the first
-    /// that is among `known`: they are dirty and [leaving](State).
+    /// that is among `known`: they are dirty and [queued](State).
     fn decide(&self, state: &mut State, id: EntryId, key: BlockKey, known: &BTreeSet<BlockKey>) -> Vec<BlockKey> {
         let shared = &self.shared;
         let full = state.free_slots(Tier::Disk) == 0;
@@ -99,7 +99,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut wanted = Vec::new();
         chain.retain(|&above| {
             let above = state.index.key(above);
-            let is_decided = state.leaving.contains(&above);
+            let is_decided = state.write_queue.contains(&above);
             if is_decided {
                 wanted.push(above);
             }
@@ -135,7 +135,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 state.index.decided(above);
             }
             state.set_dirty(above, &above_key);
-            state.leaving.push_back(above_key);
+            state.write_queue.push_back(above_key);
             wanted.push(above_key);
         }
         if taken < chain.len() {
@@ -148,13 +148,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 impl State {
     /// Forgets which blocks were found to be worth a write and are not dirty any more.
     pub(super) fn forget_written(&mut self) {
-        let State { leaving, dirty, .. } = self;
-        leaving.retain(|key| dirty.contains(key));
+        let State { write_queue, dirty, .. } = self;
+        write_queue.retain(|key| dirty.contains(key));
     }
 
     /// The next block that was found to be worth a write, and waits for it.
-    pub(super) fn next_leaving(&mut self) -> Option<(EntryId, BlockKey)> {
-        while let Some(key) = self.leaving.pop_front() {
+    pub(super) fn next_write(&mut self) -> Option<(EntryId, BlockKey)> {
+        while let Some(key) = self.write_queue.pop_front() {
             // Or it was removed, or is being written.
             if self.dirty.contains(&key)
                 && !self.flights.contains(&key, Tier::Disk)

@@ -234,7 +234,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             state.disk_slots().set_origin(filling.slot(), job.origin());
         }
         // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
+        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Default::default());
         let guard = FlightGuard::of_write(self, &job.key, started, filling.slot());
         ((permit, DiskWrite { id, filling }, place), guard)
     }

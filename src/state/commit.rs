@@ -4,12 +4,15 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Shared, State, Unverified};
+use super::{
+    Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Shared, State, Unverified, few::Few,
+};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::{Eviction, WritePolicy},
     error::{Error, Result},
     index::EntryId,
+    metrics::Count,
 };
 
 /// The next step of a store.
@@ -33,7 +36,7 @@ pub(crate) enum BegunStore {
 }
 
 /// The end of a flight: the answers to its waiters, sent after the lock is released, and the write that follows.
-pub(crate) type FlightEnd = (Vec<(oneshot::Sender<Message>, Outcome)>, Option<PendingWrite>);
+pub(crate) type FlightEnd = (Few<(oneshot::Sender<Message>, Outcome)>, Option<PendingWrite>);
 
 impl Shared {
     /// Begins a store: as [`store_known`](Self::store_known), and with a slot for a block whose bytes are needed.
@@ -98,20 +101,21 @@ impl Shared {
             return Ok(Committed::Done);
         }
         let id = state.index.insert(*key, parent.copied());
-        if state.index.begin_fill(id, Tier::Host) {
+        let is_new = state.index.begin_fill(id, Tier::Host);
+        if is_new {
             let published = state.index.complete_fill(id, Tier::Host, filling.slot());
             assert!(published, "nothing can come between the two");
             state.host_checksums[filling.slot() as usize] = checksum;
             filling.published();
-            state.count(&self.metrics.stores, 1);
-            let bytes = self.config.block_bytes;
-            self.metrics.moved_by(Route::CallerToHost, bytes, |count, n| state.count(count, n));
         } else {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
-            state.count(&self.metrics.stores_known, 1);
         }
-        self.apply_policy(&mut state, id, key)
+        self.metrics.stored(is_new, self.config.block_bytes, |count, n| count.add_locked(n, &mut *state));
+        let committed = self.apply_policy(&mut state, id, key);
+        drop(state);
+        self.metrics.stored(is_new, self.config.block_bytes, Count::export);
+        committed
     }
 
     fn apply_policy(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
@@ -214,7 +218,7 @@ impl Shared {
             None => match self.pin_source(state, id, key) {
                 Some(pin) => {
                     let (sender, receiver) = oneshot::channel();
-                    let started = state.flights.begin_started(key, Tier::Disk, id, class, vec![sender]);
+                    let started = state.flights.begin_started(key, Tier::Disk, id, class, Few::one(sender));
                     return Ok(Committed::Write(PendingWrite { key: *key, pin, started }, receiver));
                 }
                 // It is being copied from the device: the write follows.

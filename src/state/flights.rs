@@ -2,12 +2,16 @@
 //!
 //! Pure data: `M` is the message that answers a waiter, `U` a block that waits to be verified.
 
+mod raised;
 mod table;
 #[cfg(test)]
 mod tests;
+mod unclaimed;
+
+pub(crate) use self::{raised::Raised, unclaimed::Unclaimed};
 
 use std::{
-    collections::BTreeMap,
+    collections::VecDeque,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -16,13 +20,16 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use self::table::Table;
+use self::table::{Placed, Table};
+use super::few::Few;
 use crate::{
     block::{BlockKey, Tier},
     index::{EntryId, KeyHasher},
-    sync::Mutex,
     urgency::Urgency,
 };
+
+/// Those who wait for a movement: mostly one.
+pub(crate) type Waiters<M> = Few<oneshot::Sender<M>>;
 
 /// Whether a movement has a waiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,22 +38,6 @@ pub(crate) enum Class {
     Awaited,
     /// A prefetch or a write-back.
     Background,
-}
-
-/// Movements requested as [`Urgency::Background`] that have a waiter by now.
-#[derive(Debug, Default)]
-pub(crate) struct Raised {
-    /// By number.
-    pub(crate) flights: Vec<u64>,
-    /// All movements that hold a host slot.
-    pub(crate) holders: bool,
-}
-
-impl Raised {
-    #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.flights.is_empty() && !self.holders
-    }
 }
 
 /// The waiters of one movement.
@@ -62,32 +53,14 @@ pub(crate) struct Flight<M, U> {
     overdue: bool,
     /// The tier of which it waits for a slot.
     pub(crate) slot_wanted: Option<Tier>,
-    pub(crate) waiters: Vec<oneshot::Sender<M>>,
+    pub(crate) waiters: Waiters<M>,
     /// `Some` if a write to disk follows, of the block that the key names when this movement ends: the waiters for that
     /// write.
-    next: Option<Vec<oneshot::Sender<M>>>,
+    next: Option<Waiters<M>>,
     /// The block as it was read, verified by the first ticket that claims it. Its movement has ended.
     pub(crate) unverified: Option<Arc<Unclaimed<U>>>,
     /// Tickets in flight: not dropped, and not redeemed after another ticket had claimed the block.
     pub(crate) tickets: u32,
-}
-
-/// A block that waits to be verified. A waiter claims it without the state's lock, and then owns it alone.
-pub(crate) struct Unclaimed<U>(Mutex<Option<U>>);
-
-impl<U> Unclaimed<U> {
-    pub(crate) fn new(block: U) -> Arc<Self> {
-        Arc::new(Unclaimed(Mutex::new(Some(block))))
-    }
-
-    /// The block, for the first claim.
-    pub(crate) fn claim(&self) -> Option<U> {
-        self.0.lock().take()
-    }
-
-    fn is_claimed(&self) -> bool {
-        self.0.lock().is_none()
-    }
 }
 
 /// A started movement: its number, and the entry that it moves.
@@ -100,8 +73,9 @@ pub(crate) struct Started {
 /// Movements in flight, by key and destination.
 pub(crate) struct Flights<M, U> {
     by_target: Table<Flight<M, U>>,
-    /// Movements that may become overdue, by number, the oldest first.
-    by_age: BTreeMap<u64, (BlockKey, Tier)>,
+    /// Movements that may become overdue, with their places in the table, by number, the oldest first. Also some that
+    /// have ended: no more than there are others, and [`ENDED_MAX`].
+    by_age: VecDeque<(u64, u32)>,
     /// The last number that was given. Read without the lock, by the task that watches the clock.
     begun: Arc<AtomicU64>,
     /// Overdue movements in flight.
@@ -110,12 +84,15 @@ pub(crate) struct Flights<M, U> {
     pub(super) gone: Vec<oneshot::Sender<M>>,
 }
 
+/// Movements that have ended and are still listed by age, however few are in flight.
+const ENDED_MAX: usize = 64;
+
 /// What a flight leaves when it ends.
 pub(crate) struct Finished<M> {
     /// Its waiters, which the caller answers after releasing the lock.
-    pub(crate) waiters: Vec<oneshot::Sender<M>>,
+    pub(crate) waiters: Waiters<M>,
     /// The waiters of the write that follows, if one does.
-    pub(crate) next: Option<Vec<oneshot::Sender<M>>>,
+    pub(crate) next: Option<Waiters<M>>,
 }
 
 /// The result of joining a flight.
@@ -147,7 +124,7 @@ impl<M, U> Flight<M, U> {
 impl<M, U> Flights<M, U> {
     /// No flights. `begun` holds the number of the latest movement from now on.
     pub(crate) fn new(begun: Arc<AtomicU64>, hasher: KeyHasher) -> Self {
-        Flights { by_target: Table::new(hasher), by_age: BTreeMap::new(), begun, overdue: 0, gone: Vec::new() }
+        Flights { by_target: Table::new(hasher), by_age: VecDeque::new(), begun, overdue: 0, gone: Vec::new() }
     }
 
     /// True while a movement of `key` to `tier` is in flight.
@@ -175,8 +152,8 @@ impl<M, U> Flights<M, U> {
 
     /// Keys of the blocks that are being written, or will be when the movement in flight ends. In no order.
     pub(crate) fn writes(&self) -> impl Iterator<Item = BlockKey> + '_ {
-        let writes = self.by_target.iter().filter(|(_, tier, flight)| *tier == Tier::Disk || flight.next.is_some());
-        writes.map(|(key, ..)| *key)
+        let is_write = |placed: &&Placed<Flight<M, U>>| placed.tier == Tier::Disk || placed.value.is_followed();
+        self.by_target.iter().filter(is_write).map(|placed| placed.key)
     }
 
     /// The movement of `key` to `tier`, while it is in flight.
@@ -220,8 +197,8 @@ impl<M, U> Flights<M, U> {
         &mut self,
         key: &BlockKey,
         entry: EntryId,
-        waiters: Vec<oneshot::Sender<M>>,
-    ) -> std::result::Result<(), Vec<oneshot::Sender<M>>> {
+        waiters: Waiters<M>,
+    ) -> std::result::Result<(), Waiters<M>> {
         let Some(flight) = self.by_target.get_mut(key, Tier::Disk) else { return Err(waiters) };
         let of_entry = if flight.entry == entry { &mut flight.waiters } else { flight.next.get_or_insert_default() };
         if flight.overdue {
@@ -232,10 +209,15 @@ impl<M, U> Flights<M, U> {
     }
 
     /// Starts a movement of `entry`, with its first waiter.
-    pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier, entry: EntryId, class: Class) -> oneshot::Receiver<M> {
-        let (sender, receiver) = oneshot::channel();
-        self.begin_for(key, tier, entry, class, vec![sender]);
-        receiver
+    pub(crate) fn begin(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        entry: EntryId,
+        class: Class,
+        waiter: oneshot::Sender<M>,
+    ) {
+        self.begin_for(key, tier, entry, class, Few::one(waiter), false);
     }
 
     /// As [`begin`](Self::begin), and marks it as started.
@@ -245,27 +227,27 @@ impl<M, U> Flights<M, U> {
         tier: Tier,
         entry: EntryId,
         class: Class,
-        waiters: Vec<oneshot::Sender<M>>,
+        waiters: Waiters<M>,
     ) -> Started {
-        self.begin_for(key, tier, entry, class, waiters);
-        self.start(key, tier).expect("it has just begun")
+        Started { number: self.begin_for(key, tier, entry, class, waiters, true), entry }
     }
 
-    /// Starts a movement of `entry`, with its first waiters.
+    /// Starts a movement of `entry`, with its first waiters. Returns its number.
     fn begin_for(
         &mut self,
         key: &BlockKey,
         tier: Tier,
         entry: EntryId,
         class: Class,
-        waiters: Vec<oneshot::Sender<M>>,
-    ) {
+        waiters: Waiters<M>,
+        started: bool,
+    ) -> u64 {
         let number = self.next_number();
         let flight = Flight {
             number,
             entry,
             class,
-            started: false,
+            started,
             overdue: false,
             slot_wanted: None,
             waiters,
@@ -273,8 +255,22 @@ impl<M, U> Flights<M, U> {
             unverified: None,
             tickets: 0,
         };
-        assert!(self.by_target.insert(key, tier, flight), "one movement per key and tier");
-        self.by_age.insert(number, (*key, tier));
+        let place = self.by_target.insert(key, tier, flight).expect("one movement per key and tier");
+        self.forget_ended();
+        self.by_age.push_back((number, place));
+        number
+    }
+
+    /// Takes movements that have ended off the list by age: those before all others, and all once they are too many.
+    fn forget_ended(&mut self) {
+        let Flights { by_target, by_age, .. } = self;
+        let is_in_flight = |&(number, place): &(u64, u32)| is_at(by_target, number, place);
+        while by_age.front().is_some_and(|oldest| !is_in_flight(oldest)) {
+            by_age.pop_front();
+        }
+        if by_age.len() > 2 * by_target.len() + ENDED_MAX {
+            by_age.retain(is_in_flight);
+        }
     }
 
     /// A new number, for a movement that begins or for a request in the same queue.
@@ -293,9 +289,10 @@ impl<M, U> Flights<M, U> {
 
     /// How urgent the movement of this number is, which had no waiter.
     pub(crate) fn urgency_of(&self, number: u64) -> Urgency {
-        let flight = self.by_age.get(&number).and_then(|(key, tier)| self.by_target.get(key, *tier));
-        match flight {
-            Some(Flight { class: Class::Awaited, .. }) => Urgency::Awaited,
+        let listed = self.by_age.binary_search_by_key(&number, |(number, _)| *number);
+        let flight = listed.ok().and_then(|at| self.by_target.at(self.by_age[at].1));
+        match flight.map(|placed| &placed.value) {
+            Some(flight) if flight.number == number && flight.class == Class::Awaited => Urgency::Awaited,
             _ => Urgency::Background(number),
         }
     }
@@ -322,12 +319,9 @@ impl<M, U> Flights<M, U> {
     /// Ends a movement.
     pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished<M> {
         let Some(flight) = self.by_target.remove(key, tier) else {
-            return Finished { waiters: Vec::new(), next: None };
+            return Finished { waiters: Few::default(), next: None };
         };
-        match flight.overdue {
-            true => self.overdue -= 1,
-            false => drop(self.by_age.remove(&flight.number)),
-        }
+        self.overdue -= usize::from(flight.overdue);
         Finished { waiters: flight.waiters, next: flight.next }
     }
 
@@ -335,13 +329,14 @@ impl<M, U> Flights<M, U> {
     /// the tier of which its block waits for a slot.
     pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<M>, Option<Tier>)> {
         let mut waiters = Vec::new();
-        while let Some(oldest) = self.by_age.first_entry()
-            && *oldest.key() <= begun
-        {
-            let target = oldest.remove();
+        while let Some((number, place)) = self.by_age.pop_front_if(|(number, _)| *number <= begun) {
+            if !is_at(&self.by_target, number, place) {
+                continue;
+            }
+            let Placed { key, tier, .. } = *self.by_target.at(place).expect("it is there");
             // A block on its way to the device may be waiting for a slot of the host tier.
-            let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&target.0, tier)?.slot_wanted);
-            let flight = self.by_target.get_mut(&target.0, target.1).expect("every movement by age is in flight");
+            let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&key, tier)?.slot_wanted);
+            let flight = self.by_target.get_mut(&key, tier).expect("it is there");
             // It was read in time: the first waiter to be polled ends it.
             if flight.is_unclaimed() {
                 continue;
@@ -362,8 +357,8 @@ impl<M, U> Flights<M, U> {
 
     /// Keys of the blocks that wait to be verified.
     pub(crate) fn unverified(&self) -> Vec<BlockKey> {
-        let waiting = self.by_target.iter().filter(|(_, _, flight)| flight.is_unclaimed());
-        waiting.map(|(key, ..)| *key).collect()
+        let waiting = self.by_target.iter().filter(|placed| placed.value.is_unclaimed());
+        waiting.map(|placed| placed.key).collect()
     }
 
     /// Ends all movements.
@@ -379,13 +374,18 @@ impl<M, U> Flights<M, U> {
     }
 }
 
+/// True if the movement of this number is in flight, and at this place.
+fn is_at<M, U>(flights: &Table<Flight<M, U>>, number: u64, place: u32) -> bool {
+    flights.at(place).is_some_and(|placed| placed.value.number == number)
+}
+
 /// Takes the waiters that have left.
-fn prune<M>(waiters: &mut Vec<oneshot::Sender<M>>, gone: &mut Vec<oneshot::Sender<M>>) {
-    gone.extend(waiters.extract_if(.., |waiter| waiter.is_closed()));
+fn prune<M>(waiters: &mut Waiters<M>, gone: &mut Vec<oneshot::Sender<M>>) {
+    waiters.extract(oneshot::Sender::is_closed, gone);
 }
 
 /// Adds a waiter to a movement, unless it has the largest permitted number.
-fn wait<M>(waiters: &mut Vec<oneshot::Sender<M>>, waiters_max: u32, gone: &mut Vec<oneshot::Sender<M>>) -> Joined<M> {
+fn wait<M>(waiters: &mut Waiters<M>, waiters_max: u32, gone: &mut Vec<oneshot::Sender<M>>) -> Joined<M> {
     if waiters.len() >= waiters_max as usize {
         // Waiters that left make room: a movement without a caller begins with a dropped waiter.
         prune(waiters, gone);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Filling, Pin, Shared, State};
+use super::{Filling, Pin, Shared, State, left_pins::EndedPin};
 use crate::{
     block::{Route, Segment, Tier},
     index::EntryId,
@@ -91,7 +91,7 @@ impl Pin {
     /// Drops it for a holder of the lock.
     pub(crate) fn release(mut self, state: &mut State) {
         if let Some(shared) = self.shared.take() {
-            shared.unpin(state, self.id, self.tier, self.is_leased);
+            shared.unpin(state, EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased });
         }
     }
 
@@ -136,17 +136,34 @@ impl Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared.take().and_then(Shared::at_home)
+        let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
+        let pin = EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased };
+        if let Some(mut state) = shared.try_lock() {
+            return shared.unpin(&mut state, pin);
+        }
+        if !shared.left_pins.leave(pin)
             && let Some(mut state) = shared.lock_unless_broken()
         {
-            shared.unpin(&mut state, self.id, self.tier, self.is_leased);
+            shared.unpin(&mut state, pin);
         }
     }
 }
 
 impl Shared {
+    /// Ends the pins that were left to the next holder of the lock.
+    #[cold]
+    pub(super) fn end_left_pins(&self, state: &mut State) {
+        self.left_pins.take(|pin| self.unpin(state, pin));
+    }
+
+    /// A request waits for a slot from now on: pins that were left may hold one.
+    pub(super) fn expect_slots(&self, state: &mut State) {
+        self.left_pins.await_slot(true);
+        self.end_left_pins(state);
+    }
+
     #[inline]
-    fn unpin(&self, state: &mut State, id: EntryId, tier: Tier, is_leased: bool) {
+    fn unpin(&self, state: &mut State, EndedPin { id, tier, is_leased }: EndedPin) {
         if is_leased {
             self.leases[tier as usize].sub_locked(1, state);
         }

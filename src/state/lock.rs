@@ -36,13 +36,23 @@ impl Shared {
         self.state.lock_unless_poisoned().map(|state| self.locked(state))
     }
 
+    /// Locks the state for the drop of a pin, if that need not be waited for. `None` also if an invariant is broken.
+    #[inline(always)] // each drop of a lease pays for it
+    pub(super) fn try_lock(&self) -> Option<Locked<'_>> {
+        self.state.try_lock().map(|state| self.locked(state))
+    }
+
     #[inline(always)]
     fn locked<'a>(&'a self, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
-        let locked = Locked { state, was_unwinding, after: AfterUnlock { shared: self, work: None } };
+        let after = AfterUnlock { shared: self, evicted: [0; Tier::COUNT], work: None };
+        let mut locked = Locked { state, was_unwinding, after };
         #[cfg(feature = "sim")]
         count_lock();
+        if !self.left_pins.is_empty() {
+            self.end_left_pins(&mut locked);
+        }
         locked
     }
 
@@ -119,7 +129,13 @@ impl State {
         self.exports.push(export);
     }
 
-    /// True if something follows the unlock.
+    /// Counts an eviction, and tells the recorder of metrics after the unlock.
+    pub(super) fn count_eviction(&mut self, tier: Tier, count: &Count) {
+        count.add_locked(1, self);
+        self.evicted[tier as usize] += 1;
+    }
+
+    /// True if something follows the unlock, beside what the recorder is told of evictions.
     #[inline]
     fn has_left_work(&self) -> bool {
         !self.slot_requests.is_empty()
@@ -165,15 +181,20 @@ impl Drop for Locked<'_> {
         let Locked { state, after, was_unwinding } = self;
         if std::thread::panicking() && !*was_unwinding {
             after.work = Some(after.shared.abandon(state));
-        } else if state.has_left_work() {
+            return;
+        }
+        if state.has_left_work() {
             after.work = after.shared.serve(state);
         }
+        // Last: a slot that is granted may be an evicted block's.
+        after.evicted = std::mem::take(&mut state.evicted);
     }
 }
 
 /// What follows the unlock.
 struct AfterUnlock<'a> {
     shared: &'a Shared,
+    evicted: [u32; Tier::COUNT],
     work: Option<Box<Work>>,
 }
 
@@ -189,6 +210,9 @@ impl Drop for AfterUnlock<'_> {
     #[inline]
     fn drop(&mut self) {
         LOCKS_HELD.set(LOCKS_HELD.get() - 1);
+        if self.evicted != [0; Tier::COUNT] {
+            self.shared.metrics.evicted(self.evicted);
+        }
         if let Some(work) = self.work.take() {
             (*work).run(self.shared);
         }
@@ -224,6 +248,8 @@ mod tests {
         sync::Arc,
         task::{Context, Poll, Waker},
     };
+
+    use tokio::sync::oneshot;
 
     use crate::{
         block::{BlockKey, Route, Tier},
@@ -265,7 +291,9 @@ mod tests {
         let mut for_a_block = {
             let mut state = shared.lock();
             let id = state.index.find(&key).expect("stored");
-            state.flights.begin(&key, Tier::Disk, id, Class::Awaited)
+            let (sender, receiver) = oneshot::channel();
+            state.flights.begin(&key, Tier::Disk, id, Class::Awaited, sender);
+            receiver
         };
 
         let broken = catch_unwind(AssertUnwindSafe(|| {
@@ -313,7 +341,7 @@ mod tests {
         let mut state = shared.lock();
         let id = state.index.find(&key).expect("stored");
         // Its waiter leaves at once. Before tokio 1.50 the channel keeps the waker of a receiver that is gone.
-        drop(state.flights.begin(&key, Tier::Disk, id, Class::Background));
+        state.flights.begin(&key, Tier::Disk, id, Class::Background, oneshot::channel().0);
         let joined = state.flights.join(&key, Tier::Disk, 1);
         assert!(matches!(joined, Joined::Waiting(_)), "the one that left made room");
         assert_eq!(state.flights.gone.len(), 1, "it is not dropped under the lock");

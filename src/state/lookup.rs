@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Joined, Locked, Message, Pin, Shared, State, Ticket};
+use super::{Class, Joined, Locked, Message, Pin, Shared, State, Ticket, spare};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
@@ -92,13 +92,15 @@ impl Shared {
         tier: Tier,
         reserve: impl FnOnce() -> Option<P>,
     ) -> Result<Found<P>> {
-        if state.served_tier(id).is_some() || state.flights.contains(key, tier) {
+        let source = state.served_tier(id);
+        if source.is_some() || state.flights.contains(key, tier) {
             let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
             // Unlocked before the room is given back, also by a panic: that wakes a caller.
             let mut state = state;
-            let promotion = self.promote_locked(&mut state, key, tier, Class::Awaited, Use::Now);
+            let promotion = self.promote_found(&mut state, (key, id), source, tier, Class::Awaited, Use::Now);
             drop(state);
-            let (promotion, source) = promotion?;
+            spare::make();
+            let promotion = promotion?;
             self.metrics.looked_up(source);
             return Ok(Found::Elsewhere(Some((promotion, room))));
         }
@@ -138,6 +140,21 @@ impl Shared {
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
         let source = state.served_tier(id);
+        let promotion = self.promote_found(state, (key, id), source, tier, class, usage)?;
+        let source = if matches!(promotion, Promotion::Hit(_)) { Some(tier) } else { source };
+        Ok((promotion, source))
+    }
+
+    /// As [`promote`](Self::promote), of the block of an entry, whose fastest tier in service is `source`.
+    fn promote_found(
+        self: &Arc<Self>,
+        state: &mut State,
+        (key, id): (&BlockKey, EntryId),
+        source: Option<Tier>,
+        tier: Tier,
+        class: Class,
+        usage: Use,
+    ) -> Result<Promotion> {
         if source.is_some() {
             match usage {
                 Use::Now => {
@@ -151,12 +168,12 @@ impl Shared {
         }
         let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
         if let Some(pin) = Pin::take(self, state, id, tier, route) {
-            return Ok((Promotion::Hit(pin), Some(tier)));
+            return Ok(Promotion::Hit(pin));
         }
         let waiters_max = self.config.limits.waiters_max;
         match state.join(key, tier, class, waiters_max) {
-            Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
-            Joined::Unverified => return Ok((Promotion::Joined(self.ticket(state, key)), source)),
+            Joined::Waiting(receiver) => return Ok(Promotion::Joined(receiver)),
+            Joined::Unverified => return Ok(Promotion::Joined(self.ticket(state, key))),
             Joined::Full => {
                 return Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"));
             }
@@ -166,9 +183,11 @@ impl Shared {
             Joined::None => {}
         }
         if source.is_none() {
-            return Ok((Promotion::Miss, None));
+            return Ok(Promotion::Miss);
         }
-        Ok((Promotion::Started(state.flights.begin(key, tier, id, class)), source))
+        let (sender, receiver) = spare::take();
+        state.flights.begin(key, tier, id, class, sender);
+        Ok(Promotion::Started(receiver))
     }
 
     /// A receiver that already holds a ticket.

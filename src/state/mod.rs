@@ -3,16 +3,17 @@
 //!
 //! The types of this file refer to each other (the state holds flights, these hold pins, and a pin holds the shared
 //! state). So they are defined here together, and what they do is in the files beside, which import nothing of each
-//! other but pure data: `flights`, `requests`, `refusals`, `leaving`, `health`.
+//! other but pure data: `flights`, `requests`, `refusals`, `write_queue`, `health`.
 
 mod commit;
 mod deadline;
 mod disk_write;
+mod few;
 mod flights;
 mod guards;
 mod health;
 mod hints;
-mod leaving;
+mod left_pins;
 mod lenders;
 mod limits;
 mod lock;
@@ -20,9 +21,11 @@ mod lookup;
 mod refusals;
 mod report;
 mod requests;
-mod service;
+mod retire;
 mod slots;
+mod spare;
 pub(crate) mod verify;
+mod write_queue;
 
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
@@ -47,7 +50,7 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-use self::{leaving::Leaving, refusals::Refusals, requests::SlotRequests};
+use self::{left_pins::LeftPins, refusals::Refusals, requests::SlotRequests, write_queue::WriteQueue};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -93,11 +96,12 @@ pub(crate) struct State {
     /// Blocks of the host tier that are written to disk before they may be evicted.
     pub(crate) dirty: BTreeSet<BlockKey>,
     /// Dirty blocks that were found to be worth a write.
-    pub(crate) leaving: Leaving,
+    pub(crate) write_queue: WriteQueue,
     /// Blocks that the disk tier refused, and whose refusal no caller got.
     pub(crate) refusals: Refusals,
-    /// What the recorder of metrics is told after the unlock.
+    /// What the recorder of metrics is told after the unlock, and of how many evictions.
     exports: Vec<Export>,
+    evicted: [u32; Tier::COUNT],
     closed: bool,
 }
 
@@ -111,6 +115,7 @@ const KEPT_PART: u64 = 4;
 pub(crate) struct Shared {
     pub(crate) config: Config,
     state: Mutex<State>,
+    left_pins: LeftPins,
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
@@ -148,13 +153,12 @@ impl Shared {
         config: Config,
         arena: Arc<Arena>,
         device: Option<DevicePool>,
-        index: Index,
+        mut index: Index,
         disk: Option<DiskSlots>,
         generation: u64,
         metrics: Metrics,
     ) -> Self {
         let begun = Arc::default();
-        let mut index = index;
         let slots = [u64::from(config.device_slots()), u64::from(config.host_slots()), config.disk_slots()];
         for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
             index.limit_kept(tier, usize::try_from(slots / KEPT_PART).unwrap_or(usize::MAX));
@@ -175,14 +179,16 @@ impl Shared {
             disk_service: Health::default(),
             device_service: Health::default(),
             dirty: BTreeSet::new(),
-            leaving: Leaving::default(),
+            write_queue: WriteQueue::default(),
             refusals: Refusals::default(),
             exports: Vec::new(),
+            evicted: [0; Tier::COUNT],
             closed: false,
         };
         Shared {
             config,
             state: Mutex::new(state),
+            left_pins: LeftPins::new(),
             arena,
             device,
             metrics,
@@ -222,7 +228,7 @@ impl Shared {
         let evictable = state.index.evictable(Tier::Host);
         let available = match self.config.values_writes() && free + evictable > 0 {
             // A later decision knows more. The blocks of a chain can be evicted one after the other.
-            true => free + state.index.resident(Tier::Host).saturating_sub(state.dirty.len()) + state.leaving.len(),
+            true => free + state.index.resident(Tier::Host).saturating_sub(state.dirty.len()) + state.write_queue.len(),
             false => free + evictable,
         };
         let available = available + demoting as usize;
@@ -261,15 +267,6 @@ impl State {
     #[inline]
     pub(crate) fn check_open(&self) -> Result<()> {
         if self.closed { Err(Error::Closed) } else { Ok(()) }
-    }
-
-    /// An error after the close, but for disk slots: readers may hold host and device slots for ever, while disk slots
-    /// become free as movements end, and the last write-back needs them.
-    pub(crate) fn check_may_wait(&self, tier: Tier) -> Result<()> {
-        match tier {
-            Tier::Disk => Ok(()),
-            _ => self.check_open(),
-        }
     }
 
     pub(crate) fn disk_slots(&mut self) -> &mut DiskSlots {

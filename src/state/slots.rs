@@ -49,6 +49,15 @@ impl State {
         self.slot_requests.len(tier) > 0
     }
 
+    /// An error after the close, but for disk slots: readers may hold host and device slots for ever, while disk slots
+    /// become free as movements end, and the last write-back needs them.
+    fn check_may_wait(&self, tier: Tier) -> Result<()> {
+        match tier {
+            Tier::Disk => Ok(()),
+            _ => self.check_open(),
+        }
+    }
+
     /// Marks a movement as awaited.
     pub(crate) fn raise(&mut self, key: &BlockKey, tier: Tier) {
         // A block that only the device holds is written by way of host memory.
@@ -220,7 +229,7 @@ impl Shared {
             if tier == Tier::Host && state.dirty.remove(&key) {
                 state.count(&self.metrics.released_unwritten, 1);
             }
-            state.count(&self.metrics.tier(tier).evictions, 1);
+            state.count_eviction(tier, &self.metrics.tier(tier).evictions);
             if tier == Tier::Disk {
                 state.disk_slots().clear(slot, &key);
             }
@@ -315,6 +324,7 @@ impl SlotWait {
             }
         };
         state.raise_holders();
+        shared.expect_slots(state);
         let movement = match purpose {
             Purpose::Call => None,
             Purpose::Movement(key, to) => Some((*key, to)),
@@ -351,6 +361,9 @@ impl Drop for SlotWait {
         // Sent just before the channel was closed: the slot has no owner.
         if let Ok(Ok(slot)) = sent {
             state.push_free(self.tier, slot);
+        }
+        if state.slot_requests.is_empty() {
+            self.shared.left_pins.await_slot(false);
         }
         drop(state);
         drop(request);

@@ -12,7 +12,9 @@ use std::{ops::ControlFlow, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{Filling, Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unclaimed, Unverified};
+use super::{
+    Filling, Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unclaimed, Unverified, few::Few,
+};
 use crate::{
     block::{BlockKey, FileId, Route, Segment, Tier},
     checksum::checksum,
@@ -165,7 +167,7 @@ impl Shared {
         state: &mut State,
         key: &BlockKey,
         outcome: &Outcome,
-    ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
+    ) -> Few<(oneshot::Sender<Message>, Outcome)> {
         let Finished { mut waiters, next } = state.flights.finish(key, Tier::Host);
         // A block from disk needs no write.
         waiters.extend(next.into_iter().flatten());
@@ -176,21 +178,18 @@ impl Shared {
     pub(crate) fn answers(
         self: &Arc<Self>,
         state: &mut State,
-        waiters: Vec<oneshot::Sender<Message>>,
+        waiters: Few<oneshot::Sender<Message>>,
         tier: Tier,
         outcome: &Outcome,
-    ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
-        waiters
-            .into_iter()
-            .map(|waiter| {
-                let answer = match outcome {
-                    Ok(Some(pin)) => Ok(Pin::take(self, state, pin.id(), tier, pin.route())),
-                    Ok(None) => Ok(None),
-                    Err(error) => Err(error.clone()),
-                };
-                (waiter, answer)
-            })
-            .collect()
+    ) -> Few<(oneshot::Sender<Message>, Outcome)> {
+        waiters.map(|waiter| {
+            let answer = match outcome {
+                Ok(Some(pin)) => Ok(Pin::take(self, state, pin.id(), tier, pin.route())),
+                Ok(None) => Ok(None),
+                Err(error) => Err(error.clone()),
+            };
+            (waiter, answer)
+        })
     }
 
     /// Leaves a block with its flight, with a ticket for each waiter. Returns the block if there is no waiter.
@@ -198,18 +197,17 @@ impl Shared {
         self: &Arc<Self>,
         key: &BlockKey,
         unverified: Unverified,
-    ) -> Result<Vec<(oneshot::Sender<Message>, Ticket)>, Unverified> {
+    ) -> Result<Few<(oneshot::Sender<Message>, Ticket)>, Unverified> {
+        let block = Unclaimed::new(unverified);
         let mut state = self.lock();
-        if state.check_open().is_err() {
-            return Err(unverified);
-        }
-        let Some(flight) = state.flights.get_awaited(key, Tier::Host) else { return Err(unverified) };
-        if flight.waiters.is_empty() || flight.is_followed() {
-            return Err(unverified);
-        }
-        flight.unverified = Some(Unclaimed::new(unverified));
+        let is_open = state.check_open().is_ok();
+        let flight = state.flights.get_awaited(key, Tier::Host).filter(|_| is_open);
+        let Some(flight) = flight.filter(|flight| !flight.waiters.is_empty() && !flight.is_followed()) else {
+            return Err(block.claim().expect("nobody else has it"));
+        };
+        flight.unverified = Some(block);
         let waiters = std::mem::take(&mut flight.waiters);
-        Ok(waiters.into_iter().map(|waiter| (waiter, Ticket::new(self, *key, flight))).collect())
+        Ok(waiters.map(|waiter| (waiter, Ticket::new(self, *key, flight))))
     }
 
     /// Gives up a block without waiters: its slot becomes free, the disk keeps it.

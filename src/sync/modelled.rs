@@ -2,7 +2,7 @@
 
 use std::{
     ops::{Deref, DerefMut},
-    sync::{LockResult, PoisonError},
+    sync::{LockResult, PoisonError, TryLockError, TryLockResult},
 };
 
 pub(crate) enum Mutex<T> {
@@ -28,6 +28,21 @@ impl<T> Mutex<T> {
             Mutex::Real(mutex) => wrap(mutex.lock(), MutexGuard::Real),
             Mutex::Modelled(mutex) => wrap(mutex.lock(), MutexGuard::Modelled),
         }
+    }
+
+    pub(crate) fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
+        match self {
+            Mutex::Real(mutex) => try_wrap(mutex.try_lock(), MutexGuard::Real),
+            Mutex::Modelled(mutex) => try_wrap(mutex.try_lock(), MutexGuard::Modelled),
+        }
+    }
+}
+
+fn try_wrap<G, M>(locked: TryLockResult<G>, guard: impl Fn(G) -> M) -> TryLockResult<M> {
+    match locked {
+        Err(TryLockError::WouldBlock) => Err(TryLockError::WouldBlock),
+        Err(TryLockError::Poisoned(poisoned)) => Ok(wrap(Err(poisoned), guard)?),
+        Ok(inner) => Ok(guard(inner)),
     }
 }
 

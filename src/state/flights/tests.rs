@@ -11,7 +11,8 @@ fn flights() -> Flights<u8, u8> {
 /// A movement of `entry`, whose first waiter is returned with it.
 fn in_flight(tier: Tier, entry: u32) -> (Flights<u8, u8>, oneshot::Receiver<u8>) {
     let mut flights = flights();
-    let receiver = flights.begin(&KEY, tier, EntryId::from_u32(entry), Class::Awaited);
+    let (sender, receiver) = oneshot::channel();
+    flights.begin(&KEY, tier, EntryId::from_u32(entry), Class::Awaited, sender);
     (flights, receiver)
 }
 
@@ -32,7 +33,7 @@ fn nobody_joins_a_movement_that_is_overdue() {
     assert!(flights.any_overdue());
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::Overdue));
     let (sender, _receiver) = oneshot::channel();
-    let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), vec![sender]);
+    let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), Few::one(sender));
     assert_eq!(refused.expect_err("it is overdue").len(), 1, "they are given back");
     flights.finish(&KEY, Tier::Disk);
     assert!(!flights.any_overdue());
@@ -53,8 +54,48 @@ fn waiters_are_passed_to_the_write_of_their_entry_or_to_the_one_that_follows() {
     for (entry, follows) in [(1, false), (2, true)] {
         let (mut flights, _first) = in_flight(Tier::Disk, 1);
         let (sender, _receiver) = oneshot::channel();
-        flights.pass_to_write(&KEY, EntryId::from_u32(entry), vec![sender]).expect("a write is in flight");
+        flights.pass_to_write(&KEY, EntryId::from_u32(entry), Few::one(sender)).expect("a write is in flight");
         let Finished { waiters, next } = flights.finish(&KEY, Tier::Disk);
         assert_eq!((waiters.len(), next.map(|next| next.len())), (2 - usize::from(follows), follows.then_some(1)));
+    }
+}
+
+fn key(n: u32) -> BlockKey {
+    let mut bytes = [0; 32];
+    bytes[..4].copy_from_slice(&n.to_le_bytes());
+    BlockKey::new(bytes)
+}
+
+#[test]
+fn movements_that_end_leave_the_list_by_age_though_an_older_one_stays() {
+    let (mut flights, _first) = in_flight(Tier::Host, 1);
+    for n in 0..10_000 {
+        flights.begin(&key(n), Tier::Disk, EntryId::from_u32(2), Class::Background, oneshot::channel().0);
+        assert_eq!(flights.finish(&key(n), Tier::Disk).waiters.len(), 1);
+        assert!(flights.by_age.len() <= 5 + ENDED_MAX, "{}", flights.by_age.len());
+    }
+    let begun = flights.next_number();
+    assert_eq!(flights.take_overdue(begun).len(), 1, "only the one in flight is overdue");
+    assert!(flights.by_age.is_empty());
+}
+
+#[test]
+fn a_movement_is_as_urgent_by_its_number_as_by_its_key() {
+    let mut flights = flights();
+    let numbers: Vec<u64> = (0..100)
+        .map(|n| {
+            let entry = EntryId::from_u32(n);
+            flights.begin_started(&key(n), Tier::Host, entry, Class::Background, Few::default()).number
+        })
+        .collect();
+    for n in (0..100).step_by(3) {
+        flights.finish(&key(n), Tier::Host);
+    }
+    assert_eq!(flights.raise(&key(1), Tier::Host), Some(numbers[1]));
+    // In a place that another one has left.
+    flights.begin(&key(200), Tier::Host, EntryId::from_u32(200), Class::Awaited, oneshot::channel().0);
+    for (n, &number) in numbers.iter().enumerate() {
+        let urgency = if n == 1 { Urgency::Awaited } else { Urgency::Background(number) };
+        assert_eq!(flights.urgency_of(number), urgency, "movement {n}");
     }
 }

@@ -6,12 +6,12 @@ use crate::block::BlockKey;
 
 /// Keys in the order in which they were added, each of them once.
 #[derive(Default)]
-pub(crate) struct Leaving {
+pub(crate) struct WriteQueue {
     order: VecDeque<BlockKey>,
     keys: BTreeSet<BlockKey>,
 }
 
-impl Leaving {
+impl WriteQueue {
     pub(crate) fn contains(&self, key: &BlockKey) -> bool {
         self.keys.contains(key)
     }
@@ -30,7 +30,7 @@ impl Leaving {
 
     /// Forgets all keys but those for which `is_kept` is true.
     pub(crate) fn retain(&mut self, mut is_kept: impl FnMut(&BlockKey) -> bool) {
-        let Leaving { order, keys } = self;
+        let WriteQueue { order, keys } = self;
         order.retain(|key| is_kept(key) || !keys.remove(key));
     }
 
@@ -50,14 +50,14 @@ mod tests {
     #[test]
     fn a_key_is_there_once_until_it_is_taken_or_forgotten() {
         let keys = [3, 1, 2].map(|n| BlockKey::new([n; 32]));
-        let mut leaving = Leaving::default();
-        keys.iter().chain(&keys).for_each(|key| leaving.push_back(*key));
-        assert_eq!(leaving.len(), keys.len(), "each key once");
-        assert_eq!(leaving.pop_front(), Some(keys[0]), "the first to be added");
-        leaving.retain(|key| *key == keys[2]);
-        assert_eq!(keys.map(|key| leaving.contains(&key)), [false, false, true]);
-        leaving.push_back(keys[0]);
-        assert_eq!([leaving.pop_front(), leaving.pop_front()], [Some(keys[2]), Some(keys[0])]);
-        assert!(leaving.is_empty() && keys.iter().all(|key| !leaving.contains(key)));
+        let mut queue = WriteQueue::default();
+        keys.iter().chain(&keys).for_each(|key| queue.push_back(*key));
+        assert_eq!(queue.len(), keys.len(), "each key once");
+        assert_eq!(queue.pop_front(), Some(keys[0]), "the first to be added");
+        queue.retain(|key| *key == keys[2]);
+        assert_eq!(keys.map(|key| queue.contains(&key)), [false, false, true]);
+        queue.push_back(keys[0]);
+        assert_eq!([queue.pop_front(), queue.pop_front()], [Some(keys[2]), Some(keys[0])]);
+        assert!(queue.is_empty() && keys.iter().all(|key| !queue.contains(key)));
     }
 }
