@@ -55,7 +55,6 @@ mod state;
 pub mod store;
 mod sync;
 mod urgency;
-mod workers;
 
 pub use block::{BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;

@@ -1,17 +1,13 @@
 //! The reactor's runtime: io_uring if the kernel allows it, a plain current-thread runtime otherwise.
 
-use std::{fs::File, future::Future, io, sync::Arc};
+use std::{fs::File, future::Future, io, rc::Rc, sync::Arc};
 
 use tokio::task::LocalSet;
 
-use super::io::{
-    AnyStorage,
-    blocking::Blocking,
-    uring::{self, Uring},
-};
 use crate::{
     config::{Config, HeldFile, StorageKind},
     error::{Error, Result},
+    io::{Files, Workers, uring},
     memory::Arena,
 };
 
@@ -77,32 +73,29 @@ impl Reactor {
         runtime.map(Reactor::Plain).map_err(|source| Error::io("start a runtime", "", source))
     }
 
-    /// The storage engine for this runtime, which registers the memory of `arena`. Call inside
+    /// Whether there is a ring; without one, the disk tier is served by system calls of threads.
+    pub(crate) fn has_ring(&self) -> bool {
+        matches!(self, Reactor::Uring(_))
+    }
+
+    /// The storage for this runtime, which registers the memory of `arena` with the ring. Call inside
     /// [`block_on`](Reactor::block_on).
     pub(crate) fn storage(
         &self,
         files: Vec<Arc<File>>,
         arena: Option<&Arc<Arena>>,
-        threads: usize,
-    ) -> io::Result<AnyStorage> {
+        workers: Rc<Workers>,
+    ) -> io::Result<Files> {
         match (self, arena) {
             (Reactor::Uring(_), Some(arena)) => {
                 let regions = arena.chunks().to_vec();
-                // SAFETY: the chunks belong to the arena for its whole life, and the engine keeps the arena.
-                unsafe { Uring::new(files, regions, Arc::clone(arena) as _) }.map(AnyStorage::Uring)
+                // SAFETY: the chunks belong to the arena for its whole life, and the storage keeps the arena.
+                unsafe { Files::on_ring_with(files, regions, Arc::clone(arena) as _, workers) }
             }
-            (Reactor::Uring(_), None) => {
-                // SAFETY: there is no region that would have to stay mapped.
-                unsafe { Uring::new(files, Vec::new(), Arc::new(())) }.map(AnyStorage::Uring)
-            }
-            (Reactor::Plain(_), _) => Self::pool(files, threads),
+            // SAFETY: there is no region that would have to stay mapped.
+            (Reactor::Uring(_), None) => unsafe { Files::on_ring_with(files, Vec::new(), Arc::new(()), workers) },
+            (Reactor::Plain(_), _) => Ok(Files::by_calls_of(files, workers)),
         }
-    }
-
-    fn pool(files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
-        // Without files the threads never get work.
-        let threads = if files.is_empty() { 1 } else { threads };
-        Blocking::new(files, threads).map(AnyStorage::Blocking)
     }
 
     /// Runs `future` to completion, together with the local tasks that it spawns.

@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     fork::HomeBound,
     index::{Index, Lru, Policy, Rb, Used},
-    io::{AnyStorage, Storage},
+    io::{Files, Storage, ThreadPlan, Workers},
     machine,
     memory::{Arena, huge},
     metrics::Metrics,
@@ -26,7 +26,6 @@ use crate::{
     runtime::{Reactor, refuse_size_signal},
     shield::shield,
     state::Shared,
-    workers::Workers,
 };
 
 /// Commands that may be queued before those who ask wait; what is under way is bounded by
@@ -164,19 +163,21 @@ pub(super) struct Parts<S, C> {
     pub(super) seed: u64,
 }
 
-async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<AnyStorage, AnyCopy>> {
+async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<Files, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
     exported::describe();
     let metrics = Metrics::new(&config.namespace);
     let paths: Vec<_> = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
-    let rings = match reactor {
-        Reactor::Uring(_) => config.transferring_threads(machine::drives(&paths)),
-        Reactor::Plain(_) => 0,
+    let plan = ThreadPlan {
+        workers: config.worker_threads(),
+        rings: if reactor.has_ring() { config.transferring_threads(machine::drives(&paths)) } else { 0 },
+        callers: if reactor.has_ring() || paths.is_empty() { 0 } else { config.disk.blocking_threads as u32 },
+        near,
+        held: config.disk.rings_hold.as_ref().map(HeldFile::file),
     };
-    let (threads, held) = (config.worker_threads(), config.disk.rings_hold.as_ref().map(HeldFile::file));
-    let workers = Workers::start(threads, rings, &near, held, Arc::clone(&metrics.work_done))
+    let workers = Workers::start(plan, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
     let device::Opened { pool, gpu, copy, gdr } = device::open(&config, &arena, &metrics.copies, host_copies).await?;
@@ -188,7 +189,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
-        .storage(handles, (!config.host.parks).then_some(&arena), config.disk.blocking_threads)
+        .storage(handles, (!config.host.parks).then_some(&arena), Rc::clone(&workers))
         .map_err(|source| Error::io("start the storage engine", "", source))?;
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let device_in_use = gpu.clone();

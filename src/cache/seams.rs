@@ -8,16 +8,14 @@ use std::{future::Future, rc::Rc, sync::Arc};
 use tokio::sync::mpsc;
 
 pub use crate::{
-    io::uring::{
-        lane::{Completed, Transfer},
-        table::{Entry, Pinner, Table},
-    },
-    state::{holds_lock, locks_taken, panic_under_lock},
-    workers::{
+    io::{
+        driver::{Driver, Wake},
         pool::{Pool, Step},
-        seat::{Bell, Seat},
+        transfer::{Completed, Transfer},
+        uring::table::{Entry, Pinner, Table},
         waiter::Waiter,
     },
+    state::{holds_lock, locks_taken, panic_under_lock},
 };
 
 use super::{
@@ -31,11 +29,10 @@ use crate::{
     device::CopyEngine,
     disk::Member,
     error::Result,
-    io::Storage,
+    io::{Storage, Workers},
     memory::Arena,
     metrics::Metrics,
     mover::{Command, Mover, Urgent},
-    workers::Workers,
 };
 
 /// What a cache is opened over.

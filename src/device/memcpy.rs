@@ -6,7 +6,7 @@ use super::{CopyBatch, CopyEngine};
 use crate::{
     block::{CopyOp, Direction},
     error::{Error, Result},
-    workers::Workers,
+    io::Workers,
 };
 
 /// Bytes copied between two yields: about 25 us at [`BYTES_PER_SECOND`], so that cache misses and page faults still

@@ -41,6 +41,12 @@ impl Lent {
         Lent { ptr, len, skipped: 0, fixed, guard: None, owner }
     }
 
+    /// No memory, for a flush.
+    pub(crate) fn empty() -> Self {
+        // SAFETY: no byte is lent.
+        unsafe { Lent::new(NonNull::dangling(), 0, None, Arc::new(())) }
+    }
+
     /// Start of the range.
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()

@@ -59,9 +59,8 @@ use crate::{
     device::{CopyEngine, cufile::Cufile},
     disk::PageId,
     error::{Error, Result},
-    io::Storage,
+    io::{Storage, Workers},
     state::{Failures, FlightEnd, Message, Outcome, Shared},
-    workers::Workers,
 };
 
 /// The reactor's side of a cache.

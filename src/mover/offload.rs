@@ -10,10 +10,9 @@ use crate::{
     block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
-    io::{Storage, read_into, uring::Transfer, write_from},
+    io::{Storage, Transfer, read_into, write_from},
     memory::{Guard, IoBuf, Readable},
     urgency::Urgency,
-    workers::Transferred,
 };
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
@@ -143,28 +142,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         buf: &IoBuf<O>,
         sum_bytes: usize,
     ) -> Option<io::Result<Option<u64>>> {
+        let file = self.storage.file(file).filter(|_| self.workers.transfers())?;
         let bytes = buf.len() as u64;
-        if !self.is_worth_a_transfer(bytes, self.bytes_in_flight()) {
+        let is_small = kind == OpKind::Write && sum_bytes == 0 && bytes < PLAIN_WRITE_BYTES_MIN;
+        // Without a ring for it, a thread makes the transfer in any case.
+        if !file.by_calls && (is_small || !self.is_worth_a_transfer(bytes, self.bytes_in_flight())) {
             return None;
         }
-        if kind == OpKind::Write && sum_bytes == 0 && bytes < PLAIN_WRITE_BYTES_MIN {
-            return None;
-        }
-        let handle = self.storage.file(file).filter(|_| self.workers.transfers())?;
         let _busy = self.workers.enter();
         // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
-        let buf = unsafe { buf.lend() };
-        let is_in_memory = self.storage.is_in_memory(file);
-        let transfer = Transfer { kind, file: handle, id: file, is_in_memory, offset, buf };
+        let transfer = Transfer { kind, file, offset, buf: unsafe { buf.lend() } };
         let urgency = match urgency {
             Urgency::Awaited => Urgency::Awaited,
             // A caller may have joined the movement since: from here on its transfer is raised in the queue.
             background @ Urgency::Background(_) => self.shared.lock().urgency_by_now(background),
         };
-        self.workers.transfer(urgency, transfer, sum_bytes).await.map(|Transferred { buf, result }| {
-            drop(buf);
-            result
-        })
+        self.workers.transfer(urgency, transfer, sum_bytes).await
     }
 
     /// The checksum of a block in memory that `guard` keeps, which is returned.

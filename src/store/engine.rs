@@ -1,31 +1,34 @@
-//! A runtime and a storage engine for the inspection of a store.
+//! A runtime and the files for the inspection of a store.
 
 use std::{sync::Arc, thread};
 
 use super::{Options, open::OpenStore};
 use crate::{
     error::{Error, Result},
-    io::AnyStorage,
+    io::{Files, ThreadPlan, Workers},
+    metrics::Count,
     runtime::Reactor,
 };
 
-/// Largest number of threads of the blocking engine; more requests in flight are not faster.
-const THREADS_MAX: usize = 64;
+/// Largest number of threads that make system calls; more requests in flight are not faster.
+const THREADS_MAX: u32 = 64;
 
-/// Runs `work` on a new thread, inside a runtime and with a storage engine for the store's files: the caller may itself
+/// Runs `work` on a new thread, inside a runtime and with the store's files: the caller may itself
 /// be inside a runtime, and a ring belongs to its thread.
 pub(super) fn on_a_runtime<T: Send>(
     store: &OpenStore,
     options: &Options,
-    work: impl AsyncFnOnce(&AnyStorage) -> Result<T> + Send,
+    work: impl AsyncFnOnce(&Files) -> Result<T> + Send,
 ) -> Result<T> {
-    let threads = (options.depth as usize).min(THREADS_MAX);
-    let config = store.config.clone().storage(options.storage).blocking_threads(threads);
+    let config = store.config.clone().storage(options.storage);
     let run = move || {
         let reactor = Reactor::new(&config)?;
         reactor.block_on(async {
             let files = store.files.iter().map(|file| Arc::clone(&file.file)).collect();
-            let storage = reactor.storage(files, None, config.disk.blocking_threads);
+            let callers = if reactor.has_ring() { 0 } else { options.depth.min(THREADS_MAX) };
+            let plan = ThreadPlan { callers, ..ThreadPlan::default() };
+            let storage = Workers::start(plan, Arc::new(Count::unexported()))
+                .and_then(|workers| reactor.storage(files, None, workers));
             work(&storage.map_err(|source| Error::io("start the storage engine", "", source))?).await
         })
     };

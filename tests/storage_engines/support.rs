@@ -11,11 +11,7 @@ use std::{
     task::{Context, Waker},
 };
 
-use kvhoist::internals::io::{
-    Storage,
-    blocking::Blocking,
-    uring::{self, Uring},
-};
+use kvhoist::internals::io::{self, Storage, uring};
 
 use crate::memory::{ARENA_BYTES, Arena};
 
@@ -50,10 +46,10 @@ impl Drop for Files {
 }
 
 /// An engine with `arena` registered.
-pub fn ring_engine(files: Vec<Arc<File>>, arena: &Arc<Arena>) -> Uring {
+pub fn ring_engine(files: Vec<Arc<File>>, arena: &Arc<Arena>) -> io::Files {
     let keep_alive = Arc::clone(arena) as Arc<dyn Any + Send + Sync>;
     // SAFETY: the arena is mapped while it lives, and the engine keeps it.
-    unsafe { Uring::new(files, vec![(arena.ptr, ARENA_BYTES)], keep_alive) }.expect("inside the runtime")
+    unsafe { io::Files::on_ring(files, vec![(arena.ptr, ARENA_BYTES)], keep_alive) }.expect("inside the runtime")
 }
 
 /// A ring, unless this system refuses rings; then the test has nothing to show.
@@ -68,7 +64,7 @@ pub fn ring_runtime(entries: u32) -> Option<uring::Runtime> {
     }
 }
 
-pub fn on_uring(property: impl AsyncFnOnce(Rc<Uring>, Arc<Arena>)) {
+pub fn on_uring(property: impl AsyncFnOnce(Rc<io::Files>, Arc<Arena>)) {
     let (files, arena) = (Files::new(), Arena::new());
     // Few entries: hundreds of operations must wait their turn.
     let Some(runtime) = ring_runtime(16) else { return };
@@ -79,9 +75,11 @@ pub fn on_uring(property: impl AsyncFnOnce(Rc<Uring>, Arc<Arena>)) {
     });
 }
 
-pub fn on_blocking(property: impl AsyncFnOnce(Rc<Blocking>, Arc<Arena>)) {
-    let files = Files::new();
+pub fn on_calls(property: impl AsyncFnOnce(Rc<io::Files>, Arc<Arena>)) {
+    let (files, arena) = (Files::new(), Arena::new());
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    let engine = Rc::new(Blocking::new(files.files.clone(), 3).expect("threads"));
-    tokio::task::LocalSet::new().block_on(&runtime, property(engine, Arena::new()));
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        let engine = io::Files::by_calls(files.files.clone(), 3).expect("threads");
+        property(Rc::new(engine), arena).await;
+    });
 }

@@ -38,12 +38,11 @@ use crate::{
     error::Result,
     fork::HomeBound,
     index::{Index, Used},
-    io::Storage,
+    io::{Storage, Workers},
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
     mover::Mover,
     state::Shared,
-    workers::Workers,
 };
 
 pub(super) const BLOCK_BYTES: usize = 4096;
@@ -113,22 +112,22 @@ impl Storage for Memory {
         "memory"
     }
 
-    async fn read(&self, _: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+    async fn read(&self, _: FileId, offset: u64, buf: Lent) -> io::Result<()> {
         self.turns().await;
         // SAFETY: memory that was lent for a read is the operation's alone.
         let into = unsafe { std::slice::from_raw_parts_mut(buf.as_ptr(), buf.len()) };
         into.copy_from_slice(&self.0.borrow()[offset as usize..][..buf.len()]);
         self.turns().await;
-        (Ok(buf.len()), buf)
+        Ok(())
     }
 
-    async fn write(&self, _: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+    async fn write(&self, _: FileId, offset: u64, buf: Lent) -> io::Result<()> {
         self.turns().await;
         // SAFETY: nobody writes to memory that was lent for a write.
         let from = unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) };
         self.0.borrow_mut()[offset as usize..][..buf.len()].copy_from_slice(from);
         self.turns().await;
-        (Ok(buf.len()), buf)
+        Ok(())
     }
 
     async fn sync(&self, _: FileId) -> io::Result<()> {

@@ -8,6 +8,7 @@
 //! back to another route; the request keeps its slots and memory until libcufile returns it, which may be never.
 
 mod open;
+mod queue;
 mod request;
 mod sys;
 mod worker;
@@ -27,11 +28,11 @@ use std::{
 
 use tokio::{sync::oneshot, time::timeout};
 
-use self::request::{Answer, Request};
-use crate::{
-    block::{FileId, OpKind},
-    io::queue::{Queue, Wait},
+use self::{
+    queue::{Queue, Wait},
+    request::{Answer, Request},
 };
+use crate::block::{FileId, OpKind};
 
 /// The reactor's handle to the worker. Dropping it ends the worker once libcufile has returned every transfer; the drop
 /// does not wait.

@@ -10,6 +10,7 @@ use tokio::{sync::oneshot, time::timeout};
 
 use super::{
     Cufile, Part, SelfTest, Setup,
+    queue::Queue,
     request::Request,
     worker::{Ranges, Submission, Transfers, Worker},
 };
@@ -17,7 +18,6 @@ use crate::{
     block::OpKind,
     config::EngineMode,
     device::cufile::sys::{Batch, Counters, CufileError, Driver, Handle},
-    io::queue::Queue,
 };
 
 /// Largest number of transfers in a batch: more are not faster, and libcufile's own limit is 256.

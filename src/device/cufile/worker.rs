@@ -4,14 +4,17 @@ use std::{collections::VecDeque, sync::Arc, thread, time::Duration};
 
 use slab::Slab;
 
-use super::{Buffer, Part, request::Request};
+use super::{
+    Buffer, Part,
+    queue::{Queue, Wait},
+    request::Request,
+};
 use crate::{
     block::IO_ALIGN,
     device::{
         cuda::Gpu,
         cufile::sys::{Batch, BatchEntry, BatchEvent, CufileError, Driver, Handle, Registration},
     },
-    io::queue::{Queue, Wait},
 };
 
 /// How long the worker waits for new requests before it polls for completions again: a poll takes 1 to 20 us.

@@ -18,7 +18,7 @@ const REGISTER_FILES: libc::c_uint = 2;
 const UNREGISTER_FILES: libc::c_uint = 3;
 
 /// Has a ring hold `file`. Once, on the thread that the ring belongs to.
-pub(super) fn hold(ring: &IoUring, file: BorrowedFd<'_>) -> io::Result<()> {
+pub(in crate::io) fn hold(ring: &IoUring, file: BorrowedFd<'_>) -> io::Result<()> {
     ring.submitter().register_files(&[file.as_raw_fd()])
 }
 
@@ -83,7 +83,10 @@ mod tests {
     };
 
     use super::*;
-    use crate::io::uring::{Lane, probe, runtime};
+    use crate::io::{
+        ring::Ring,
+        uring::{probe, runtime},
+    };
 
     /// A socket that nothing holds but what `make` returns, and its peer.
     fn held<T>(make: impl FnOnce(BorrowedFd<'_>) -> io::Result<T>) -> Option<(T, UnixStream)> {
@@ -121,7 +124,7 @@ mod tests {
 
     #[test]
     fn the_ring_of_a_worker_holds_a_file_until_it_is_gone() {
-        let Some((holder, peer)) = held(|file| Lane::<()>::new(Some(file))) else { return };
+        let Some((holder, peer)) = held(|file| Ring::<()>::new(Some(file))) else { return };
         assert!(is_open(&peer));
         drop(holder);
         ends(&peer);

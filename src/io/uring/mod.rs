@@ -1,4 +1,4 @@
-//! The io_uring storage engine, on the tokio-uring runtime.
+//! The reactor's ring, of the tokio-uring runtime.
 //!
 //! # Lifetime of memory
 //! By the source of tokio-uring 0.5.0:
@@ -18,15 +18,15 @@
 //! being submitted, without end if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets
 //! the runtime park.
 
+mod buffers;
 mod hold;
-pub(crate) mod lane;
 mod op;
-mod pins;
 mod probe;
 mod runtime;
 pub(crate) mod table;
 
-pub(crate) use lane::{Bell, Completed, Lane, TRANSFERS_MAX, Transfer};
+pub(in crate::io) use hold::hold;
+pub(in crate::io) use probe::is_in_memory;
 pub use probe::probe;
 pub use runtime::{Runtime, runtime};
 
@@ -36,29 +36,24 @@ use io_uring::{opcode, squeue, types};
 use tokio::sync::Semaphore;
 use tokio_uring::UnsubmittedOneshot;
 
-use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
-use crate::{
-    block::{FileId, OpKind},
-    memory::Lent,
+use self::{
+    buffers::RingBuffers,
+    op::{Nothing, OpOutput, OpState},
+    runtime::Ring,
+    table::{Entry, Table},
 };
-use op::{Nothing, OpOutput, OpState};
-use pins::RingBuffers;
-use probe::is_in_memory;
-use runtime::Ring;
-use table::{Entry, Table};
+use super::{memlock, transfer::TRANSFER_BYTES_MAX};
+use crate::{block::OpKind, memory::Lent};
 
 /// Largest number of buffers that a ring can register through tokio-uring (`UIO_MAXIOV`); further regions are used
 /// unregistered.
 pub const REGIONS_MAX: usize = 1024;
 
-/// The ring, its files and its registered memory.
+/// The ring and its registered memory.
 ///
 /// Used on the thread and inside the [`Runtime`] that it was made in. At most as many operations are in flight as the
 /// ring has entries; further ones wait in order. So neither the submission queue nor the completion queue overflows.
-pub struct Uring {
-    files: Vec<Arc<File>>,
-    /// Of each file, whether [`is_in_memory`](Storage::is_in_memory).
-    in_memory: Vec<bool>,
+pub(super) struct Uring {
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
     /// Registered memory. Operations on it use fixed buffers, identified by `Lent::fixed`.
@@ -68,11 +63,10 @@ pub struct Uring {
 }
 
 impl Uring {
-    /// An engine for `files` on the ring of the current [`Runtime`].
-    ///
-    /// Region `i` has the [`Lent::fixed`] number `Some(i)`; the kernel takes at most 1 GiB per region and
-    /// [`REGIONS_MAX`] regions. If the kernel refuses them, a warning gives the reason and no operation uses a fixed
-    /// buffer. A ring registers one table: a second engine on it has no registered memory.
+    /// The ring of the current [`Runtime`], with registered memory: region `i` has the [`Lent::fixed`] number
+    /// `Some(i)`; the kernel takes at most 1 GiB per region and [`REGIONS_MAX`] regions. If the kernel refuses them, a
+    /// warning gives the reason and no operation uses a fixed buffer. A ring registers one table: a second engine on it
+    /// has no registered memory.
     ///
     /// # Errors
     /// Called outside [`Runtime::block_on`].
@@ -80,8 +74,7 @@ impl Uring {
     /// # Safety
     /// Every region must stay mapped, and to the same memory, while `keep_alive` lives. The engine and the runtime keep
     /// it until both are dropped.
-    pub unsafe fn new(
-        files: Vec<Arc<File>>,
+    pub(super) unsafe fn new(
         regions: Vec<(NonNull<u8>, usize)>,
         keep_alive: Arc<dyn Any + Send + Sync>,
     ) -> io::Result<Self> {
@@ -90,33 +83,32 @@ impl Uring {
         let regions = regions.into_iter().take(REGIONS_MAX);
         let entry = |(ptr, len): (NonNull<u8>, usize)| Entry::new(ptr.as_ptr(), len, Some(Arc::clone(&keep_alive)));
         let table = RefCell::new(Table::new(regions.map(entry).collect(), RingBuffers::default()));
-        let in_memory = files.iter().map(|file| is_in_memory(file)).collect();
-        Ok(Uring { files, in_memory, ring, permits, table, _keep_alive: keep_alive })
+        Ok(Uring { ring, permits, table, _keep_alive: keep_alive })
     }
 
-    /// Reads or writes, with a fixed buffer if the memory is registered.
-    async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
-            Ok(file) => file,
-            Err(error) => return (Err(error), buf),
-        };
+    /// Reads or writes once, with a fixed buffer if the memory is registered.
+    pub(super) async fn operate(
+        &self,
+        kind: OpKind,
+        file: &Arc<File>,
+        offset: u64,
+        buf: Lent,
+    ) -> (io::Result<usize>, Lent) {
         let region = self.table.borrow().fixed(&buf);
-        if let Some(region) = region {
-            let entry = entry(kind, file, offset, &buf, Some(region));
-            let (result, back) = self.run(file, entry, Some(buf)).await;
-            let back = back.expect(GIVES_BACK);
-            // The region may have been unregistered before the operation was submitted.
-            if !matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFAULT)) {
-                return (result, back);
-            }
-            return self.run_plain(kind, file, offset, back).await;
+        let (result, buf) = self.run(file, entry(kind, file, offset, &buf, region), Some(buf)).await;
+        let buf = buf.expect(GIVES_BACK);
+        let is_unreachable = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFAULT));
+        if region.is_none() || !is_unreachable {
+            return (result, buf);
         }
-        self.run_plain(kind, file, offset, buf).await
-    }
-
-    async fn run_plain(&self, kind: OpKind, file: &Arc<File>, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        // The region may have been unregistered before the operation was submitted.
         let (result, buf) = self.run(file, entry(kind, file, offset, &buf, None), Some(buf)).await;
         (result, buf.expect(GIVES_BACK))
+    }
+
+    pub(super) async fn sync(&self, file: &Arc<File>) -> io::Result<()> {
+        let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
+        self.run(file, entry, None).await.0.map(|_| ())
     }
 
     /// Waits for a permit, submits, and waits for the completion.
@@ -133,51 +125,24 @@ impl Uring {
         let state = OpState::new(buf, Arc::clone(file), permit, Rc::clone(&self.ring));
         UnsubmittedOneshot::new(state, OpOutput, entry).submit().await
     }
-}
 
-impl Storage for Uring {
-    fn name(&self) -> &'static str {
-        "uring"
+    /// As [`Storage::register`](super::Storage::register).
+    ///
+    /// # Safety
+    /// As of it.
+    pub(super) unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
+        let refused = |error: &io::Error| {
+            let refusal = memlock::Refusal { wanted_bytes: len as u64, error };
+            tracing::warn!("{refusal}; the region is used unregistered, which is slower");
+        };
+        self.table.borrow_mut().add(start.as_ptr(), len).inspect_err(refused).ok()
     }
 
-    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        self.transfer(OpKind::Read, file, offset, buf).await
-    }
-
-    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        self.transfer(OpKind::Write, file, offset, buf).await
-    }
-
-    fn file(&self, file: FileId) -> Option<Arc<File>> {
-        self.files.get(usize::from(file.0)).cloned()
-    }
-
-    fn is_in_memory(&self, file: FileId) -> bool {
-        self.in_memory.get(usize::from(file.0)) == Some(&true)
-    }
-
-    async fn sync(&self, file: FileId) -> io::Result<()> {
-        let file = file_at(&self.files, file)?;
-        let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
-        self.run(file, entry, None).await.0.map(|_| ())
-    }
-
-    unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
-        match self.table.borrow_mut().add(start.as_ptr(), len) {
-            Ok(first) => Some(first),
-            Err(error) => {
-                let refusal = memlock::Refusal { wanted_bytes: len as u64, error: &error };
-                tracing::warn!("{refusal}; the region is used unregistered, which is slower");
-                None
-            }
-        }
-    }
-
-    fn unregister(&self, first: u16, len: usize) {
+    pub(super) fn unregister(&self, first: u16, len: usize) {
         self.table.borrow_mut().remove(first, len);
     }
 
-    fn registered(&self) -> bool {
+    pub(super) fn registered(&self) -> bool {
         self.table.borrow().is_registered()
     }
 }
@@ -196,8 +161,8 @@ pub async fn yield_now() {
 
 const GIVES_BACK: &str = "an operation returns its memory";
 
-/// The ring entry of a transfer. `region`: the number of the registered buffer that contains the memory.
-fn entry(kind: OpKind, file: &Arc<File>, offset: u64, buf: &Lent, region: Option<u16>) -> squeue::Entry {
+/// The ring entry of one operation. `region`: the number of the registered buffer that contains the memory.
+pub(super) fn entry(kind: OpKind, file: &Arc<File>, offset: u64, buf: &Lent, region: Option<u16>) -> squeue::Entry {
     let (fd, ptr, len) = (types::Fd(file.as_raw_fd()), buf.as_ptr(), transfer_bytes(buf));
     match (kind, region) {
         (OpKind::Read, Some(region)) => opcode::ReadFixed::new(fd, ptr, len, region).offset(offset).build(),

@@ -79,7 +79,7 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
 ///
 /// Other file systems whose I/O blocks a thread, as those of networks do, are not meant: a ring's threads keep more
 /// operations in flight than there are workers.
-pub(super) fn is_in_memory(file: &File) -> bool {
+pub(in crate::io) fn is_in_memory(file: &File) -> bool {
     /// `RAMFS_MAGIC` of the kernel's `linux/magic.h`.
     const RAMFS_MAGIC: u32 = 0x8584_58f6;
     if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {

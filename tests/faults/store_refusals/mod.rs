@@ -27,7 +27,7 @@ use kvhoist::{
             },
             open_files, recover,
         },
-        io::blocking::Blocking,
+        io::Files,
     },
     store::Store,
 };
@@ -54,9 +54,11 @@ struct Seen {
 /// Opens the files and then the store in them; both are closed when this returns.
 fn open_store(config: &Config) -> Result<Seen, Error> {
     let files = open_files(config)?;
-    let storage = Blocking::new(files.iter().map(|file| file.file.clone()).collect(), 2).expect("threads");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let recovered = runtime.block_on(recover(&storage, &files, config, &(), &mut |_, _| ()))?;
+    let recovered = tokio::task::LocalSet::new().block_on(&runtime, async {
+        let storage = Files::by_calls(files.iter().map(|file| file.file.clone()).collect(), 2).expect("threads");
+        recover(&storage, &files, config, &(), &mut |_, _| ()).await
+    })?;
     let mut head = [0; 4096];
     File::open(&files[0].path).expect("there").read_exact_at(&mut head, 0).expect("a superblock");
     let superblock = Superblock::decode(&head).expect("a sound superblock");

@@ -13,8 +13,8 @@ use std::{
 };
 
 use kvhoist::internals::{
-    io::{OpKind, read_full, write_full},
-    seams::{Bell, Completed, Pool, Seat, Step, Transfer, Waiter},
+    io::OpKind,
+    seams::{Completed, Driver, Pool, Step, Transfer, Waiter, Wake},
 };
 use tokio::sync::Notify;
 
@@ -69,7 +69,7 @@ impl Worker {
                 Step::Sleep => {
                     ring.poll();
                     unsubmitted = false;
-                    ring.bell.notified().await;
+                    ring.wake.notified().await;
                     self.linger().await;
                     self.pool.awake(self.number);
                 }
@@ -109,7 +109,7 @@ struct Ring {
     /// Transfers that are not submitted.
     started: Vec<(Transfer, Waiter)>,
     kernel: Rc<RefCell<Kernel>>,
-    bell: Arc<Notify>,
+    wake: Arc<Notify>,
     /// As of [`World::read_sum_bytes`].
     read_sum_bytes: Rc<Cell<usize>>,
 }
@@ -121,7 +121,7 @@ impl Ring {
             transfers_max: world.transfers_max,
             started: Vec::new(),
             kernel: Rc::default(),
-            bell: Arc::default(),
+            wake: Arc::default(),
             read_sum_bytes: Rc::clone(&world.read_sum_bytes),
         }
     }
@@ -130,12 +130,12 @@ impl Ring {
     async fn end(mut self) {
         self.poll();
         while !self.kernel.borrow().in_flight.is_empty() {
-            self.bell.notified().await;
+            self.wake.notified().await;
         }
     }
 }
 
-impl Seat for Ring {
+impl Driver for Ring {
     fn room(&self, kind: OpKind) -> usize {
         self.transfers_max.saturating_sub(self.in_flight(kind))
     }
@@ -153,19 +153,16 @@ impl Seat for Ring {
     }
 
     fn poll(&mut self) {
-        for (Transfer { kind, id, offset, buf, .. }, tag) in self.started.drain(..) {
+        for (Transfer { kind, file, offset, buf }, tag) in self.started.drain(..) {
             self.kernel.borrow_mut().in_flight.push(kind);
-            let (disks, kernel, bell) = (self.disks.clone(), Rc::clone(&self.kernel), Arc::clone(&self.bell));
+            let (disks, kernel, wake) = (self.disks.clone(), Rc::clone(&self.kernel), Arc::clone(&self.wake));
             tokio::task::spawn_local(async move {
-                let (result, buf) = match kind {
-                    OpKind::Read => read_full(&disks, id, offset, buf).await,
-                    _ => write_full(&disks, id, offset, buf).await,
-                };
+                let (result, buf) = disks.transfer(kind, file.id, offset, buf).await;
                 let mut kernel = kernel.borrow_mut();
                 let at = kernel.in_flight.iter().position(|&other| other == kind).expect("it was entered");
                 kernel.in_flight.swap_remove(at);
                 kernel.completed.push_back(Completed { buf, result, tag });
-                bell.notify_one();
+                wake.notify_one();
             });
         }
     }
@@ -178,8 +175,8 @@ impl Seat for Ring {
         self.kernel.borrow_mut().completed.pop_front()
     }
 
-    fn bell(&self) -> Bell {
-        Bell::of_task(Arc::clone(&self.bell))
+    fn wake(&self) -> Wake {
+        Wake::of_task(Arc::clone(&self.wake))
     }
 
     fn sleep(&mut self) {

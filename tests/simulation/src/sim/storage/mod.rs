@@ -24,10 +24,10 @@ pub use log::{Counts, Event, LogEntry};
 pub use memory::Memory;
 pub use rng::Rng;
 
-use std::{any::Any, cell::RefCell, fs::File, io, ops::Range, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{any::Any, cell::RefCell, io, ops::Range, ptr::NonNull, rc::Rc, sync::Arc};
 
 use kvhoist::internals::{
-    io::{FileId, Lent, OpKind, Storage},
+    io::{FileId, Lent, OpKind, OpenFile, Storage, in_parts},
     seams::{Entry, Table},
 };
 use tokio::sync::oneshot;
@@ -180,7 +180,7 @@ impl Sim {
     /// Has the kernel pin the memory of a cache that opens the files, and nothing else.
     ///
     /// # Safety
-    /// As [`Uring::new`](kvhoist::internals::io::uring::Uring::new).
+    /// As [`Files::on_ring`](kvhoist::internals::io::Files::on_ring).
     pub(crate) unsafe fn pin_arena(
         &self,
         chunks: &[(NonNull<u8>, usize)],
@@ -211,6 +211,23 @@ impl Sim {
         let unreachable =
             |buf: &Lent| state.table.fixed(buf).is_some_and(|place| !state.table.pinner().reaches(place, buf));
         if buf.is_some_and(unreachable) { Err(io::Error::from_raw_os_error(libc::EFAULT)) } else { Ok(()) }
+    }
+
+    /// Reads or writes all of the memory, whose owner is given back.
+    pub(crate) async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
+        in_parts(kind, file, offset, buf, async |at, buf| self.operate(kind, file, at, buf).await).await
+    }
+
+    /// Reads or writes once.
+    pub(crate) async fn operate(
+        &self,
+        kind: OpKind,
+        file: FileId,
+        offset: u64,
+        buf: Lent,
+    ) -> (io::Result<usize>, Lent) {
+        let (result, buf) = self.run(kind, file, offset, Some(buf)).await;
+        (result, buf.expect("an operation gives back the memory it took"))
     }
 
     async fn run(&self, kind: OpKind, file: FileId, offset: u64, buf: Option<Lent>) -> Done {
@@ -259,19 +276,17 @@ impl Storage for Sim {
         "sim"
     }
 
-    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let (result, buf) = self.run(OpKind::Read, file, offset, Some(buf)).await;
-        (result, buf.expect("an operation gives back the memory it took"))
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+        self.transfer(OpKind::Read, file, offset, buf).await.0
     }
 
-    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let (result, buf) = self.run(OpKind::Write, file, offset, Some(buf)).await;
-        (result, buf.expect("an operation gives back the memory it took"))
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+        self.transfer(OpKind::Write, file, offset, buf).await.0
     }
 
     /// A stand-in, because workers find a simulated file by its id.
-    fn file(&self, _: FileId) -> Option<Arc<File>> {
-        Some(Arc::clone(&self.0.borrow().stand_in))
+    fn file(&self, id: FileId) -> Option<OpenFile> {
+        Some(OpenFile { file: Arc::clone(&self.0.borrow().stand_in), id, by_calls: false })
     }
 
     async fn sync(&self, file: FileId) -> io::Result<()> {

@@ -2,7 +2,7 @@
 
 use std::{future::poll_fn, pin::pin, ptr::NonNull, sync::Arc, task::Poll, time::Duration};
 
-use kvhoist::internals::io::{AlignedBuf, IO_ALIGN, read_full, write_full};
+use kvhoist::internals::io::{AlignedBuf, IO_ALIGN};
 
 use super::*;
 
@@ -73,9 +73,9 @@ fn busy_run(seed: u64) -> Trace {
             let sim = sim.clone();
             tokio::task::spawn_local(async move {
                 let offset = block * IO_ALIGN as u64;
-                let (_, buf) = write_full(&sim, FILE, offset, filled(block as u8, IO_ALIGN)).await;
+                let (_, buf) = sim.transfer(OpKind::Write, FILE, offset, filled(block as u8, IO_ALIGN)).await;
                 let _ = sim.sync(FILE).await;
-                let _ = read_full(&sim, FILE, offset, buf).await;
+                let _ = sim.transfer(OpKind::Read, FILE, offset, buf).await;
             })
         });
         for task in tasks.collect::<Vec<_>>() {
@@ -106,21 +106,21 @@ fn scripted_faults_hit_the_operation_they_name() {
         let sim = sim(quick());
         sim.script(OpKind::Write, 1, Fault::Error(libc::EIO));
         for nth in 0..3 {
-            let (result, _) = sim.write(FILE, 0, filled(nth, IO_ALIGN)).await;
+            let (result, _) = sim.operate(OpKind::Write, FILE, 0, filled(nth, IO_ALIGN)).await;
             assert_eq!(result.err().and_then(|error| error.raw_os_error()), (nth == 1).then_some(libc::EIO));
         }
         sim.script_next(OpKind::Write, Fault::Lost);
-        sim.write(FILE, 0, filled(9, IO_ALIGN)).await.0.expect("it says");
+        sim.operate(OpKind::Write, FILE, 0, filled(9, IO_ALIGN)).await.0.expect("it says");
         assert_eq!(sim.contents(FILE)[0], 2, "the write before it is still there");
 
         sim.script_next(OpKind::Read, Fault::BitFlip);
-        let (result, buf) = sim.read(FILE, 0, filled(0, IO_ALIGN)).await;
+        let (result, buf) = sim.operate(OpKind::Read, FILE, 0, filled(0, IO_ALIGN)).await;
         assert_eq!(result.expect("it says"), IO_ALIGN);
         let wrong_bits: u32 = state::bytes_of(&buf).iter().map(|byte| (byte ^ 2).count_ones()).sum();
         assert_eq!(wrong_bits, 1);
 
         sim.script_next(OpKind::Write, Fault::Error(libc::ENOSPC));
-        let (result, _) = sim.write(FILE, 0, filled(9, IO_ALIGN)).await;
+        let (result, _) = sim.operate(OpKind::Write, FILE, 0, filled(9, IO_ALIGN)).await;
         assert_eq!(result.expect_err("full").raw_os_error(), Some(libc::ENOSPC));
         assert_eq!(sim.contents(FILE)[0], 2);
         assert_eq!(sim.counts().faults, 4);
@@ -136,7 +136,7 @@ fn a_misdirected_write_reports_success_and_lands_elsewhere_in_the_file() {
         let mut places = std::collections::BTreeSet::new();
         for _ in 0..100 {
             sim.script_next(OpKind::Write, Fault::Misdirected);
-            let (result, _) = sim.write(FILE, 0, filled(9, IO_ALIGN)).await;
+            let (result, _) = sim.operate(OpKind::Write, FILE, 0, filled(9, IO_ALIGN)).await;
             assert_eq!(result.expect("it says"), IO_ALIGN);
             let contents = sim.contents(FILE);
             assert_eq!(contents.len(), 16 * IO_ALIGN, "the file does not grow");
@@ -153,7 +153,7 @@ fn operations_stall_by_chance_until_they_are_released() {
         sim.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
         let write = tokio::task::spawn_local({
             let sim = sim.clone();
-            async move { sim.write(FILE, 0, filled(9, IO_ALIGN)).await.0 }
+            async move { sim.operate(OpKind::Write, FILE, 0, filled(9, IO_ALIGN)).await.0 }
         });
         tokio::time::sleep(Duration::from_secs(3600)).await;
         assert_eq!((sim.stalled(), sim.in_flight(), write.is_finished()), (1, 1, false));
@@ -169,9 +169,9 @@ fn short_transfers_are_short_and_resumed() {
         let sim = sim(quick());
         sim.script(OpKind::Write, 0, Fault::Short(IO_ALIGN + 512));
         sim.script(OpKind::Read, 0, Fault::Short(2 * IO_ALIGN));
-        let (result, buf) = write_full(&sim, FILE, 0, filled(7, 3 * IO_ALIGN)).await;
+        let (result, buf) = sim.transfer(OpKind::Write, FILE, 0, filled(7, 3 * IO_ALIGN)).await;
         result.expect("resumed");
-        let (result, buf) = read_full(&sim, FILE, 0, buf).await;
+        let (result, buf) = sim.transfer(OpKind::Read, FILE, 0, buf).await;
         result.expect("resumed");
         assert!(state::bytes_of(&buf).iter().all(|byte| *byte == 7));
         assert_eq!(sim.counts().started, [2, 2, 0]);
@@ -185,10 +185,10 @@ fn a_transfer_of_memory_that_begins_within_a_page_is_resumed_at_a_boundary_of_th
         let sim = sim(SimOptions { memory_align_bytes: 64, ..quick() });
         sim.script(OpKind::Write, 0, Fault::Short(IO_ALIGN + 512));
         sim.script(OpKind::Read, 0, Fault::Short(512));
-        let (result, _) = write_full(&sim, FILE, 0, shifted(7, 64, 3 * IO_ALIGN)).await;
+        let (result, _) = sim.transfer(OpKind::Write, FILE, 0, shifted(7, 64, 3 * IO_ALIGN)).await;
         result.expect("resumed");
         assert!(sim.contents(FILE)[..3 * IO_ALIGN].iter().all(|byte| *byte == 7));
-        let (result, buf) = read_full(&sim, FILE, 0, shifted(0, 192, 3 * IO_ALIGN)).await;
+        let (result, buf) = sim.transfer(OpKind::Read, FILE, 0, shifted(0, 192, 3 * IO_ALIGN)).await;
         result.expect("resumed");
         let buf = buf.into_owner().downcast::<AlignedBuf>().expect("lent by `shifted`");
         assert!(buf[192..][..3 * IO_ALIGN].iter().all(|byte| *byte == 7));
@@ -204,8 +204,8 @@ fn memory_has_a_rule_of_its_own() {
         for (offset, shift, len, right) in
             [(0, 64, IO_ALIGN, true), (0, 32, IO_ALIGN, false), (64, 0, IO_ALIGN, false), (0, 0, IO_ALIGN + 64, false)]
         {
-            let (read, _) = sim.read(FILE, offset, shifted(0, shift, len)).await;
-            let (wrote, _) = sim.write(FILE, offset, shifted(0, shift, len)).await;
+            let (read, _) = sim.operate(OpKind::Read, FILE, offset, shifted(0, shift, len)).await;
+            let (wrote, _) = sim.operate(OpKind::Write, FILE, offset, shifted(0, shift, len)).await;
             assert_eq!((read.is_ok(), wrote.is_ok()), (right, right), "{len} bytes at {offset}, memory at {shift}");
         }
     });
@@ -216,10 +216,10 @@ fn direct_io_must_be_aligned_and_files_have_a_limit() {
     simulate(async {
         let sim = sim(SimOptions { file_bytes_max: 16 * IO_ALIGN as u64, ..quick() });
         for (offset, skip) in [(512, 0), (0, 512)] {
-            let (result, _) = sim.read(FILE, offset, filled(0, IO_ALIGN).skip(skip)).await;
+            let (result, _) = sim.operate(OpKind::Read, FILE, offset, filled(0, IO_ALIGN).skip(skip)).await;
             assert_eq!(result.expect_err("unaligned").raw_os_error(), Some(libc::EINVAL));
         }
-        let (result, _) = sim.write(FILE, 16 * IO_ALIGN as u64, filled(0, IO_ALIGN)).await;
+        let (result, _) = sim.operate(OpKind::Write, FILE, 16 * IO_ALIGN as u64, filled(0, IO_ALIGN)).await;
         assert_eq!(result.expect_err("past the limit").raw_os_error(), Some(libc::ENOSPC));
     });
 }
@@ -229,7 +229,7 @@ fn stalled_operations_wait_for_release() {
     simulate(async {
         let sim = sim(quick());
         sim.script_next(OpKind::Write, Fault::Stall);
-        let mut stalled = pin!(sim.write(FILE, 0, filled(5, IO_ALIGN)));
+        let mut stalled = pin!(sim.operate(OpKind::Write, FILE, 0, filled(5, IO_ALIGN)));
         start(stalled.as_mut()).await;
         // Virtual time passes, an hour of it.
         tokio::time::sleep(Duration::from_secs(3600)).await;
@@ -251,7 +251,7 @@ fn memory_of_a_dropped_future_lives_until_the_operation_ends() {
         // SAFETY: the owner keeps the memory, and nothing writes to it.
         let buf = unsafe { Lent::new(ptr, IO_ALIGN, None, owner.clone()) };
         {
-            let mut dropped = pin!(sim.write(FILE, 0, buf));
+            let mut dropped = pin!(sim.operate(OpKind::Write, FILE, 0, buf));
             start(dropped.as_mut()).await;
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -269,7 +269,7 @@ fn memory_under_a_read_is_garbage_until_it_is_done() {
         let sim = sim(quick());
         let buf = filled(3, IO_ALIGN);
         let ptr = buf.as_ptr();
-        let mut read = pin!(sim.read(FILE, 0, buf));
+        let mut read = pin!(sim.operate(OpKind::Read, FILE, 0, buf));
         start(read.as_mut()).await;
         // SAFETY: the read is held up by virtual time, and the memory lives in its future.
         assert_eq!(unsafe { ptr.read() }, 0xdb);
@@ -283,17 +283,17 @@ fn memory_under_a_read_is_garbage_until_it_is_done() {
 fn a_crash_keeps_what_was_synced_and_tears_what_was_not() {
     simulate(async {
         let sim = sim(quick());
-        sim.write(FILE, 0, filled(2, IO_ALIGN)).await.0.expect("written");
+        sim.operate(OpKind::Write, FILE, 0, filled(2, IO_ALIGN)).await.0.expect("written");
         assert!(!sim.is_durable(FILE));
         sim.sync(FILE).await.expect("synced");
         assert!(sim.is_durable(FILE));
         // A device that lies about a sync, and one that fails it, make nothing durable.
-        sim.write(FILE, IO_ALIGN as u64, filled(3, IO_ALIGN)).await.0.expect("written");
+        sim.operate(OpKind::Write, FILE, IO_ALIGN as u64, filled(3, IO_ALIGN)).await.0.expect("written");
         sim.script_next(OpKind::Sync, Fault::Lost);
         sim.sync(FILE).await.expect("it says");
         sim.script_next(OpKind::Sync, Fault::Error(libc::EIO));
         sim.sync(FILE).await.expect_err("scripted");
-        let mut in_flight = pin!(sim.write(FILE, 2 * IO_ALIGN as u64, filled(4, IO_ALIGN)));
+        let mut in_flight = pin!(sim.operate(OpKind::Write, FILE, 2 * IO_ALIGN as u64, filled(4, IO_ALIGN)));
         start(in_flight.as_mut()).await;
 
         let mut mixed = [false; 2];
@@ -317,12 +317,15 @@ fn a_crash_keeps_what_was_synced_and_tears_what_was_not() {
 fn conflicting_operations_are_counted() {
     simulate(async {
         let sim = sim(quick());
-        let mut reads = [pin!(sim.read(FILE, 0, filled(0, IO_ALIGN))), pin!(sim.read(FILE, 0, filled(0, IO_ALIGN)))];
+        let mut reads = [
+            pin!(sim.operate(OpKind::Read, FILE, 0, filled(0, IO_ALIGN))),
+            pin!(sim.operate(OpKind::Read, FILE, 0, filled(0, IO_ALIGN))),
+        ];
         for read in &mut reads {
             start(read.as_mut()).await;
         }
         assert_eq!(sim.counts().conflicts, 0, "two readers do no harm");
-        let mut write = pin!(sim.write(FILE, 0, filled(0, IO_ALIGN)));
+        let mut write = pin!(sim.operate(OpKind::Write, FILE, 0, filled(0, IO_ALIGN)));
         start(write.as_mut()).await;
         assert_eq!(sim.counts().conflicts, 1);
     });

@@ -4,21 +4,15 @@ use std::io;
 
 use tokio::sync::oneshot;
 
-use crate::{
-    checksum::checksum,
-    io::uring::{Completed, Transfer},
-    memory::Lent,
-};
+use super::transfer::{Completed, Transfer};
+use crate::{checksum::checksum, memory::Lent, shield::caught};
 
 /// Sends a result, on the reactor.
 pub(super) type Answer = Box<dyn FnOnce() + Send>;
 
-/// A block that a worker has read or written.
-pub(crate) struct Transferred {
-    pub(crate) buf: Lent,
-    /// The checksum of the requested number of bytes, if it was requested.
-    pub(crate) result: io::Result<Option<u64>>,
-}
+/// The end of a transfer, whose memory has been dropped: the checksum of the requested number of bytes, if it was
+/// requested.
+pub(super) type Transferred = io::Result<Option<u64>>;
 
 /// Receiver of a block that is being transferred.
 pub struct Waiter {
@@ -72,7 +66,8 @@ pub(super) fn checksum_of(buf: &Lent, bytes: usize) -> u64 {
 pub(super) fn answer(ended: Completed<Waiter>) -> Answer {
     let Completed { buf, result, tag: Waiter { sum_bytes, sum, answer } } = ended;
     let result = result.map(|()| sum.or_else(|| (sum_bytes > 0).then(|| checksum_of(&buf, sum_bytes))));
-    let transferred = Transferred { buf, result };
+    // On this thread, and caught: the memory of a movement that is gone may be the last owner of something that panics.
+    _ = caught(move || drop(buf));
     // The movement may be gone.
-    Box::new(move || drop(answer.send(transferred)))
+    Box::new(move || drop(answer.send(result)))
 }

@@ -1,118 +1,112 @@
-//! Complete transfers: resumes short operations and retries interrupted ones, a bounded number of times.
+//! Whole transfers of several operations: resumes short ones and retries interrupted ones, a bounded number of times.
+//!
+//! The only place that does: the reactor's ring and the simulation by [`in_parts`], the threads' rings and system calls
+//! by [`Parts`] itself.
 
 use std::io;
 
-use super::{Storage, check_offset};
 use crate::{
     block::{FileId, IO_ALIGN, OpKind},
-    memory::{IoBuf, Lent},
+    memory::Lent,
 };
 
 /// Largest number of operations in a row that are interrupted or make no progress.
 const NO_PROGRESS_MAX: u32 = 8;
 
-/// Like [`read_full`], and returns the memory's owner.
-pub(crate) async fn read_into<S: Storage, O: Send + Sync + 'static>(
-    storage: &S,
-    file: FileId,
-    offset: u64,
-    buf: IoBuf<O>,
-) -> (io::Result<()>, O) {
-    // SAFETY: the only `Lent` of the memory; it is dropped with the result of the read.
-    let result = read_full(storage, file, offset, unsafe { buf.lend() }).await.0;
-    (result, buf.into_owner())
-}
-
-/// Like [`write_full`], and returns the memory's owner.
-pub(crate) async fn write_from<S: Storage, O: Send + Sync + 'static>(
-    storage: &S,
-    file: FileId,
-    offset: u64,
-    buf: IoBuf<O>,
-) -> (io::Result<()>, O) {
-    // SAFETY: the only `Lent` of the memory; it is dropped with the result of the write.
-    let result = write_full(storage, file, offset, unsafe { buf.lend() }).await.0;
-    (result, buf.into_owner())
-}
-
-/// Reads until `buf` is full, and returns it.
+/// Reads or writes all of `buf` by operations of `operate`, which reports the bytes that it moved, and returns it.
 ///
 /// # Errors
-/// The storage's error, after 8 attempts in a row without progress if it was `EINTR` or `EAGAIN`; `UnexpectedEof` if
-/// the file ends first. The content of `buf` is then undefined.
+/// The operation's error, after 8 attempts in a row without progress if it was `EINTR` or `EAGAIN`; `UnexpectedEof` if
+/// the file ends before a read is complete; `WriteZero` if it takes no bytes. The range that was to be filled is then
+/// undefined.
 ///
 /// # Cancel safety
-/// Dropping the future abandons the read; `buf` lives until the operation in flight is done.
-pub async fn read_full<S: Storage>(storage: &S, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
-    transfer(storage, OpKind::Read, file, offset, buf).await
-}
-
-/// Writes all of `buf`, and returns it.
-///
-/// # Errors
-/// The storage's error, after 8 attempts in a row without progress if it was `EINTR` or `EAGAIN`; `WriteZero` if it
-/// accepts no bytes. The range of the file is then undefined.
-///
-/// # Cancel safety
-/// Dropping the future leaves the range undefined; `buf` lives until the operation in flight is done.
-pub async fn write_full<S: Storage>(storage: &S, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
-    transfer(storage, OpKind::Write, file, offset, buf).await
-}
-
-async fn transfer<S: Storage>(
-    storage: &S,
+/// As of `operate`.
+pub async fn in_parts(
     kind: OpKind,
     file: FileId,
     offset: u64,
     buf: Lent,
+    mut operate: impl AsyncFnMut(u64, Lent) -> (io::Result<usize>, Lent),
 ) -> (io::Result<()>, Lent) {
-    // The caller may have skipped a part: only the rest is transferred.
-    let already_skipped = buf.skipped();
-    let mut progress = Progress::new(kind, file, offset, &buf);
-    if let Err(error) = check_offset(offset, buf.len()) {
-        return (Err(error), buf);
-    }
-    let mut buf = buf;
-    while progress.done < progress.len {
-        let at = offset + progress.done as u64;
-        let (result, back) = match kind {
-            OpKind::Read => storage.read(file, at, buf).await,
-            OpKind::Write => storage.write(file, at, buf).await,
-            OpKind::Sync => unreachable!("only read_full and write_full call this"),
-        };
-        buf = back.rewind().skip(already_skipped);
-        if let Err(error) = progress.account(result) {
-            return (Err(error), buf);
-        }
-        if progress.done < progress.len {
-            buf = buf.skip(progress.done);
+    let mut parts = match Parts::new(kind, file, offset, buf) {
+        Ok(parts) => parts,
+        Err((error, buf)) => return (Err(error), buf),
+    };
+    loop {
+        let (result, buf) = operate(parts.offset(), parts.take_rest()).await;
+        parts.rest = Some(buf);
+        if let Some(ended) = parts.account(result) {
+            return (ended, parts.into_buf());
         }
     }
-    (Ok(()), buf)
 }
 
-/// Progress of a transfer: pure bookkeeping, no I/O.
-pub(super) struct Progress {
+/// A transfer of which a part may be done: pure bookkeeping, no I/O.
+pub(super) struct Parts {
     kind: OpKind,
     file: FileId,
     offset: u64,
-    pub(super) len: usize,
+    /// The memory that is not done. Taken only while its range is changed, and by [`in_parts`].
+    rest: Option<Lent>,
+    /// Bytes that the caller had skipped.
+    skipped: usize,
+    len: usize,
     /// Bytes from the start that are done; a short operation may have moved more.
-    pub(super) done: usize,
+    done: usize,
     /// Direct I/O may be in use: resume only at multiples of [`IO_ALIGN`].
     aligned: bool,
     no_progress: u32,
 }
 
-impl Progress {
-    pub(super) fn new(kind: OpKind, file: FileId, offset: u64, buf: &Lent) -> Self {
-        let aligned = offset.is_multiple_of(IO_ALIGN as u64);
-        Progress { kind, file, offset, len: buf.len(), done: 0, aligned, no_progress: 0 }
+impl Parts {
+    /// A transfer of which nothing is done yet.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it reaches past the largest offset of a file, with the memory.
+    pub(super) fn new(kind: OpKind, file: FileId, offset: u64, buf: Lent) -> Result<Self, (io::Error, Lent)> {
+        if let Err(error) = check_offset(offset, buf.len()) {
+            return Err((error, buf));
+        }
+        let (len, skipped, aligned) = (buf.len(), buf.skipped(), offset.is_multiple_of(IO_ALIGN as u64));
+        Ok(Parts { kind, file, offset, rest: Some(buf), skipped, len, done: 0, aligned, no_progress: 0 })
     }
 
-    pub(super) fn account(&mut self, result: io::Result<usize>) -> io::Result<()> {
-        match result {
-            Ok(0) => Err(self.ended()),
+    pub(super) fn kind(&self) -> OpKind {
+        self.kind
+    }
+
+    /// Bytes of the whole transfer.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Where the next operation begins in the file.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset + self.done as u64
+    }
+
+    /// The memory of the next operation.
+    pub(super) fn rest(&self) -> &Lent {
+        self.rest.as_ref().expect(PUT_BACK)
+    }
+
+    fn take_rest(&mut self) -> Lent {
+        self.rest.take().expect(PUT_BACK)
+    }
+
+    /// The memory, as it was given.
+    pub(super) fn into_buf(self) -> Lent {
+        self.rest.expect(PUT_BACK).rewind().skip(self.skipped)
+    }
+
+    /// Notes the bytes that an operation moved. `None`: another operation is to follow.
+    pub(super) fn account(&mut self, result: io::Result<usize>) -> Option<io::Result<()>> {
+        if self.kind == OpKind::Sync {
+            return Some(result.map(|_| ()));
+        }
+        let accounted = match result {
+            Ok(0) if self.len > 0 => Err(self.ended()),
             Ok(moved) if moved > self.len - self.done => Err(self.error(
                 io::ErrorKind::InvalidData,
                 &format!("the storage engine reported {moved} bytes for {} requested", self.len - self.done),
@@ -123,7 +117,13 @@ impl Progress {
                 if self.no_progress < NO_PROGRESS_MAX { Ok(()) } else { Err(error) }
             }
             Err(error) => Err(error),
+        };
+        if accounted.is_err() || self.done == self.len {
+            return Some(accounted);
         }
+        let whole = self.take_rest().rewind();
+        self.rest = Some(whole.skip(self.skipped + self.done));
+        None
     }
 
     fn advance(&mut self, moved: usize) -> io::Result<()> {
@@ -150,63 +150,42 @@ impl Progress {
     }
 }
 
+/// Refuses offsets with a special meaning: `u64::MAX` is the current file position to a ring.
+fn check_offset(offset: u64, len: usize) -> io::Result<()> {
+    match offset.checked_add(len as u64) {
+        Some(end) if i64::try_from(end).is_ok() => Ok(()),
+        _ => {
+            let text = format!("{len} bytes at offset {offset} reach past the largest offset of a file, {}", i64::MAX);
+            Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+        }
+    }
+}
+
+const PUT_BACK: &str = "put back after every operation";
+
 #[cfg(test)]
 mod tests {
-    use std::{cell::RefCell, collections::VecDeque};
+    use futures_util::FutureExt;
 
     use super::*;
     use crate::memory::AlignedBuf;
 
-    /// Answers operations from a list, and records their offsets.
-    struct Scripted {
-        answers: RefCell<VecDeque<io::Result<usize>>>,
-        asked: RefCell<Vec<(u64, usize)>>,
-    }
-
-    impl Scripted {
-        fn new(answers: impl IntoIterator<Item = io::Result<usize>>) -> Self {
-            Scripted { answers: RefCell::new(answers.into_iter().collect()), asked: RefCell::default() }
-        }
-
-        async fn answer(&self, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-            self.asked.borrow_mut().push((offset, buf.len()));
-            let answer = self.answers.borrow_mut().pop_front().expect("no more operations than answers");
-            (answer, buf)
-        }
-    }
-
-    impl Storage for Scripted {
-        fn name(&self) -> &'static str {
-            "scripted"
-        }
-        async fn read(&self, _: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-            self.answer(offset, buf).await
-        }
-        async fn write(&self, _: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-            self.answer(offset, buf).await
-        }
-        async fn sync(&self, _: FileId) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
+    /// Runs a transfer whose operations are answered from a list; returns their offsets and lengths too.
     fn run(
         write: bool,
         offset: u64,
         skip: usize,
         answers: Vec<io::Result<usize>>,
     ) -> (io::Result<()>, Vec<(u64, usize)>, usize) {
-        let storage = Scripted::new(answers);
-        let buf = AlignedBuf::zeroed(4 * IO_ALIGN).lend().skip(skip);
-        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let (result, buf) = runtime.block_on(async {
-            match write {
-                true => write_full(&storage, FileId(0), offset, buf).await,
-                false => read_full(&storage, FileId(0), offset, buf).await,
-            }
+        let (kind, buf) = (if write { OpKind::Write } else { OpKind::Read }, AlignedBuf::zeroed(4 * IO_ALIGN).lend());
+        let (mut answers, mut asked) = (answers.into_iter(), Vec::new());
+        let transfer = in_parts(kind, FileId(0), offset, buf.skip(skip), async |at, buf| {
+            asked.push((at, buf.len()));
+            (answers.next().expect("no more operations than answers"), buf)
         });
-        assert!(storage.answers.borrow().is_empty(), "every answer was asked for");
-        (result, storage.asked.into_inner(), buf.len())
+        let (result, buf) = transfer.now_or_never().expect("nothing waits");
+        assert!(answers.next().is_none(), "every answer was asked for");
+        (result, asked, buf.len())
     }
 
     fn interrupted() -> io::Result<usize> {

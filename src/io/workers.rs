@@ -2,17 +2,14 @@
 //!
 //! Checksums and copies run at a few GB/s per core, and an operation on the reactor's ring costs some microseconds. On
 //! the reactor they would limit the whole cache to one core, however many drives there are, so movements hand them to
-//! workers. A worker has a ring of its own ([`Lane`]) and computes the checksum while the block is in its processor's
-//! cache: after a read, or before a write. Handing work over costs two wake-ups, 20 to 400 us on virtual machines, so a
-//! lone block stays on the reactor, as do all blocks if there are no workers.
+//! workers. A worker has a ring of its own and computes the checksum while the block is in its processor's cache: after
+//! a read, or before a write. Handing work over costs two wake-ups, 20 to 400 us on virtual machines, so a lone block
+//! stays on the reactor, as do all blocks if there are no workers.
+//!
+//! Where io_uring is refused, further threads make every operation of the disk tier by system calls.
 
 #[cfg(test)]
-mod model;
-pub(crate) mod pool;
-pub(crate) mod seat;
-#[cfg(test)]
 mod tests;
-pub(crate) mod waiter;
 
 use std::{
     cell::Cell,
@@ -26,18 +23,14 @@ use std::{
 
 use tokio::{sync::oneshot, task::AbortHandle};
 
-pub(crate) use self::waiter::Transferred;
-use self::{
+use super::{
+    driver::ThreadDriver,
     pool::{Pool, WAKE_BYTES},
-    seat::Ringless,
-    waiter::{Answer, Waiter},
+    ring::Ring,
+    transfer::Transfer,
+    waiter::{Answer, Transferred, Waiter},
 };
-use crate::{
-    io::uring::{Lane, Transfer},
-    metrics::Count,
-    shield::caught,
-    urgency::Urgency,
-};
+use crate::{metrics::Count, shield::caught, urgency::Urgency};
 
 /// Least work worth handing over to threads: about 8 us.
 const WORK_BYTES_MIN: u64 = 64 << 10;
@@ -53,6 +46,21 @@ pub(crate) struct Workers {
     done: Arc<Count>,
 }
 
+/// Which threads to start.
+#[derive(Default)]
+pub(crate) struct ThreadPlan {
+    /// Threads for checksums and copies.
+    pub(crate) workers: u32,
+    /// How many of these read and write too, each by a ring of its own, if the kernel allows it.
+    pub(crate) rings: u32,
+    /// Further threads, which read and write by system calls.
+    pub(crate) callers: u32,
+    /// The processors near the drives, where the threads run if this process may use any of them.
+    pub(crate) near: Vec<usize>,
+    /// A file that the rings hold open.
+    pub(crate) held: Option<Arc<OwnedFd>>,
+}
+
 enum Kind {
     /// All work is done on the reactor.
     None,
@@ -61,8 +69,8 @@ enum Kind {
         threads: Vec<JoinHandle<()>>,
         /// The reactor's task that runs answers.
         answers: AbortHandle,
-        /// Whether some of the threads have a ring.
-        rings: bool,
+        /// Whether some of the threads transfer.
+        transfers: bool,
     },
 }
 
@@ -87,75 +95,71 @@ fn run_on(processors: &[usize]) {
 }
 
 /// A ring for this thread, if the kernel allows one.
-fn lane(held: Option<&OwnedFd>) -> Option<Lane<Waiter>> {
+fn ring(held: Option<&OwnedFd>) -> Option<Ring<Waiter>> {
     let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring");
-    Lane::new(held.map(AsFd::as_fd)).inspect_err(refused).ok()
+    Ring::new(held.map(AsFd::as_fd)).inspect_err(refused).ok()
 }
 
-/// Runs a worker to its end, on its thread, with the ring that it was given at first. After a panic it gets another by
-/// `renew`. If that is refused, the worker transfers by system calls: the queue has transfers for it.
-fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>, renew: impl Fn() -> Option<Lane<Waiter>>) {
-    let has_ring = lane.is_some();
+/// Runs a worker to its end, on its thread, with the driver that it was given at first. After a panic it gets another
+/// ring by `renew`, if it had one. If that is refused, the worker transfers by system calls: the queue has transfers
+/// for it.
+fn run(pool: &Pool, worker: u32, mut driver: ThreadDriver, renew: impl Fn() -> Option<Ring<Waiter>>) {
+    let (transfers, has_ring) = (driver.transfers(), driver.has_ring());
     loop {
         // After a panic, transfers in flight are dropped once the kernel is done with them, and their waiters are
         // notified.
-        let ended = catch_unwind(AssertUnwindSafe(|| match lane.take() {
-            Some(mut lane) => pool.run(worker, &mut lane),
-            None => pool.run(worker, &mut Ringless::new(thread::park, has_ring)),
+        let ended = catch_unwind(AssertUnwindSafe(move || {
+            let mut driver = driver;
+            pool.run(worker, &mut driver);
         }));
         if ended.is_ok() {
             return;
         }
         // A subscriber of the log may panic: that must not end the thread.
         _ = caught(|| tracing::error!("a worker thread panicked and restarts"));
-        lane = if has_ring { caught(&renew).flatten() } else { None };
+        let ring = if has_ring { caught(&renew).flatten() } else { None };
+        driver = ring.map_or_else(|| ThreadDriver::without_ring(transfers), ThreadDriver::with);
     }
 }
 
 impl Workers {
     /// No workers: all work is done on the reactor.
-    #[cfg(feature = "sim")]
     pub(crate) fn none() -> Rc<Self> {
-        Rc::new(Workers {
-            kind: Kind::None,
-            busy: Cell::new(0),
-            work_bytes_min: WORK_BYTES_MIN,
-            done: Arc::new(Count::unexported()),
-        })
+        let done = Arc::new(Count::unexported());
+        Rc::new(Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done })
     }
 
-    /// Starts `count` threads; the first `rings` of them have a ring of their own, if the kernel allows it. They run on
-    /// the processors `near` the drives, if there are any that this process may use. Their rings hold the file `held`
-    /// open. `done` counts their work. Call on the reactor.
+    /// Starts threads. `done` counts their work. Call on the reactor.
     ///
     /// # Errors
     /// The system's error, if it cannot start a thread.
-    pub(crate) fn start(
-        count: u32,
-        rings: u32,
-        near: &[usize],
-        held: Option<Arc<OwnedFd>>,
-        done: Arc<Count>,
-    ) -> io::Result<Rc<Self>> {
-        let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
+    pub(crate) fn start(plan: ThreadPlan, done: Arc<Count>) -> io::Result<Rc<Self>> {
+        let ThreadPlan { workers: computing, rings, callers, near, held } = plan;
+        // Without such threads, callers are for the disk alone.
+        let work_bytes_min = if computing == 0 { u64::MAX } else { WORK_BYTES_MIN };
+        let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min, done };
+        let (count, rings) = (computing + callers, rings.min(computing));
         if count == 0 {
             return Ok(Rc::new(workers));
         }
-        let pool = Arc::new(Pool::new(count, rings.min(count), WAKE_BYTES));
+        // A system call occupies its thread, for as long as the drive likes: each transfer wakes another thread.
+        let wake_bytes = if callers > 0 { 0 } else { WAKE_BYTES };
+        let pool = Arc::new(Pool::new(count, callers + rings, wake_bytes));
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
-        workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, rings: false };
+        workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, transfers: false };
         let (tell, told) = mpsc::channel();
         for worker in 0..count {
-            let (pool, tell) = (Arc::clone(&pool), tell.clone());
-            let (near, held) = (near.to_vec(), held.clone());
+            let (pool, tell, near, held) = (Arc::clone(&pool), tell.clone(), near.clone(), held.clone());
             let run = move || {
                 run_on(&near);
-                let lane = if worker < rings { lane(held.as_deref()) } else { None };
+                let renew = || ring(held.as_deref());
+                let ring = if (callers..callers + rings).contains(&worker) { renew() } else { None };
+                let driver = ring.map_or_else(|| ThreadDriver::without_ring(worker < callers), ThreadDriver::with);
                 // The starting thread waits for all of these messages.
-                let _ = tell.send(lane.is_some());
+                let _ = tell.send(driver.transfers());
                 drop(tell);
-                run(&pool, worker, lane, || self::lane(held.as_deref()));
+                run(&pool, worker, driver, renew);
             };
             let thread = thread::Builder::new().name(format!("kvhoist-work-{worker}")).spawn(run)?;
             if let Kind::Threads { threads, .. } = &mut workers.kind {
@@ -163,8 +167,8 @@ impl Workers {
             }
         }
         drop(tell);
-        if let Kind::Threads { rings, .. } = &mut workers.kind {
-            *rings = told.iter().fold(false, |any, has_lane| any | has_lane);
+        if let Kind::Threads { transfers, .. } = &mut workers.kind {
+            *transfers = told.iter().fold(false, |any, one| any | one);
         }
         Ok(Rc::new(workers))
     }
@@ -173,7 +177,7 @@ impl Workers {
     #[cfg(feature = "sim")]
     pub(crate) fn stepped(pool: Arc<Pool>, done: Arc<Count>) -> Rc<Self> {
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
-        let kind = Kind::Threads { pool, threads: Vec::new(), answers, rings: true };
+        let kind = Kind::Threads { pool, threads: Vec::new(), answers, transfers: true };
         Rc::new(Workers { kind, busy: Cell::new(0), work_bytes_min: 1, done })
     }
 
@@ -226,7 +230,7 @@ impl Workers {
 impl Workers {
     /// True if workers read and write.
     pub(crate) fn transfers(&self) -> bool {
-        matches!(self.kind, Kind::Threads { rings: true, .. })
+        matches!(self.kind, Kind::Threads { transfers: true, .. })
     }
 
     /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
@@ -237,12 +241,12 @@ impl Workers {
     }
 
     /// Reads or writes all of a buffer on a worker, which also computes the checksum of its first `sum_bytes` bytes: of
-    /// what it has read, or before it writes. `None` if no worker has a ring, or if the worker died: the kernel is then
+    /// what it has read, or before it writes. `None` if no worker transfers, or if the worker died: the kernel is then
     /// done with the memory, which has been dropped, and a block that was written may be there, in part, or not at all.
     ///
     /// Dropping the future does not stop the transfer, which keeps its memory.
     pub(crate) async fn transfer(&self, urgency: Urgency, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
-        let Kind::Threads { pool, rings: true, .. } = &self.kind else { return None };
+        let Kind::Threads { pool, transfers: true, .. } = &self.kind else { return None };
         let (waiter, answered) = Waiter::new(sum_bytes);
         pool.push_transfer(urgency, transfer, waiter);
         let transferred = answered.await.ok()?;

@@ -8,21 +8,21 @@ use std::{collections::VecDeque, fs::File, sync::Arc};
 use tokio::sync::oneshot;
 
 use super::{
+    driver::{Driver, Wake, Woken},
     pool::Pool,
-    seat::{Bell, Rung, Seat},
+    transfer::{Completed, OpenFile, Transfer},
     waiter::Waiter,
 };
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    io::uring::{Completed, Transfer},
     memory::AlignedBuf,
     urgency::Urgency,
 };
 
 /// A ring whose transfers complete while its worker sleeps, or when the checker likes.
 struct Modelled {
-    rung: Rung,
+    woken: Woken,
     /// Reads that it takes at once, and writes.
     transfers_max: usize,
     in_flight: Vec<(OpKind, Completed<Waiter>)>,
@@ -31,7 +31,7 @@ struct Modelled {
 
 impl Modelled {
     fn new(transfers_max: usize) -> Self {
-        Modelled { rung: Arc::default(), transfers_max, in_flight: Vec::new(), completed: VecDeque::new() }
+        Modelled { woken: Arc::default(), transfers_max, in_flight: Vec::new(), completed: VecDeque::new() }
     }
 
     fn complete_one(&mut self) {
@@ -42,9 +42,9 @@ impl Modelled {
     }
 }
 
-impl Seat for Modelled {
+impl Driver for Modelled {
     fn room(&self, kind: OpKind) -> usize {
-        self.transfers_max - Seat::in_flight(self, kind)
+        self.transfers_max - Driver::in_flight(self, kind)
     }
 
     fn in_flight(&self, kind: OpKind) -> usize {
@@ -69,8 +69,8 @@ impl Seat for Modelled {
         self.completed.pop_front()
     }
 
-    fn bell(&self) -> Bell {
-        Bell::modelled(Arc::clone(&self.rung))
+    fn wake(&self) -> Wake {
+        Wake::modelled(Arc::clone(&self.woken))
     }
 
     fn sleep(&mut self) {
@@ -78,11 +78,11 @@ impl Seat for Modelled {
             shuttle::thread::yield_now();
             return self.complete_one();
         }
-        let mut rung = self.rung.0.lock().expect("nothing panics under it");
-        while !*rung {
-            rung = self.rung.1.wait(rung).expect("nothing panics under it");
+        let mut woken = self.woken.0.lock().expect("nothing panics under it");
+        while !*woken {
+            woken = self.woken.1.wait(woken).expect("nothing panics under it");
         }
-        *rung = false;
+        *woken = false;
     }
 }
 
@@ -119,8 +119,8 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
         let mut buf = AlignedBuf::zeroed(4096);
         buf.fill(n);
         let kind = if n % 2 == 0 { OpKind::Read } else { OpKind::Write };
-        let transfer =
-            Transfer { kind, file: Arc::clone(&file), id: FileId(0), is_in_memory: false, offset: 0, buf: buf.lend() };
+        let file = OpenFile { file: Arc::clone(&file), id: FileId(0), by_calls: false };
+        let transfer = Transfer { kind, file, offset: 0, buf: buf.lend() };
         let (waiter, transferred) = Waiter::new(4096);
         // Some are raised while they wait.
         let urgency = if n % 3 == 0 { Urgency::Awaited } else { Urgency::Background(u64::from(n)) };
@@ -133,7 +133,7 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
     let all = async {
         for (n, transferred, worked) in answered {
             let transferred = transferred.await.expect("no worker died");
-            assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[n; 4096])));
+            assert_eq!(transferred.expect("transferred"), Some(checksum(&[n; 4096])));
             assert_eq!(worked.await, Ok(n));
         }
     };

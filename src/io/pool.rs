@@ -8,12 +8,12 @@ use std::{collections::VecDeque, sync::Arc};
 use tokio::sync::Notify;
 
 use super::{
-    seat::{Bell, Seat},
+    driver::{Driver, Wake},
+    transfer::Transfer,
     waiter::{self, Answer, Waiter},
 };
 use crate::{
     block::OpKind,
-    io::uring::Transfer,
     sync::{Mutex, MutexGuard},
     urgency::{Line, Urgency},
 };
@@ -60,7 +60,7 @@ struct Queue {
 /// A sleeping worker.
 struct Sleeper {
     worker: u32,
-    bell: Bell,
+    wake: Wake,
     /// What it could start.
     room: Room,
 }
@@ -75,9 +75,9 @@ struct Room {
 }
 
 impl Room {
-    fn of(seat: &impl Seat) -> Room {
-        let [reads, writes] = [OpKind::Read, OpKind::Write].map(|kind| seat.room(kind));
-        Room { reads, writes, writing: seat.in_flight(OpKind::Write) }
+    fn of(driver: &impl Driver) -> Room {
+        let [reads, writes] = [OpKind::Read, OpKind::Write].map(|kind| driver.room(kind));
+        Room { reads, writes, writing: driver.in_flight(OpKind::Write) }
     }
 }
 
@@ -85,7 +85,7 @@ impl Room {
 pub enum Step {
     /// It takes the next step.
     Next,
-    /// It sleeps in its seat, and then calls [`Pool::awake`].
+    /// It sleeps by its driver, and then calls [`Pool::awake`].
     Sleep,
     /// It ends: no more work will come.
     End,
@@ -201,21 +201,21 @@ impl Pool {
         queue.bytes += bytes;
         let sleeper = queue.sleeper(false);
         drop(queue);
-        sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
+        sleeper.iter().for_each(|sleeper| sleeper.wake.wake());
     }
 
     pub(super) fn push_transfer(&self, urgency: Urgency, transfer: Transfer, waiter: Waiter) {
         let mut queue = self.lock();
         queue.bytes += transfer.buf.len() as u64;
         let line = match transfer.kind {
+            OpKind::Read => &mut queue.reads,
             OpKind::Write if waiter.sum_bytes > 0 => &mut queue.unsummed,
-            OpKind::Write => &mut queue.writes,
-            _ => &mut queue.reads,
+            OpKind::Write | OpKind::Sync => &mut queue.writes,
         };
         line.push(urgency, (transfer, waiter));
         let sleeper = queue.sleeper(true);
         drop(queue);
-        sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
+        sleeper.iter().for_each(|sleeper| sleeper.wake.wake());
     }
 
     /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
@@ -225,15 +225,15 @@ impl Pool {
     }
 
     /// Runs a worker until no more work will come.
-    pub(super) fn run(&self, worker: u32, seat: &mut impl Seat) {
-        // It may have died asleep, and taken its bell with it.
+    pub(super) fn run(&self, worker: u32, driver: &mut impl Driver) {
+        // It may have died asleep, and its wake-up is of no use then.
         self.awake(worker);
         let mut unsubmitted = false;
         loop {
-            match self.step(worker, seat, &mut unsubmitted) {
+            match self.step(worker, driver, &mut unsubmitted) {
                 Step::Next => {}
                 Step::Sleep => {
-                    seat.sleep();
+                    driver.sleep();
                     unsubmitted = false;
                     self.awake(worker);
                 }
@@ -242,15 +242,15 @@ impl Pool {
         }
     }
 
-    /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the seat has started transfers that
-    /// it has not submitted.
-    pub fn step(&self, worker: u32, seat: &mut impl Seat, unsubmitted: &mut bool) -> Step {
-        let Taken { transfers, unsummed, work } = self.lock().take(Room::of(seat), !seat.has_completed());
+    /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the driver has started transfers
+    /// that it has not submitted.
+    pub fn step(&self, worker: u32, driver: &mut impl Driver, unsubmitted: &mut bool) -> Step {
+        let Taken { transfers, unsummed, work } = self.lock().take(Room::of(driver), !driver.has_completed());
         *unsubmitted |= !transfers.is_empty();
-        transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
+        transfers.into_iter().for_each(|(transfer, waiter)| driver.start(transfer, waiter));
         // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
-        if *unsubmitted && (seat.has_completed() || work.is_some() || unsummed.is_some()) {
-            seat.poll();
+        if *unsubmitted && (driver.has_completed() || work.is_some() || unsummed.is_some()) {
+            driver.poll();
             *unsubmitted = false;
         }
         // What was taken is done first: a completion that the submission has found can wait.
@@ -259,34 +259,34 @@ impl Pool {
         } else if let Some((transfer, waiter)) = unsummed {
             match waiter::sum(transfer, waiter) {
                 Ok((transfer, waiter)) => {
-                    seat.start(transfer, waiter);
+                    driver.start(transfer, waiter);
                     *unsubmitted = true;
                 }
                 Err(refused) => self.answer(waiter::answer(refused)),
             }
-        } else if let Some(ended) = seat.take_completed() {
+        } else if let Some(ended) = driver.take_completed() {
             self.answer(waiter::answer(ended));
         } else {
-            return self.fall_asleep(worker, seat);
+            return self.fall_asleep(worker, driver);
         }
         Step::Next
     }
 
     /// Enters the worker in the list of sleepers, unless there is work. A worker without room for the queued transfers
     /// wakes one that has room: no worker was woken for them while this one was awake.
-    fn fall_asleep(&self, worker: u32, seat: &impl Seat) -> Step {
-        let room = Room::of(seat);
+    fn fall_asleep(&self, worker: u32, driver: &impl Driver) -> Step {
+        let room = Room::of(driver);
         let mut queue = self.lock();
         if !queue.work.is_empty() || queue.has_transfer_for(room) {
             return Step::Next;
         }
         let with_room = if worker < queue.rings { queue.any_sleeper(true) } else { None };
-        let ends = queue.closed && [OpKind::Read, OpKind::Write].iter().all(|&kind| seat.in_flight(kind) == 0);
+        let ends = queue.closed && [OpKind::Read, OpKind::Write].iter().all(|&kind| driver.in_flight(kind) == 0);
         if !ends {
-            queue.asleep.push(Sleeper { worker, bell: seat.bell(), room });
+            queue.asleep.push(Sleeper { worker, wake: driver.wake(), room });
         }
         drop(queue);
-        with_room.iter().for_each(|sleeper| sleeper.bell.ring());
+        with_room.iter().for_each(|sleeper| sleeper.wake.wake());
         if ends { Step::End } else { Step::Sleep }
     }
 
@@ -329,7 +329,7 @@ impl Pool {
             queue.closed = true;
             std::mem::take(&mut queue.asleep)
         };
-        asleep.iter().for_each(|sleeper| sleeper.bell.ring());
+        asleep.iter().for_each(|sleeper| sleeper.wake.wake());
     }
 
     /// Number of sleeping workers.

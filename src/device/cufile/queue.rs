@@ -1,4 +1,4 @@
-//! A queue of work for threads that wait for it.
+//! The queue of requests before the thread that makes them.
 
 use std::{
     collections::VecDeque,
@@ -7,7 +7,7 @@ use std::{
 };
 
 /// First in, first out, until it is closed. Its owners bound its length.
-pub struct Queue<T> {
+pub(super) struct Queue<T> {
     state: Mutex<State<T>>,
     changed: Condvar,
 }
@@ -26,7 +26,7 @@ impl<T> Default for Queue<T> {
 
 /// How long to wait for work.
 #[derive(Clone, Copy)]
-pub enum Wait {
+pub(super) enum Wait {
     /// Not at all.
     No,
     /// For this time at most.
@@ -45,7 +45,7 @@ impl<T> Queue<T> {
     ///
     /// # Errors
     /// The work.
-    pub fn push(&self, work: T) -> Result<(), T> {
+    pub(super) fn push(&self, work: T) -> Result<(), T> {
         let mut state = self.lock();
         if state.closed {
             return Err(work);
@@ -57,18 +57,13 @@ impl<T> Queue<T> {
     }
 
     /// Takes no more work. What is there already can be taken.
-    pub fn close(&self) {
+    pub(super) fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 
-    /// The next work; `None` once the queue is closed and empty. Blocks without using the CPU.
-    pub fn pop(&self) -> Option<T> {
-        self.wait(Wait::ForEver).waiting.pop_front()
-    }
-
     /// Takes up to `count` pieces of work. The flag is true once the queue is closed and empty.
-    pub fn take(&self, count: usize, wait: Wait) -> (Vec<T>, bool) {
+    pub(super) fn take(&self, count: usize, wait: Wait) -> (Vec<T>, bool) {
         let mut state = self.wait(wait);
         let count = count.min(state.waiting.len());
         (state.waiting.drain(..count).collect(), state.closed && state.waiting.is_empty())

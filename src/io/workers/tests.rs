@@ -19,7 +19,8 @@ use super::*;
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    memory::{AlignedBuf, GuardedMemory, IoBuf},
+    io::transfer::OpenFile,
+    memory::{AlignedBuf, GuardedMemory, IoBuf, Lent},
 };
 
 /// Runs a test inside a reactor.
@@ -28,8 +29,17 @@ fn on_reactor(test: impl Future<Output = ()>) {
     LocalSet::new().block_on(&runtime, test);
 }
 
-fn workers(count: u32) -> Rc<Workers> {
-    Workers::start(count, 0, &[], None, Arc::new(Count::unexported())).expect("threads")
+fn start(plan: ThreadPlan) -> Rc<Workers> {
+    Workers::start(plan, Arc::new(Count::unexported())).expect("threads")
+}
+
+fn workers(workers: u32) -> Rc<Workers> {
+    start(ThreadPlan { workers, ..ThreadPlan::default() })
+}
+
+/// Workers of which the first `rings` transfer.
+fn with_rings(workers: u32, rings: u32) -> Rc<Workers> {
+    start(ThreadPlan { workers, rings, ..ThreadPlan::default() })
 }
 
 #[test]
@@ -100,8 +110,8 @@ fn work_that_panics_is_lost_with_what_it_owned_and_the_worker_goes_on() {
 async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64, fill: u8) -> Option<Transferred> {
     let mut buf = AlignedBuf::zeroed(4096);
     buf.fill(fill);
-    let transfer =
-        Transfer { kind, file: Arc::clone(file), id: FileId(0), is_in_memory: false, offset, buf: buf.lend() };
+    let file = OpenFile { file: Arc::clone(file), id: FileId(0), by_calls: false };
+    let transfer = Transfer { kind, file, offset, buf: buf.lend() };
     workers.transfer(Urgency::Awaited, transfer, 4096).await
 }
 
@@ -109,7 +119,7 @@ async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64
 fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
     on_reactor(async {
         for kind in [OpKind::Read, OpKind::Write] {
-            let workers = Workers::start(1, 1, &[], None, Arc::new(Count::unexported())).expect("threads");
+            let workers = with_rings(1, 1);
             assert!(workers.transfers());
             let (from, mut to) = io::pipe().expect("a pipe");
             let (mut from, stuck) = match kind {
@@ -126,13 +136,13 @@ fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
             pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
             // The kernel owns the memory until then.
             drop((to, from.take()));
-            assert!(lost.await.is_none_or(|transferred| transferred.result.is_err()), "{kind:?}");
+            assert!(lost.await.is_none_or(|transferred| transferred.is_err()), "{kind:?}");
 
             let mut file = tempfile::tempfile().expect("a file");
             io::Write::write_all(&mut file, &[7; 8192]).expect("written");
             let file = Arc::new(file);
             let transferred = transfer(&workers, kind, &file, 4096, 7).await.expect("there is a worker");
-            assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
+            assert_eq!(transferred.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
         }
     });
 }
@@ -189,7 +199,7 @@ fn a_worker_that_dies_is_replaced_although_the_log_panics() {
 #[test]
 fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
     static REFUSED: AtomicBool = AtomicBool::new(false);
-    fn refused() -> Option<Lane<Waiter>> {
+    fn refused() -> Option<Ring<Waiter>> {
         REFUSED.store(true, Ordering::Release);
         None
     }
@@ -197,19 +207,22 @@ fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
         let pool = Arc::new(Pool::new(1, 1, WAKE_BYTES));
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
         let of_thread = Arc::clone(&pool);
-        let thread = thread::spawn(move || run(&of_thread, 0, lane(None), refused));
+        let thread = thread::spawn(move || {
+            let ring = ring(None).expect("a ring");
+            run(&of_thread, 0, ThreadDriver::with(ring), refused)
+        });
         pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
         while !REFUSED.load(Ordering::Acquire) {
             thread::yield_now();
         }
-        let kind = Kind::Threads { pool, threads: vec![thread], answers, rings: true };
+        let kind = Kind::Threads { pool, threads: vec![thread], answers, transfers: true };
         let done = Arc::new(Count::unexported());
         let workers = Workers { kind, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for kind in [OpKind::Write, OpKind::Read] {
             let all = (0..8).map(|n| transfer(&workers, kind, &file, n << 12, 7));
             for transferred in futures_util::future::join_all(all).await {
-                let sum = transferred.expect("no worker died").result.expect("transferred");
+                let sum = transferred.expect("no worker died").expect("transferred");
                 assert_eq!(sum, Some(checksum(&[7; 4096])), "{kind:?}");
             }
         }
@@ -220,7 +233,7 @@ fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
 fn a_worker_that_died_asleep_is_listed_once() {
     let pool = Pool::new(1, 1, WAKE_BYTES);
     for _ in 0..3 {
-        let mut dies_asleep = Ringless::new(|| std::panic::resume_unwind(Box::new("on purpose")), false);
+        let mut dies_asleep = ThreadDriver::that_sleeps(|| std::panic::resume_unwind(Box::new("on purpose")));
         assert!(catch_unwind(AssertUnwindSafe(|| pool.run(0, &mut dies_asleep))).is_err());
         assert_eq!(pool.asleep(), 1, "its successor would not be woken");
     }
@@ -236,7 +249,7 @@ fn fill_pipe(to: &mut io::PipeWriter) {
 #[test]
 fn blocks_are_written_with_the_checksum_of_what_was_written() {
     on_reactor(async {
-        let workers = Workers::start(3, 2, &[], None, Arc::new(Count::unexported())).expect("threads");
+        let workers = with_rings(3, 2);
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for round in 0..8_u8 {
             let one = |n: u8| {
@@ -244,7 +257,7 @@ fn blocks_are_written_with_the_checksum_of_what_was_written() {
                 let (offset, fill) = (u64::from(n) * 4096, n.wrapping_mul(7).wrapping_add(round));
                 tokio::task::spawn_local(async move {
                     let transferred = transfer(&workers, OpKind::Write, &file, offset, fill).await;
-                    let sum = transferred.expect("there is a worker").result.expect("written");
+                    let sum = transferred.expect("there is a worker").expect("written");
                     assert_eq!(sum, Some(checksum(&[fill; 4096])));
                 })
             };
@@ -264,7 +277,7 @@ fn blocks_are_written_with_the_checksum_of_what_was_written() {
 #[test]
 fn the_end_waits_for_writes_under_way() {
     on_reactor(async {
-        let workers = Workers::start(2, 2, &[], None, Arc::new(Count::unexported())).expect("threads");
+        let workers = with_rings(2, 2);
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for n in 0..64 {
             let mut abandoned = std::pin::pin!(transfer(&workers, OpKind::Write, &file, n << 12, 7));
@@ -314,7 +327,7 @@ fn workers_run_on_the_processors_near_the_drives_and_anywhere_if_none_of_them_is
     }
     on_reactor(async {
         let there = async |near: &[usize]| {
-            let workers = Workers::start(1, 0, near, None, Arc::new(Count::unexported())).expect("threads");
+            let workers = start(ThreadPlan { workers: 1, near: near.to_vec(), ..ThreadPlan::default() });
             workers.run(1, allowed).await.expect("ran")
         };
         let all = allowed();
@@ -328,7 +341,7 @@ fn workers_run_on_the_processors_near_the_drives_and_anywhere_if_none_of_them_is
 #[test]
 fn a_block_of_memory_that_was_taken_away_is_not_written() {
     on_reactor(async {
-        let workers = Workers::start(1, 1, &[], None, Arc::new(Count::unexported())).expect("threads");
+        let workers = with_rings(1, 1);
         for is_taken in [false, true] {
             let (file, memory) = (Arc::new(tempfile::tempfile().expect("a file")), GuardedMemory::new());
             // SAFETY: the memory stays mapped, and nobody writes to it.
@@ -340,13 +353,64 @@ fn a_block_of_memory_that_was_taken_away_is_not_written() {
                 // Seen by the checksum, not before.
                 memory.file.set_len(0).expect("it takes no seal");
             }
-            let (kind, is_in_memory) = (OpKind::Write, false);
-            let transfer =
-                Transfer { kind, file: Arc::clone(&file), id: FileId(0), is_in_memory, offset: 0, buf: lent };
+            let of_disk = OpenFile { file: Arc::clone(&file), id: FileId(0), by_calls: false };
+            let transfer = Transfer { kind: OpKind::Write, file: of_disk, offset: 0, buf: lent };
             let ended = workers.transfer(Urgency::Awaited, transfer, 4096).await.expect("a worker");
-            let fault = ended.result.err().and_then(|error| error.raw_os_error());
+            let fault = ended.err().and_then(|error| error.raw_os_error());
             assert_eq!(fault, is_taken.then_some(libc::EFAULT), "no fault of the disk");
             assert_eq!(file.metadata().expect("open").len(), if is_taken { 0 } else { 4096 });
         }
+    });
+}
+
+#[test]
+fn a_thread_that_blocks_holds_up_no_transfer_by_system_calls() {
+    on_reactor(async {
+        let workers = start(ThreadPlan { callers: 2, ..ThreadPlan::default() });
+        assert!(workers.transfers() && !workers.take(1 << 30), "they are for the disk alone");
+        let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there are threads") };
+        while pool.asleep() < 2 {
+            thread::yield_now();
+        }
+        let (go, wait) = mpsc::channel::<()>();
+        pool.push_work(
+            0,
+            Box::new(move || {
+                // Blocks until the test releases it.
+                let _ = wait.recv();
+                Box::new(|| ())
+            }),
+        );
+        let file = Arc::new(tempfile::tempfile().expect("a file"));
+        for kind in [OpKind::Write, OpKind::Read] {
+            transfer(&workers, kind, &file, 0, 7).await.expect("no worker died").expect("transferred");
+        }
+        drop(go);
+    });
+}
+
+/// An owner of memory that panics when it is dropped.
+struct Panics([u8; 4096]);
+
+impl Drop for Panics {
+    fn drop(&mut self) {
+        std::panic::resume_unwind(Box::new("on purpose"));
+    }
+}
+
+#[test]
+fn an_owner_that_panics_affects_no_transfer() {
+    on_reactor(async {
+        let workers = start(ThreadPlan { callers: 1, ..ThreadPlan::default() });
+        let file = Arc::new(tempfile::tempfile().expect("a file"));
+        let owner = Arc::new(Panics([7; 4096]));
+        let start = NonNull::from(&owner.0).cast();
+        // SAFETY: the array lives as long as its owner, and nothing writes to it.
+        let buf = unsafe { Lent::new(start, 4096, None, owner) };
+        let of_disk = OpenFile { file: Arc::clone(&file), id: FileId(0), by_calls: true };
+        let abandoned = Transfer { kind: OpKind::Write, file: of_disk, offset: 0, buf };
+        let written = workers.transfer(Urgency::Awaited, abandoned, 0).await;
+        written.expect("the thread has not died").expect("written");
+        transfer(&workers, OpKind::Read, &file, 0, 0).await.expect("no worker died").expect("read");
     });
 }

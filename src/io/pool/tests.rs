@@ -6,7 +6,7 @@ use super::{
     Urgency::{Awaited, Background},
     *,
 };
-use crate::{block::FileId, memory::AlignedBuf};
+use crate::{block::FileId, io::transfer::OpenFile, memory::AlignedBuf};
 
 const PAGE: usize = 4096;
 
@@ -19,8 +19,8 @@ impl Queued {
     }
 
     fn push(&self, kind: OpKind, urgency: Urgency, offset: u64, sum_bytes: usize) {
-        let (file, buf) = (Arc::clone(&self.1), AlignedBuf::zeroed(PAGE).lend());
-        let transfer = Transfer { kind, file, id: FileId(0), is_in_memory: false, offset, buf };
+        let file = OpenFile { file: Arc::clone(&self.1), id: FileId(0), by_calls: false };
+        let transfer = Transfer { kind, file, offset, buf: AlignedBuf::zeroed(PAGE).lend() };
         self.0.push_transfer(urgency, transfer, Waiter::new(sum_bytes).0);
     }
 

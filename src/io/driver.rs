@@ -1,0 +1,189 @@
+//! What an I/O thread moves blocks with, a ring or system calls, and where it sleeps.
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::VecDeque,
+    thread::{self, Thread},
+};
+
+use super::{
+    ring::{Ring, TRANSFERS_MAX, WakeFd},
+    transfer::{Completed, InFlight, Transfer},
+    waiter::Waiter,
+};
+use crate::block::OpKind;
+
+/// Bytes that a thread reads at once, and that it writes at once, but at least two blocks each: enough to keep a few
+/// drives busy, and little enough to stay in the processor's cache until the checksum is computed.
+const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
+
+/// Makes the transfers of one thread.
+pub trait Driver {
+    /// Number of further reads or writes that the thread takes. Reads take no room of writes, nor writes of reads.
+    fn room(&self, kind: OpKind) -> usize;
+
+    /// Reads or writes in flight.
+    fn in_flight(&self, kind: OpKind) -> usize;
+
+    /// Starts a transfer at the next [`poll`](Self::poll) or [`sleep`](Self::sleep).
+    fn start(&mut self, transfer: Transfer, waiter: Waiter);
+
+    /// Submits the started transfers and collects completions, without sleeping.
+    fn poll(&mut self);
+
+    /// Whether completed transfers wait to be taken.
+    fn has_completed(&self) -> bool;
+
+    /// Takes the next completed transfer.
+    fn take_completed(&mut self) -> Option<Completed<Waiter>>;
+
+    /// What wakes the thread.
+    fn wake(&self) -> Wake;
+
+    /// Submits the started transfers, and sleeps until one completes or the thread is woken, now or since the last
+    /// sleep.
+    fn sleep(&mut self);
+}
+
+/// Wakes one I/O thread, from any thread.
+pub struct Wake(Kind);
+
+enum Kind {
+    Ring(WakeFd),
+    Thread(Thread),
+    #[cfg(feature = "sim")]
+    Task(std::sync::Arc<tokio::sync::Notify>),
+    /// Wakes a thread of a model.
+    #[cfg(test)]
+    Modelled(Woken),
+}
+
+/// Whether a model's thread has been woken.
+#[cfg(test)]
+pub(super) type Woken = std::sync::Arc<(shuttle::sync::Mutex<bool>, shuttle::sync::Condvar)>;
+
+impl Wake {
+    pub(super) fn wake(&self) {
+        match &self.0 {
+            Kind::Ring(wake) => wake.wake(),
+            Kind::Thread(thread) => thread.unpark(),
+            #[cfg(feature = "sim")]
+            Kind::Task(notify) => notify.notify_one(),
+            #[cfg(test)]
+            Kind::Modelled(woken) => {
+                *woken.0.lock().expect("nothing panics under it") = true;
+                woken.1.notify_one();
+            }
+        }
+    }
+
+    /// Wakes a thread that is a task.
+    #[cfg(feature = "sim")]
+    pub fn of_task(notify: std::sync::Arc<tokio::sync::Notify>) -> Self {
+        Wake(Kind::Task(notify))
+    }
+
+    #[cfg(test)]
+    pub(super) fn modelled(woken: Woken) -> Self {
+        Wake(Kind::Modelled(woken))
+    }
+}
+
+/// A thread's ring, if it has one, and its system calls.
+pub(super) struct ThreadDriver {
+    ring: Option<Ring<Waiter>>,
+    /// Whether the thread transfers; otherwise it leaves transfers to the others.
+    transfers: bool,
+    /// Transfers to be made by system calls, each when it is taken as completed: its bytes are still in the processor's
+    /// cache then.
+    calls: VecDeque<InFlight<Waiter>>,
+    /// Transfers whose offset is impossible.
+    refused: VecDeque<Completed<Waiter>>,
+    /// How a thread without a ring sleeps.
+    park: fn(),
+}
+
+impl ThreadDriver {
+    /// With a ring.
+    pub(super) fn with(ring: Ring<Waiter>) -> Self {
+        ThreadDriver { ring: Some(ring), ..ThreadDriver::without_ring(true) }
+    }
+
+    /// Sleeps by `park`, and leaves transfers to the others.
+    #[cfg(test)]
+    pub(super) fn that_sleeps(park: fn()) -> Self {
+        ThreadDriver { park, ..ThreadDriver::without_ring(false) }
+    }
+
+    pub(super) fn transfers(&self) -> bool {
+        self.transfers
+    }
+
+    pub(super) fn has_ring(&self) -> bool {
+        self.ring.is_some()
+    }
+
+    /// Transfers by system calls, one read and one write at a time, or not at all.
+    pub(super) fn without_ring(transfers: bool) -> Self {
+        ThreadDriver { ring: None, transfers, calls: VecDeque::new(), refused: VecDeque::new(), park: thread::park }
+    }
+}
+
+impl Driver for ThreadDriver {
+    fn room(&self, kind: OpKind) -> usize {
+        // Other threads may be free to make the next calls.
+        if !self.transfers || !self.calls.is_empty() {
+            return 0;
+        }
+        let Some(ring) = &self.ring else { return 1 };
+        let (count, bytes) = ring.in_flight(kind);
+        let more = if count < 2 { 2 - count } else { IN_FLIGHT_BYTES_MAX.saturating_sub(bytes) * count / bytes.max(1) };
+        more.min(TRANSFERS_MAX - count)
+    }
+
+    fn in_flight(&self, kind: OpKind) -> usize {
+        let is_read = |kind| kind == OpKind::Read;
+        let calls = self.calls.iter().filter(|call| is_read(call.parts.kind()) == is_read(kind)).count();
+        calls + self.ring.as_ref().map_or(0, |ring| ring.in_flight(kind).0)
+    }
+
+    fn start(&mut self, transfer: Transfer, waiter: Waiter) {
+        let by_calls = transfer.file.by_calls || transfer.kind == OpKind::Sync;
+        match (InFlight::new(transfer, waiter), &mut self.ring) {
+            (Err(refused), _) => self.refused.push_back(refused),
+            (Ok(transfer), Some(ring)) if !by_calls => ring.start(transfer),
+            (Ok(transfer), _) => self.calls.push_back(transfer),
+        }
+    }
+
+    fn poll(&mut self) {
+        if let Some(ring) = &mut self.ring {
+            ring.poll();
+        }
+    }
+
+    fn has_completed(&self) -> bool {
+        !self.calls.is_empty() || !self.refused.is_empty() || self.ring.as_ref().is_some_and(Ring::has_completed)
+    }
+
+    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
+        let by_ring = self.ring.as_mut().and_then(Ring::take_completed);
+        by_ring.or_else(|| self.refused.pop_front()).or_else(|| self.calls.pop_front().map(InFlight::make))
+    }
+
+    fn wake(&self) -> Wake {
+        Wake(match &self.ring {
+            Some(ring) => Kind::Ring(ring.wake_fd()),
+            None => Kind::Thread(thread::current()),
+        })
+    }
+
+    fn sleep(&mut self) {
+        match &mut self.ring {
+            Some(ring) => ring.wait(),
+            None => (self.park)(),
+        }
+    }
+}
