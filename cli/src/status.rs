@@ -49,6 +49,9 @@ pub fn table(status: &ServiceStatus, drives: &[Drive]) -> String {
     table.row("state", if status.draining { "draining" } else { "serving" });
     table.row("disk", format!("{}, {} left", show_bytes(status.capacity_bytes), show_bytes(status.capacity_left)));
     table.row("host memory", format!("{}, {} left", show_bytes(status.host_bytes), show_bytes(status.host_left)));
+    if status.files > 0 {
+        table.row("files held", format!("{}, {}", status.files, show_bytes(status.file_bytes)));
+    }
     table.row("clients cut off", status.cut_off);
     drives.iter().for_each(|drive| table.row("drive", plain(&drive.words())));
     for space in &status.spaces {

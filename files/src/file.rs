@@ -8,7 +8,7 @@ use std::{
         unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, atomic::AtomicBool},
     thread,
     time::Duration,
 };
@@ -18,7 +18,7 @@ use rustix::{
     time::{ClockId, clock_gettime},
 };
 
-use crate::{Error, Result};
+use crate::{Arrival, Error, FileIdentity, Result, held::Held};
 
 /// Where the system does not say what direct I/O wants: what every drive takes.
 const ALIGN: u64 = 4096;
@@ -28,7 +28,11 @@ const TICK_MS_MAX: u32 = 10;
 
 /// A file to be read. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct SourceFile(Arc<Inner>);
+pub struct SourceFile {
+    inner: Arc<Inner>,
+    /// A copy in memory, which is read instead as far as it is filled.
+    held: Option<Arc<Held>>,
+}
 
 #[derive(Debug)]
 struct Inner {
@@ -36,6 +40,7 @@ struct Inner {
     size: u64,
     /// The device that it is on, as the system numbers them.
     drive: u64,
+    inode: u64,
     /// As it was when it was opened.
     version: Version,
     cached: File,
@@ -68,6 +73,12 @@ pub(crate) enum Way {
     Direct,
     /// Through the page cache, for want of direct I/O.
     Buffered,
+    /// From a copy that another process holds in memory.
+    Held,
+}
+
+impl Way {
+    pub(crate) const COUNT: usize = 4;
 }
 
 impl SourceFile {
@@ -86,36 +97,58 @@ impl SourceFile {
         let mut end = &cached;
         let size = if found.is_file() { found.len() } else { end.seek(SeekFrom::End(0)).map_err(fail)? };
         let direct = reopen(&cached, OpenOptions::new().read(true));
-        let (path, drive, version) = (path.to_owned(), found.dev(), Version::of(&found));
-        Ok(SourceFile(Arc::new(Inner { path, size, drive, version, cached, direct })))
+        let (path, drive, inode, version) = (path.to_owned(), found.dev(), found.ino(), Version::of(&found));
+        Ok(SourceFile::of(Inner { path, size, drive, inode, version, cached, direct }))
+    }
+
+    fn of(inner: Inner) -> Self {
+        SourceFile { inner: Arc::new(inner), held: None }
+    }
+
+    /// The same file, whose bytes are read from a copy as far as it is filled: `memory` has them at the same offsets.
+    #[must_use]
+    pub fn with_copy(&self, memory: File, arrival: impl Arrival + 'static) -> Self {
+        SourceFile { inner: Arc::clone(&self.inner), held: Some(Arc::new(Held { memory, arrival: Box::new(arrival) })) }
+    }
+
+    /// What it was known by when it was opened.
+    pub fn identity(&self) -> FileIdentity {
+        let Inner { drive, inode, size, version, .. } = &*self.inner;
+        let (changed_s, changed_ns) = version.changed;
+        FileIdentity { device: *drive, inode: *inode, size: *size, changed_s, changed_ns }
     }
 
     /// The path that it was opened by.
     pub fn path(&self) -> &Path {
-        &self.0.path
+        &self.inner.path
     }
 
     /// Its length in bytes when it was opened.
     pub fn size(&self) -> u64 {
-        self.0.size
+        self.inner.size
     }
 
     /// The alignment that direct I/O wants of addresses, offsets and lengths, in bytes: memory whose address and file
     /// offset agree up to it is read without a copy. `None` without direct I/O.
     pub fn direct_align(&self) -> Option<u64> {
-        self.0.direct.as_ref().map(|direct| direct.align)
+        self.inner.direct.as_ref().map(|direct| direct.align)
     }
 
     /// The device that it is on.
     pub(crate) fn drive(&self) -> u64 {
-        self.0.drive
+        self.inner.drive
     }
 
     /// How to read a range; `uses_cache` is false where the page cache is not to be asked.
-    pub(crate) fn way(&self, start: u64, end: u64, uses_cache: bool) -> Way {
-        match &self.0.direct {
+    ///
+    /// Waits until the file's copy has it, if there is one.
+    pub(crate) fn way(&self, start: u64, end: u64, uses_cache: bool, given_up: &AtomicBool) -> Way {
+        if self.held.as_ref().is_some_and(|held| held.arrival.wait(end, given_up)) {
+            return Way::Held;
+        }
+        match &self.inner.direct {
             None => Way::Buffered,
-            Some(_) if uses_cache && is_cached(&self.0.cached, start, end) => Way::PageCache,
+            Some(_) if uses_cache && is_cached(&self.inner.cached, start, end) => Way::PageCache,
             Some(_) => Way::Direct,
         }
     }
@@ -123,11 +156,12 @@ impl SourceFile {
     /// Reads a range. `to` is longer than the range if direct I/O wants that; it ends where the file does. Returns the
     /// way that the bytes took.
     pub(crate) fn read(&self, way: Way, start: u64, to: &mut [u8]) -> Result<Way> {
-        let file = match (&self.0.direct, way) {
-            (Some(direct), Way::Direct) => &direct.file,
-            _ => &self.0.cached,
+        let file = match (&self.inner.direct, &self.held, way) {
+            (Some(direct), _, Way::Direct) => &direct.file,
+            (_, Some(held), Way::Held) => &held.memory,
+            _ => &self.inner.cached,
         };
-        let wanted = (self.0.size - start).min(to.len() as u64) as usize;
+        let wanted = (self.inner.size - start).min(to.len() as u64) as usize;
         let mut done = 0;
         while done < wanted {
             match file.read_at(&mut to[done..], start + done as u64) {
@@ -149,12 +183,12 @@ impl SourceFile {
 
     /// Refuses a file that was written to since it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
-        let now = self.0.cached.metadata().map_err(|error| Error::io("read", self.path(), error))?;
-        if self.0.version.lasts_until(&Version::of(&now)) { Ok(()) } else { Err(self.changed()) }
+        let now = self.inner.cached.metadata().map_err(|error| Error::io("read", self.path(), error))?;
+        if self.inner.version.lasts_until(&Version::of(&now)) { Ok(()) } else { Err(self.changed()) }
     }
 
     fn changed(&self) -> Error {
-        Error::Changed { path: self.0.path.clone() }
+        Error::Changed { path: self.inner.path.clone() }
     }
 }
 
@@ -237,7 +271,7 @@ impl SourceFile {
         let path = PathBuf::from("/proc/self/mem");
         let cached = File::open(&path).expect("a process may read its own memory");
         let version = Version::of(&cached.metadata().expect("it is open"));
-        SourceFile(Arc::new(Inner { path, size, drive: 0, version, cached, direct: None }))
+        SourceFile::of(Inner { path, size, drive: 0, inode: 0, version, cached, direct: None })
     }
 }
 
@@ -273,7 +307,7 @@ mod tests {
                 std::fs::write(&path, [turn; 100]).expect("a small file");
                 let written = std::fs::metadata(&path).expect("it is there").modified().expect("a time");
                 let file = SourceFile::open(&path).expect("it is there");
-                assert!(file.0.version.is_before_this_tick(), "the next change may have the same time");
+                assert!(file.inner.version.is_before_this_tick(), "the next change may have the same time");
                 file.check_unchanged().expect("nothing changed");
                 let writer = OpenOptions::new().write(true).open(&path).expect("it is there");
                 writer.write_all_at(b"x", 50).expect("in place");
@@ -304,8 +338,8 @@ mod tests {
         let path = folder.path().join("file");
         std::fs::write(&path, [1; 3 * 4096]).expect("a small file");
         let file = SourceFile::open(&path).expect("it is there");
-        let kernel_has_it = is_cached(&file.0.cached, 0, 4096);
-        assert_eq!(is_cached(&file.0.cached, 100, 3 * 4096), kernel_has_it);
-        assert!(!is_cached(&file.0.cached, 0, 4 * 4096));
+        let kernel_has_it = is_cached(&file.inner.cached, 0, 4096);
+        assert_eq!(is_cached(&file.inner.cached, 100, 3 * 4096), kernel_has_it);
+        assert!(!is_cached(&file.inner.cached, 0, 4 * 4096));
     }
 }

@@ -35,6 +35,7 @@ mod bounce;
 mod cuda;
 mod error;
 mod file;
+mod held;
 mod memory;
 mod pages;
 mod plan;
@@ -46,6 +47,7 @@ mod write;
 
 pub use error::Error;
 pub use file::SourceFile;
+pub use held::{Arrival, FileIdentity};
 pub use memory::Memory;
 pub use plan::Range;
 pub use shared::{Progress, Report};

@@ -26,6 +26,8 @@ pub struct Report {
     pub direct_bytes: u64,
     /// Bytes read or written through the page cache for want of direct I/O, or of alignment.
     pub buffered_bytes: u64,
+    /// Bytes read from a copy that a service holds in memory.
+    pub held_bytes: u64,
     /// Bytes copied from or to bounce buffers.
     pub bounced_bytes: u64,
 }
@@ -61,7 +63,7 @@ pub(crate) struct Shared {
 #[derive(Default)]
 pub(crate) struct Counts {
     arrived: AtomicU64,
-    ways: [AtomicU64; 3],
+    ways: [AtomicU64; Way::COUNT],
     bounced: AtomicU64,
 }
 
@@ -207,7 +209,7 @@ impl Shared {
     }
 
     fn report(&self) -> Report {
-        let [page_cache_bytes, direct_bytes, buffered_bytes] =
+        let [page_cache_bytes, direct_bytes, buffered_bytes, held_bytes] =
             self.counts.ways.each_ref().map(|count| count.load(Ordering::Relaxed));
         Report {
             bytes: self.bytes_total,
@@ -215,6 +217,7 @@ impl Shared {
             page_cache_bytes,
             direct_bytes,
             buffered_bytes,
+            held_bytes,
             bounced_bytes: self.counts.bounced.load(Ordering::Relaxed),
         }
     }

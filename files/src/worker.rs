@@ -50,7 +50,7 @@ pub(crate) struct Reads {
 impl Carry for Reads {
     fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()> {
         let file = &self.files[piece.file];
-        let way = file.way(piece.start, piece.end, self.page_cache);
+        let way = file.way(piece.start, piece.end, self.page_cache, &shared.cancelled);
         let align = if way == Way::Direct { file.direct_align().unwrap_or(1) } else { 1 };
         // What is read straight into its place.
         let (start, end) = match piece.parts[..] {

@@ -153,6 +153,7 @@ impl House {
 
     pub(super) fn status(&self) -> ServiceStatus {
         let (capacity_left, host_left) = self.spaces.left();
+        let (files, file_bytes) = self.spaces.held_files();
         ServiceStatus {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
@@ -161,6 +162,8 @@ impl House {
             capacity_left,
             host_bytes: self.config.host_bytes,
             host_left,
+            files,
+            file_bytes,
             cut_off: self.cut_off.get(),
             paths: self.config.paths.iter().map(|path| path.display().to_string()).collect(),
             spaces: self.spaces.status(),

@@ -16,7 +16,9 @@ mod budget;
 mod client;
 mod config;
 mod error;
+mod file_client;
 mod folders;
+mod held;
 mod helpers;
 mod house;
 mod inbox;
@@ -44,6 +46,7 @@ mod wire;
 
 pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
+pub use file_client::FileClient;
 pub use kvhoist::{Stats as SpaceStats, TierStats as TierFigures};
 pub use protocol::{ClientStatus, ServiceStatus, SpaceStatus};
 pub use query::{default_socket, remove_space, status};

@@ -65,13 +65,13 @@ pub fn remove_space(socket: &Path, namespace: &str, block_bytes: u64, shared: bo
     }
 }
 
-fn unexpected(reply: &Reply) -> Error {
+pub(super) fn unexpected(reply: &Reply) -> Error {
     Error::service(ServiceFault::Protocol, format!("{reply:?} is not what was asked for"))
 }
 
-/// Asks on a connection of its own; the reply may take `patience`.
-fn ask(socket: &Path, request: &Request, patience: Duration) -> Result<Reply> {
-    let lost = |error: io::Error| {
+/// The error of a connection that breaks, or has been silent for `patience`.
+fn lost(socket: &Path, patience: Duration) -> impl Fn(io::Error) -> Error {
+    move |error| {
         if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) {
             let text = format!(
                 "{}: no answer within {} s; what it was asked for goes on: look with `kvhoist status`, and into the \
@@ -88,19 +88,31 @@ fn ask(socket: &Path, request: &Request, patience: Duration) -> Result<Reply> {
                 socket.display()
             ),
         )
-    };
+    }
+}
+
+/// Connects, as far as the service admits this process. Its answers may take [`PATIENCE`].
+pub(super) fn greet(socket: &Path) -> Result<UnixStream> {
+    let lost = lost(socket, PATIENCE);
     let mut stream = UnixStream::connect(socket).map_err(|error| cannot_connect(socket, &error))?;
-    stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE))).map_err(lost)?;
+    stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE))).map_err(&lost)?;
     // A service that refuses the connection may have hung up already; its answer can be read all the same.
     let sent = stream.write_all(&Hello::ours().encode());
     let mut welcome = [0; Welcome::BYTES];
     stream.read_exact(&mut welcome).map_err(|error| lost(sent.err().unwrap_or(error)))?;
     let welcome = Welcome::decode(&welcome).map_err(nonsense)?;
-    if welcome.answer.is_err() {
-        return Err(refused(&welcome, reply(&mut stream).ok()));
+    match welcome.answer {
+        Ok(_) => Ok(stream),
+        Err(_) => Err(refused(&welcome, reply(&mut stream).ok())),
     }
-    stream.set_read_timeout(Some(patience)).and_then(|()| stream.write_all(&request.encode(1))).map_err(lost)?;
-    match reply(&mut stream).map_err(lost)?.map_err(nonsense)? {
+}
+
+/// Asks on a connection of its own; the reply may take `patience`.
+fn ask(socket: &Path, request: &Request, patience: Duration) -> Result<Reply> {
+    let lost = lost(socket, patience);
+    let mut stream = greet(socket)?;
+    stream.set_read_timeout(Some(patience)).and_then(|()| stream.write_all(&request.encode(1))).map_err(&lost)?;
+    match reply(&mut stream).map_err(&lost)?.map_err(nonsense)? {
         Reply::Failed(failure) | Reply::Goodbye(failure) => Err(failure.into()),
         reply => Ok(reply),
     }
@@ -119,7 +131,7 @@ fn reply(stream: &mut UnixStream) -> io::Result<std::result::Result<Reply, Malfo
     Ok(Reply::decode(header.kind, &body))
 }
 
-fn nonsense(error: Malformed) -> Error {
+pub(super) fn nonsense(error: Malformed) -> Error {
     Error::service(ServiceFault::Protocol, error.to_string())
 }
 

@@ -29,12 +29,14 @@ const STRAIGHT: exported::Metric = exported::Metric {
     samples: |stats| vec![Sample { suffix: "", labels: Vec::new(), value: stats.straight_bytes() as f64 }],
 };
 
-const OF_SERVICE: [Of<ServiceStatus>; 11] = [
+const OF_SERVICE: [Of<ServiceStatus>; 13] = [
     ("kvhoist_service_draining", "1 while the service takes no more work", |status| status.draining.into()),
     ("kvhoist_service_disk_bytes", "Disk for all spaces", |status| status.capacity_bytes),
     ("kvhoist_service_disk_left_bytes", "Disk that no space has", |status| status.capacity_left),
     ("kvhoist_service_host_bytes", "Host memory for the blocks of all spaces", |status| status.host_bytes),
     ("kvhoist_service_host_left_bytes", "Host memory that no space has", |status| status.host_left),
+    ("kvhoist_service_files", "Whole files that are held for clients", |status| status.files.into()),
+    ("kvhoist_service_file_bytes", "Host memory of held files", |status| status.file_bytes),
     ("kvhoist_service_cut_off_total", "Connections that were cut off", |status| status.cut_off),
     ("kvhoist_service_spaces", "Spaces, closed ones included", |status| status.spaces.len() as u64),
     ("kvhoist_service_clients", "Connections", |status| status.clients.len() as u64),

@@ -19,5 +19,6 @@ pub use reply::{BlockResult, Failure, Reply};
 pub use request::{Blocks, RegionKind, Request, Way};
 pub use status::{ClientStatus, ServiceStatus, SpaceStatus};
 pub use wire::{
-    FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, TEXT_BYTES_MAX,
+    FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PATH_BYTES_MAX, PLACES_MAX,
+    TEXT_BYTES_MAX,
 };

@@ -91,9 +91,11 @@ pub enum Reply {
     Stats(#[cfg_attr(test, proptest(strategy = "super::tests::boxed_stats()"))] Box<Stats>),
     /// Figures of the service.
     Status(Box<ServiceStatus>),
+    /// A file is held: its memory's descriptor comes with the first byte.
+    Held,
 }
 
-messages!(Reply("kind of reply", "256 to 266") {
+messages!(Reply("kind of reply", "256 to 267") {
     0x100 => Failed(failure),
     0x101 => Goodbye(failure),
     0x102 => Attached { block_bytes, capacity_bytes, host_bytes },
@@ -105,6 +107,7 @@ messages!(Reply("kind of reply", "256 to 266") {
     0x108 => Results(results),
     0x109 => Stats(stats),
     0x10a => Status(status),
+    0x10b => Held,
 });
 
 fields!(Failure { fault, text });

@@ -5,7 +5,7 @@ use kvhoist::BlockKey;
 use super::{
     places::BlockPlaces,
     table::{get, messages, put},
-    wire::{Malformed, NAMESPACE_BYTES_MAX, Reader, Wire, Writer, malformed},
+    wire::{Malformed, NAMESPACE_BYTES_MAX, PATH_BYTES_MAX, Reader, Wire, Writer, malformed},
 };
 
 /// Blocks to move, each with its places in the client's memory.
@@ -164,6 +164,28 @@ pub enum Request {
         #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
         keys: Vec<BlockKey>,
     },
+    /// Holds a file in memory, which the reply comes with; needs no space.
+    Hold {
+        /// Whether it stays when no client holds it.
+        keep: bool,
+        /// The device that it is on.
+        device: u64,
+        /// Its number there.
+        inode: u64,
+        /// Its length, bytes.
+        size: u64,
+        /// Its last change, in seconds since 1970, in two's complement.
+        changed_s: u64,
+        /// And nanoseconds.
+        changed_ns: u64,
+        /// Its absolute path.
+        path: String,
+    },
+    /// Lets go of a file. It has no reply.
+    LetGo {
+        /// The id of the request that holds it, which was answered.
+        hold: u64,
+    },
 }
 
 /// Kinds of memory that a client can lend.
@@ -177,7 +199,7 @@ pub enum RegionKind {
     Device,
 }
 
-messages!(Request("kind of request", "1 to 18") {
+messages!(Request("kind of request", "1 to 20") {
     1 => Attach { block_bytes, capacity_bytes, host_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
     2 => Register { region, pin as u16, kind, offset, len },
     3 => Unregister { region },
@@ -196,6 +218,8 @@ messages!(Request("kind of request", "1 to 18") {
     16 => RemoveSpace { block_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
     17 => Release { next, keys },
     18 => Keep { ms, keys },
+    19 => Hold { keep, device, inode, size, changed_s, changed_ns, path <= PATH_BYTES_MAX },
+    20 => LetGo { hold },
 });
 
 impl Wire for RegionKind {

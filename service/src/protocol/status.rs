@@ -73,6 +73,10 @@ pub struct ServiceStatus {
     pub host_bytes: u64,
     /// Host memory that no space has, bytes.
     pub host_left: u64,
+    /// Files that are held.
+    pub files: u32,
+    /// Host memory of these, bytes.
+    pub file_bytes: u64,
     /// Connections that were cut off because of malformed frames or unread replies.
     pub cut_off: u64,
     /// Its paths, as it was given them.

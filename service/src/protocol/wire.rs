@@ -12,6 +12,8 @@ pub const KEYS_MAX: usize = 4096;
 pub const PLACES_MAX: usize = 65_536;
 /// Bytes of a space's name.
 pub const NAMESPACE_BYTES_MAX: usize = 255;
+/// Bytes of a file's path: the frame is one that a client may send before it is attached.
+pub const PATH_BYTES_MAX: usize = 4000;
 /// Bytes of an error's text; longer ones are cut off.
 pub const TEXT_BYTES_MAX: usize = 1024;
 

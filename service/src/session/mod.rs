@@ -4,7 +4,7 @@ mod requests;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, future::pending, rc::Rc, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, future::pending, os::fd::OwnedFd, rc::Rc, sync::Arc, time::Duration};
 
 use tokio::{
     task::JoinSet,
@@ -17,7 +17,7 @@ use super::{
     link::{Link, LinkError, Received},
     protocol::{FRAME_BYTES_MAX, Failure, Header, Hello, Reply, Request, Welcome},
     seldom::Seldom,
-    spaces::Space,
+    spaces::{Space, files::Hold},
     wire::Wire,
 };
 use crate::error::ServiceFault;
@@ -64,6 +64,7 @@ struct Ended {
 enum Outcome {
     Reply(Reply),
     Attached(Result<Rc<Space>, Failure>),
+    Held(Result<Hold, Failure>),
 }
 
 struct Session {
@@ -78,6 +79,8 @@ struct Session {
     /// The client's space and its movers, once it is attached.
     attached: Option<(Rc<Space>, Rc<Movers>)>,
     attaching: bool,
+    /// Files that the client holds, by the ids of its requests.
+    held: BTreeMap<u64, Hold>,
     /// The handshake is done.
     greeted: bool,
     /// When the client last read a part of its replies, or had read all.
@@ -98,6 +101,7 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire
         request_bytes: BTreeMap::new(),
         attached: None,
         attaching: false,
+        held: BTreeMap::new(),
         greeted: false,
         taken: Instant::now(),
         last_replies: None,
@@ -266,10 +270,15 @@ impl Session {
     }
 
     fn reply(&mut self, id: u64, reply: &Reply) {
+        self.reply_with(id, reply, None);
+    }
+
+    /// Replies with a descriptor.
+    fn reply_with(&mut self, id: u64, reply: &Reply, fd: Option<Arc<OwnedFd>>) {
         if self.link.sender.bytes() == 0 {
             self.taken = Instant::now();
         }
-        self.link.sender.push(reply.encode(id), None);
+        self.link.sender.push(reply.encode(id), fd);
     }
 
     /// Answers a request whose task has ended; `None`: it panicked.
@@ -287,6 +296,12 @@ impl Session {
                 self.attaching = false;
                 Reply::Failed(failure)
             }
+            Outcome::Held(Ok(hold)) => {
+                self.reply_with(id, &Reply::Held, Some(hold.memory()));
+                self.held.insert(id, hold);
+                return Ok(());
+            }
+            Outcome::Held(Err(failure)) => Reply::Failed(failure),
         };
         self.reply(id, &reply);
         if let Some((space, _)) = &self.attached {

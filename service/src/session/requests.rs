@@ -3,15 +3,20 @@
 use std::{rc::Rc, time::Duration};
 
 use kvhoist::{BlockKey, Cache};
+use kvhoist_files::FileIdentity;
 
 use super::{End, Ended, Outcome, Session};
 use crate::{
     blocks::{Cancel, Movers},
     error::ServiceFault,
+    peers::own_uid,
     protocol::{Blocks, Failure, RegionKind, Reply, Request, Way},
-    spaces::Wanted,
+    spaces::{Wanted, files::WantedFile},
     wire::Lent,
 };
+
+/// Files that one connection may hold.
+const HELD_MAX: usize = 1024;
 
 impl Session {
     /// Begins a request, or answers it at once.
@@ -20,6 +25,10 @@ impl Session {
             if let Some(cancel) = self.requests.get(&request) {
                 cancel.cancel();
             }
+            return Ok(());
+        }
+        if let Request::LetGo { hold } = request {
+            self.held.remove(&hold);
             return Ok(());
         }
         // Taken also if the request is refused: the next one must not get it.
@@ -73,6 +82,12 @@ impl Session {
                 self.spawn(id, remove, Cancel::default());
                 return Ok(None);
             }
+            Request::Hold { keep, device, inode, size, changed_s, changed_ns, path } => {
+                let (changed_s, changed_ns) = (changed_s.cast_signed(), changed_ns.cast_signed());
+                let identity = FileIdentity { device, inode, size, changed_s, changed_ns };
+                self.hold(id, WantedFile { path, identity, keep })?;
+                return Ok(None);
+            }
             _ => {}
         }
         let Some((_, movers)) = &self.attached else {
@@ -124,6 +139,28 @@ impl Session {
         self.requests.insert(id, Cancel::default());
         let spaces = Rc::clone(&self.house.spaces);
         self.tasks.spawn_local(async move { Ended { id, result: Outcome::Attached(spaces.attach(wanted).await) } });
+        Ok(())
+    }
+
+    /// Holds a file for a client of the service's own user: the service opens it by its path, as itself.
+    fn hold(&mut self, id: u64, wanted: WantedFile) -> Result<(), Failure> {
+        let (uid, own) = (self.guest.uid, own_uid());
+        if uid != own {
+            let text =
+                format!("file: found a client of user {uid}, expected {own}: a service reads its own user's files");
+            return Err(Failure::new(ServiceFault::Permission, text));
+        }
+        if self.held.len() >= HELD_MAX || self.held.contains_key(&id) {
+            let text = format!(
+                "file: found {} that this client holds, expected fewer than {HELD_MAX}, and no request's id \
+                                again",
+                self.held.len()
+            );
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        self.requests.insert(id, Cancel::default());
+        let spaces = Rc::clone(&self.house.spaces);
+        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Held(spaces.hold(wanted).await) } });
         Ok(())
     }
 

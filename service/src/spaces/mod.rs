@@ -1,6 +1,7 @@
 //! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
 
 mod deed;
+pub(super) mod files;
 mod host;
 mod open;
 mod pool;
@@ -17,12 +18,13 @@ use std::{
 };
 
 use kvhoist::{Cache, Stats};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, Semaphore, oneshot};
 
 use self::deed::{Deed, deeds};
 use self::{host::HostShare, tables::Tables};
 use super::{
     config::ServerConfig,
+    held::HeldFiles,
     protocol::{Failure, SpaceStatus},
     report::OpenSpace,
     shares::{Ledger, SpaceOf},
@@ -85,6 +87,10 @@ pub(super) struct Spaces {
     disk: Ledger,
     host: Ledger,
     tables: Tables,
+    /// Whole files, which share the host memory.
+    files: HeldFiles,
+    /// Lets one file get memory at a time.
+    file_turn: Semaphore,
     /// Host memory moves from one space to another.
     moving: Cell<bool>,
     /// Told when such a move has ended.
@@ -126,7 +132,8 @@ impl Spaces {
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
-        Ok(Spaces { disk, host, tables, entries: RefCell::new(entries), config, system, moving, move_ended })
+        let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
+        Ok(Spaces { disk, host, tables, files, file_turn, entries, config, system, moving, move_ended })
     }
 
     /// The number of spaces, closed ones included.

@@ -112,12 +112,11 @@ impl Spaces {
     /// Sets host memory aside for a space that is opened: `wanted` bytes, or all that no space has, and a step at
     /// least, where that is 0. Says what is missing of it; no space has given up any yet.
     pub(super) fn reserve_host(&self, space: SpaceOf<'_>, slot_bytes: u64, wanted: u64) -> Result<Grant, Failure> {
+        let least = if wanted == 0 { self.step(slot_bytes).min(self.host.most(space)) } else { wanted };
+        self.make_room(space, least);
         let available = self.host.available(space);
-        let (bytes, least) = match wanted {
-            0 => (available, self.step(slot_bytes).min(self.host.most(space))),
-            wanted => (available.min(wanted), wanted),
-        };
-        let missing = self.gifts(space, least.saturating_sub(bytes)).iter().map(|(_, bytes)| bytes).sum();
+        let bytes = if wanted == 0 { available } else { available.min(wanted) };
+        let missing = self.spared(space, least.saturating_sub(bytes));
         let total = bytes + missing;
         if total == 0 || total < wanted {
             return Err(self.host.refusal(total, wanted));
@@ -188,6 +187,11 @@ impl Spaces {
         let gifts = self.host.gifts(&spare, space, wanted);
         drop(spare);
         donors.into_iter().zip(gifts).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// What the spaces give up for `space` to have as much of `wanted` bytes more as can be had.
+    pub(super) fn spared(&self, space: SpaceOf<'_>, wanted: u64) -> u64 {
+        self.gifts(space, wanted).iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Waits until no memory moves.

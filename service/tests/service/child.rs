@@ -1,7 +1,7 @@
 //! What the tests run as processes of their own.
 
 use crate::{
-    guest, hung, killed, limits,
+    files, guest, hung, killed, limits,
     node::{self, ROLE},
     twins, users,
 };
@@ -13,6 +13,8 @@ fn child() {
     let words: Vec<&str> = role.split(' ').collect();
     match words[..] {
         ["service", ..] => node::run(&words[1..]),
+        ["holds", socket] => files::serve(socket),
+        ["rank", socket, path, seed] => files::rank(socket, path, seed.parse().expect("a number")),
         ["direct", ..] => killed::run(&words[1..]),
         ["twin", ..] => twins::run(&words[1..]),
         ["limited", ..] => limits::run(&words[1..]),

@@ -10,6 +10,7 @@ mod child;
 mod deaths;
 mod descriptors;
 mod drawn;
+mod files;
 mod frames;
 mod guest;
 mod hints;

@@ -1,0 +1,129 @@
+//! Whole files in memory, for the clients that read them: each is read once, whoever wants it.
+
+pub(super) mod memory;
+mod reading;
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    io,
+    os::fd::OwnedFd,
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use kvhoist_files::{FileIdentity, SourceFile};
+
+use self::{
+    memory::{Filling, memory_bytes},
+    reading::{Fate, Job, Reads},
+};
+
+/// A file in memory, which is being read or has been.
+pub(super) struct HeldFile {
+    identity: FileIdentity,
+    memory: Arc<OwnedFd>,
+    fate: Arc<Fate>,
+    /// Clients that hold it.
+    holds: Cell<u32>,
+    /// It stays without a client.
+    keep: Cell<bool>,
+    /// When its last client let go of it, in turns.
+    used: Cell<u64>,
+}
+
+impl HeldFile {
+    /// For clients.
+    pub(super) fn memory(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.memory)
+    }
+
+    /// What it takes of the host memory.
+    pub(super) fn bytes(&self) -> u64 {
+        memory_bytes(self.identity.size)
+    }
+
+    /// It could not be read.
+    pub(super) fn has_failed(&self) -> bool {
+        is_set(&self.fate.failed)
+    }
+
+    /// A client more has it.
+    pub(super) fn add_hold(&self, keep: bool) {
+        self.holds.set(self.holds.get() + 1);
+        self.keep.set(self.keep.get() || keep);
+    }
+}
+
+impl Drop for HeldFile {
+    fn drop(&mut self) {
+        self.fate.given_up.store(true, Ordering::Relaxed);
+    }
+}
+
+fn is_set(flag: &AtomicBool) -> bool {
+    flag.load(Ordering::Relaxed)
+}
+
+/// The files that a service holds.
+#[derive(Default)]
+pub(super) struct HeldFiles {
+    files: RefCell<BTreeMap<FileIdentity, Rc<HeldFile>>>,
+    reads: Arc<Reads>,
+    turns: Cell<u64>,
+}
+
+impl HeldFiles {
+    /// Begins to read a file into new memory.
+    ///
+    /// # Errors
+    /// Where the system has no memory, descriptor or thread for it.
+    pub(super) fn begin(&self, file: SourceFile) -> io::Result<()> {
+        let identity = file.identity();
+        let (filling, memory) = Filling::new(identity.size)?;
+        let fate = Arc::<Fate>::default();
+        self.reads.add(Job { file, filling, fate: Arc::clone(&fate) })?;
+        let (memory, holds, keep, used) = (Arc::new(memory), Cell::new(0), Cell::new(false), Cell::new(0));
+        self.files.borrow_mut().insert(identity, Rc::new(HeldFile { identity, memory, fate, holds, keep, used }));
+        Ok(())
+    }
+
+    pub(super) fn find(&self, identity: &FileIdentity) -> Option<Rc<HeldFile>> {
+        self.files.borrow().get(identity).cloned()
+    }
+
+    /// A client less has it. True if nobody wants it any more.
+    pub(super) fn end_hold(&self, file: &HeldFile) -> bool {
+        file.holds.set(file.holds.get() - 1);
+        self.turns.set(self.turns.get() + 1);
+        file.used.set(self.turns.get());
+        file.holds.get() == 0 && (!file.keep.get() || file.has_failed())
+    }
+
+    /// The file without a client that was used longest ago.
+    pub(super) fn oldest_idle(&self) -> Option<Rc<HeldFile>> {
+        let files = self.files.borrow();
+        let idle = files.values().filter(|file| file.holds.get() == 0);
+        idle.min_by_key(|file| file.used.get()).cloned()
+    }
+
+    /// Holds a file no longer: those who read it have its memory. False if it was not held any more.
+    pub(super) fn forget(&self, file: &Rc<HeldFile>) -> bool {
+        let mut files = self.files.borrow_mut();
+        // Another may be in its place.
+        let is_held = files.get(&file.identity).is_some_and(|found| Rc::ptr_eq(found, file));
+        if is_held {
+            files.remove(&file.identity);
+        }
+        is_held
+    }
+
+    /// How many there are, and their bytes.
+    pub(super) fn totals(&self) -> (u32, u64) {
+        let files = self.files.borrow();
+        (files.len() as u32, files.values().map(|file| file.bytes()).sum())
+    }
+}

@@ -1,0 +1,168 @@
+//! Threads that read files into the memory that holds them: one file at a time from each drive, in the order in which
+//! clients asked for them.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use kvhoist_files::{Error, Memory, Options, Range, SourceFile, read};
+
+use super::memory::{Filling, NEVER};
+
+/// Requests of one drive at a time, and their bytes: what is read for the caches' clients waits behind no more.
+const THREADS: usize = 8;
+const PIECE_BYTES: usize = 4 << 20;
+/// How soon a file that nobody wants any more is noticed.
+const GIVEN_UP_EVERY: Duration = Duration::from_millis(50);
+
+/// A file that is to be read.
+pub(super) struct Job {
+    pub(super) file: SourceFile,
+    pub(super) filling: Filling,
+    pub(super) fate: Arc<Fate>,
+}
+
+/// What a job and the table of files tell each other.
+#[derive(Default)]
+pub(super) struct Fate {
+    /// Nobody wants the file any more.
+    pub(super) given_up: AtomicBool,
+    /// It could not be read.
+    pub(super) failed: AtomicBool,
+}
+
+/// Files that are being read, by drive. A drive that is listed has a thread.
+#[derive(Default)]
+pub(super) struct Reads(Mutex<BTreeMap<u64, VecDeque<Job>>>);
+
+impl Reads {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, VecDeque<Job>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads a file after the others of its drive.
+    ///
+    /// # Errors
+    /// Where the system starts no thread.
+    pub(super) fn add(self: &Arc<Self>, job: Job) -> io::Result<()> {
+        let drive = job.file.identity().device;
+        let mut drives = self.lock();
+        if let Some(waiting) = drives.get_mut(&drive) {
+            waiting.push_back(job);
+            return Ok(());
+        }
+        drives.insert(drive, VecDeque::from([job]));
+        drop(drives);
+        let reads = Arc::clone(self);
+        let started = thread::Builder::new().name("kvhoist-weights".into()).spawn(move || reads.work(drive));
+        started.map(drop).inspect_err(|_| drop(self.lock().remove(&drive)))
+    }
+
+    /// Reads files of a drive until there are none.
+    fn work(&self, drive: u64) {
+        loop {
+            let mut drives = self.lock();
+            let Some(job) = drives.get_mut(&drive).and_then(VecDeque::pop_front) else {
+                drives.remove(&drive);
+                return;
+            };
+            drop(drives);
+            let Job { file, filling, fate } = job;
+            let result = catch_unwind(AssertUnwindSafe(|| fill(&file, &filling, &fate)));
+            let reason = match result {
+                Ok(Ok(())) => continue,
+                Ok(Err(error)) => error.to_string(),
+                Err(_) => "the thread that read it panicked".to_owned(),
+            };
+            fate.failed.store(true, Ordering::Relaxed);
+            filling.tell(NEVER);
+            if !fate.given_up.load(Ordering::Relaxed) {
+                let path = file.path().display();
+                tracing::warn!(reason, %path, "a file could not be read: its clients read it themselves");
+            }
+        }
+    }
+}
+
+/// Reads all of a file, and tells how far it is. One that changes meanwhile is an error: its readers look too.
+fn fill(file: &SourceFile, filling: &Filling, fate: &Fate) -> Result<(), Error> {
+    let (size, start) = (file.size(), filling.start().as_ptr() as usize);
+    let ranges = (0..size).step_by(PIECE_BYTES).map(|offset| {
+        let len = PIECE_BYTES.min((size - offset) as usize);
+        Range { file: 0, offset, len, address: start + offset as usize }
+    });
+    let mut options = Options::default();
+    (options.threads, options.piece_bytes) = (Some(THREADS), PIECE_BYTES);
+    // SAFETY: the mapping, which readers of its memory look at only as far as they were told, and which outlives the
+    // transfer: that is dropped before `filling`, also by a panic.
+    let transfer = unsafe { read(vec![file.clone()], ranges.collect(), Memory::Host, &options) }?;
+    let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
+    let mut first_missing = 0;
+    while let Some(range) = transfer.next(GIVEN_UP_EVERY) {
+        if fate.given_up.load(Ordering::Relaxed) {
+            transfer.cancel();
+        }
+        let Some(range) = range else { continue };
+        there[range] = true;
+        let before = first_missing;
+        while there.get(first_missing) == Some(&true) {
+            first_missing += 1;
+        }
+        if first_missing > before {
+            filling.tell(size.min((first_missing * PIECE_BYTES) as u64));
+        }
+    }
+    transfer.wait().map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::unix::fs::FileExt, time::Instant};
+
+    use super::{super::memory::arrived_at, *};
+
+    fn arrived(memory: &File, size: u64) -> u64 {
+        let mut arrived = [0; 8];
+        memory.read_exact_at(&mut arrived, arrived_at(size)).expect("there is a page behind it");
+        u64::from_ne_bytes(arrived)
+    }
+
+    /// A file that ends sooner than it did is told as one that never comes; the others of its drive are read.
+    #[test]
+    fn a_file_that_fails_in_the_middle_holds_up_no_other() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let size = 3 * PIECE_BYTES as u64 + 5;
+        let make = |name: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, vec![name.as_bytes()[0]; size as usize]).expect("room");
+            SourceFile::open(path).expect("it is there")
+        };
+        let (bad, good) = (make("bad"), make("good"));
+        File::options().write(true).open(bad.path()).and_then(|file| file.set_len(size - 6)).expect("in place");
+        let reads = Arc::<Reads>::default();
+        let begin = |file: SourceFile| {
+            let (filling, memory) = Filling::new(size).expect("a memfd");
+            let fate = Arc::<Fate>::default();
+            reads.add(Job { file, filling, fate: Arc::clone(&fate) }).expect("a thread");
+            (File::from(memory), fate)
+        };
+        let ((bad, bad_fate), (good, good_fate)) = (begin(bad), begin(good));
+        let hang = Instant::now() + Duration::from_secs(60);
+        while arrived(&bad, size) != NEVER || arrived(&good, size) != size {
+            assert!(Instant::now() < hang, "{} and {}", arrived(&bad, size), arrived(&good, size));
+            thread::yield_now();
+        }
+        assert!(bad_fate.failed.load(Ordering::Relaxed) && !good_fate.failed.load(Ordering::Relaxed));
+        let mut found = vec![0; size as usize];
+        good.read_exact_at(&mut found, 0).expect("the memory stays");
+        assert!(found.iter().all(|byte| *byte == b'g'));
+    }
+}

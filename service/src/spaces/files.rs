@@ -1,0 +1,161 @@
+//! Whole files beside the spaces, in the same host memory.
+//!
+//! Their memory is a tenant's like that of a space, by the name [`NAME`]: what no space has, then what spaces have
+//! beyond what they reserved. A file stays while a client holds it; one that is to be kept stays until a space or
+//! another file needs its memory.
+
+use std::{os::fd::OwnedFd, rc::Rc, sync::Arc};
+
+use kvhoist_files::{FileIdentity, SourceFile};
+use tokio::{sync::oneshot, task::spawn_local};
+
+use super::{Spaces, ending};
+use crate::{
+    error::ServiceFault,
+    held::{
+        HeldFile,
+        memory::{PAGE_BYTES, memory_bytes},
+    },
+    peers::own_uid,
+    protocol::Failure,
+    shares::SpaceOf,
+    system::on_thread,
+};
+
+/// What a share calls the memory of held files.
+const NAME: &str = "files";
+
+/// Files held at a time: each is a descriptor of the service.
+const FILES_MAX: u32 = 4096;
+
+/// The file that a client wants held.
+pub(crate) struct WantedFile {
+    pub(crate) path: String,
+    pub(crate) identity: FileIdentity,
+    pub(crate) keep: bool,
+}
+
+/// A client's hold of a file. Dropped when the client lets go of it, or is gone.
+pub(crate) struct Hold {
+    file: Rc<HeldFile>,
+    spaces: Rc<Spaces>,
+}
+
+impl Hold {
+    /// The descriptor for the client.
+    pub(crate) fn memory(&self) -> Arc<OwnedFd> {
+        self.file.memory()
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.spaces.files.end_hold(&self.file) {
+            self.spaces.forget(&self.file);
+        }
+    }
+}
+
+/// Whom the memory of files belongs to.
+fn tenant() -> SpaceOf<'static> {
+    SpaceOf { uid: own_uid(), name: NAME }
+}
+
+fn refused(fault: ServiceFault, text: String) -> Failure {
+    Failure::new(fault, format!("file: {text}"))
+}
+
+impl Spaces {
+    /// Holds a file: one that is held already, or is read now.
+    ///
+    /// # Cancel safety
+    /// The file is let go of once it is held.
+    pub(crate) async fn hold(self: &Rc<Self>, wanted: WantedFile) -> Result<Hold, Failure> {
+        let (tell, told) = oneshot::channel();
+        let spaces = Rc::clone(self);
+        // A task of its own: memory that moves between spaces has to arrive.
+        spawn_local(async move { drop(tell.send(spaces.hold_now(wanted).await)) });
+        told.await.unwrap_or_else(|_| Err(ending()))
+    }
+
+    async fn hold_now(self: Rc<Self>, WantedFile { path, identity, keep }: WantedFile) -> Result<Hold, Failure> {
+        if let Some(hold) = self.held_already(&identity, keep) {
+            return Ok(hold);
+        }
+        let opened = path.clone();
+        let source = on_thread(&*self.system, move || SourceFile::open(opened)).await.ok_or_else(ending)?;
+        let source = source.map_err(|error| refused(ServiceFault::Io, error.to_string()))?;
+        if source.identity() != identity {
+            let text = format!("found another file than the client's, or another version of it, at {path}");
+            return Err(refused(ServiceFault::Argument, text));
+        }
+        let _one_at_a_time = self.file_turn.acquire().await.expect("nobody closes it");
+        // Whoever had the turn before may have wanted the same.
+        if let Some(hold) = self.held_already(&identity, keep) {
+            return Ok(hold);
+        }
+        if self.files.totals().0 >= FILES_MAX && !self.forget_oldest() {
+            return Err(refused(ServiceFault::Busy, format!("busy: found {FILES_MAX} held, expected fewer")));
+        }
+        let bytes = memory_bytes(identity.size);
+        self.take_for_file(bytes).await?;
+        self.files.begin(source).map_err(|error| {
+            self.host.give_back(tenant(), bytes);
+            refused(ServiceFault::Unavailable, format!("found no memory, descriptor or thread for it ({error})"))
+        })?;
+        tracing::info!(path, bytes = identity.size, keep, "a file is read for all clients");
+        self.held_already(&identity, keep).ok_or_else(|| refused(ServiceFault::Io, format!("{path} cannot be read")))
+    }
+
+    fn held_already(self: &Rc<Self>, identity: &FileIdentity, keep: bool) -> Option<Hold> {
+        let file = self.files.find(identity)?;
+        if file.has_failed() {
+            // Those who hold it read it themselves.
+            self.forget(&file);
+            return None;
+        }
+        file.add_hold(keep);
+        Some(Hold { file, spaces: Rc::clone(self) })
+    }
+
+    /// Takes host memory as the opening of a space does.
+    async fn take_for_file(&self, bytes: u64) -> Result<(), Failure> {
+        let grant = self.reserve_host(tenant(), PAGE_BYTES, bytes)?;
+        let claimed = self.claim_host(tenant(), &grant).await;
+        let taken = grant.bytes + claimed.as_ref().map_or(0, |claimed| *claimed);
+        if taken < bytes {
+            self.host.give_back(tenant(), taken);
+            return Err(claimed.err().unwrap_or_else(|| self.host.refusal(taken, bytes)));
+        }
+        Ok(())
+    }
+
+    /// Gives up kept files that no client holds, the ones that were used longest ago first, until `space` may have
+    /// `wanted` bytes, also of what other spaces can spare.
+    pub(super) fn make_room(&self, space: SpaceOf<'_>, wanted: u64) {
+        let is_short = || {
+            let available = self.host.available(space);
+            available < wanted && available + self.spared(space, wanted - available) < wanted
+        };
+        while is_short() && self.forget_oldest() {}
+    }
+
+    /// Gives up the kept file that was used longest ago; false if there is none without a client.
+    fn forget_oldest(&self) -> bool {
+        self.files.oldest_idle().is_some_and(|file| self.forget(&file))
+    }
+
+    /// Holds a file no longer; true if it was held.
+    fn forget(&self, file: &Rc<HeldFile>) -> bool {
+        let was_held = self.files.forget(file);
+        if was_held {
+            self.host.give_back(tenant(), file.bytes());
+        }
+        was_held
+    }
+
+    /// Files that are held, and their bytes.
+    pub(crate) fn held_files(&self) -> (u32, u64) {
+        self.files.totals()
+    }
+}
