@@ -36,6 +36,8 @@ mod cuda;
 mod error;
 mod file;
 mod held;
+#[doc(hidden)]
+pub mod internals;
 mod memory;
 mod pages;
 mod plan;

@@ -46,12 +46,22 @@ pub struct Header {
 /// # Errors
 /// [`Error::Format`] with what was found; [`Error::Io`].
 pub fn header(file: &SourceFile) -> Result<Header> {
+    let read = |start: u64, to: &mut [u8]| file.read(Way::Buffered, start, to).map(drop);
     let refuse = |problem: String| Error::Format { path: file.path().to_owned(), problem };
+    decode(file.size(), read, refuse)
+}
+
+/// Reads the header of a file of `size` bytes, of which `read` fills in a range.
+pub(crate) fn decode<E>(
+    size: u64,
+    read: impl Fn(u64, &mut [u8]) -> std::result::Result<(), E>,
+    refuse: impl Fn(String) -> E,
+) -> std::result::Result<Header, E> {
     let mut len = [0; LEN_BYTES as usize];
-    if file.size() < LEN_BYTES {
-        return Err(refuse(format!("found {} bytes, expected a safetensors file, which begins with 8", file.size())));
+    if size < LEN_BYTES {
+        return Err(refuse(format!("found {size} bytes, expected a safetensors file, which begins with 8")));
     }
-    file.read(Way::Buffered, 0, &mut len)?;
+    read(0, &mut len)?;
     let len = u64::from_le_bytes(len);
     if len > HEADER_BYTES_MAX {
         return Err(refuse(format!(
@@ -60,18 +70,17 @@ pub fn header(file: &SourceFile) -> Result<Header> {
         )));
     }
     let data_offset = LEN_BYTES + len;
-    if data_offset > file.size() {
-        return Err(refuse(format!("found {} bytes, expected a header that ends at {data_offset}", file.size())));
+    if data_offset > size {
+        return Err(refuse(format!("found {size} bytes, expected a header that ends at {data_offset}")));
     }
     let mut text = vec![0; len as usize];
-    file.read(Way::Buffered, LEN_BYTES, &mut text)?;
+    read(LEN_BYTES, &mut text)?;
     let found: Metadata = serde_json::from_slice(&text)
         .map_err(|error| refuse(format!("found a header that is not one of safetensors: {error}")))?;
     let end = data_offset.checked_add(found.data_len() as u64);
-    if end != Some(file.size()) {
+    if end != Some(size) {
         return Err(refuse(format!(
-            "found {} bytes, expected {}: the file was cut off, or is not complete yet",
-            file.size(),
+            "found {size} bytes, expected {}: the file was cut off, or is not complete yet",
             end.map_or_else(|| "fewer than 2^64".into(), |end| end.to_string())
         )));
     }

@@ -4,6 +4,7 @@
 //! debugger over a finding. [`TARGETS`] lists them; `docs/testing.md` says what each is for.
 
 pub mod config;
+pub mod file_ranges;
 pub mod index_ops;
 pub mod keys;
 pub mod memory;
@@ -15,13 +16,15 @@ pub mod store_files;
 pub mod superblock;
 pub mod trace;
 pub mod verify;
+pub mod weights_header;
 
 /// A target: its name, and what it does with an input.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 10] = [
+pub const TARGETS: [Target; 12] = [
     ("config", config::run),
+    ("file_ranges", file_ranges::run),
     ("index_ops", index_ops::run),
     ("keys", keys::run),
     ("mover_ops", mover_ops::run),
@@ -31,4 +34,5 @@ pub const TARGETS: [Target; 10] = [
     ("superblock", superblock::run),
     ("trace", trace::run),
     ("verify", verify::run),
+    ("weights_header", weights_header::run),
 ];
