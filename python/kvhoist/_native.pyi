@@ -17,6 +17,7 @@ __all__ = [
     "Client",
     "ENGINES",
     "FileMemory",
+    "FileService",
     "FileSource",
     "FileTransfer",
     "Held",
@@ -89,6 +90,13 @@ class FileMemory:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+
+@final
+class FileService:
+    """A connection to a node's service that holds files."""
+
+    def __new__(cls, socket: str | os.PathLike[str]) -> Self: ...
+    def hold(self, file: FileSource, keep: bool) -> FileSource: ...
 
 @final
 class FileSource:

@@ -28,7 +28,7 @@ from typing import Any, Callable, Iterable, Sequence
 from . import _native
 from .errors import ArgumentError
 
-__all__ = ["File", "Result", "open", "read_many", "read_many_async", "write"]
+__all__ = ["File", "Result", "Service", "open", "read_many", "read_many_async", "write"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,21 @@ class Result:
     direct_bytes: int
     #: Bytes through the page cache for want of direct I/O or of alignment.
     buffered_bytes: int
+    #: Bytes out of the memory of the node's service.
+    held_bytes: int
     #: Bytes that were copied from or to bounce buffers.
     bounced_bytes: int
 
     @property
     def mode(self) -> str:
-        """The way that most bytes took: ``"page cache"``, ``"direct"`` or ``"buffered"``, with ``", bounced"`` where
-        they were copied on the way, as all bytes of a GPU are."""
-        ways = {"page cache": self.page_cache_bytes, "direct": self.direct_bytes, "buffered": self.buffered_bytes}
+        """The way that most bytes took: ``"page cache"``, ``"direct"``, ``"buffered"`` or ``"service"``, with
+        ``", bounced"`` where they were copied on the way, as all bytes of a GPU are."""
+        ways = {
+            "page cache": self.page_cache_bytes,
+            "direct": self.direct_bytes,
+            "buffered": self.buffered_bytes,
+            "service": self.held_bytes,
+        }
         bounced = ", bounced" if 2 * self.bounced_bytes > self.nbytes else ""
         return max(ways, key=lambda way: ways[way]) + bounced
 
@@ -165,6 +172,24 @@ class File:
         return f"<kvhoist.files.File {self.path} of {self.size} bytes>"
 
 
+class Service:
+    """The node's service (``kvhoist serve``), which reads a file once for all processes of its user.
+
+    ``socket``: None for the one where a service listens that nobody named.
+    """
+
+    def __init__(self, socket: str | os.PathLike[str] | None = None) -> None:
+        self._service = _native.FileService(_native.default_socket() if socket is None else socket)
+
+    def hold(self, file: File, *, keep: bool = False) -> File:
+        """The file, whose bytes are read out of the service's memory, where they stay while anyone has what this
+        returns; with ``keep`` until the service needs the memory. A service that goes away costs a reader nothing: the
+        rest comes from the drive."""
+        held = File.__new__(File)
+        held.path, held._source = file.path, self._service.hold(file._source, keep)
+        return held
+
+
 def open(path: str | os.PathLike[str]) -> File:  # noqa: A001  As the built-in function, for files.
     """Opens a file, or a block device, for reading."""
     return File(path)
@@ -180,7 +205,8 @@ def read_many(
 ) -> Result:
     """Reads (file, offset, target) in one go: neighboring ranges are read together, many at once.
 
-    All targets are in host memory, or on one device. ``progress``: a function, or True for a line on a terminal.
+    All targets are in host memory, or on one device. ``progress``: a function, or True for a bar on
+    a terminal, and lines in a log.
     ``threads`` each have one request of at most ``piece_bytes`` at a time. ``page_cache=False``: read past it even what it
     has. A file that is written to meanwhile is an error; then, and after any other error, the targets' content is not
     defined.
@@ -261,9 +287,9 @@ def _settings(settings: dict[str, Any]) -> tuple[int | None, int | None, bool]:
 
 def finish(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
     """Waits for a transfer."""
-    progress = settings.get("progress")
-    if progress:
-        watch(transfer, terminal_line if progress is True else progress)
+    progress = progress_of(settings.get("progress"))
+    if progress is not None:
+        watch(transfer, progress)
     return Result(**transfer.wait())
 
 
@@ -280,11 +306,28 @@ def watch(transfer: _native.FileTransfer, progress: Progress) -> None:
         progress(*found)
 
 
-def terminal_line(done: int, total: int) -> None:
-    """How far a transfer is, on one line of a terminal; nothing where there is none."""
-    if not sys.stderr.isatty():
-        return
-    share = done / total if total else 1.0
-    bar = "#" * int(30 * share)
-    end = "\n" if done >= total else ""
-    print(f"\r[{bar:<30}] {done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
+class Bar:
+    """How far a transfer is: a bar on a terminal, else a line in the log now and then."""
+
+    #: Seconds between two lines of the log.
+    EVERY = 10.0
+
+    def __init__(self) -> None:
+        self._begun = self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            bar = "#" * int(30 * (done / total if total else 1.0))
+            end = "\n" if done >= total else ""
+            print(f"\r[{bar:<30}] {done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
+            return
+        now = time.monotonic()
+        if done < total and now - self._told < self.EVERY:
+            return
+        self._told = now
+        logger.info("kvhoist: %.1f of %.1f GB after %.1f s", done / 1e9, total / 1e9, now - self._begun)
+
+
+def progress_of(progress: Progress | bool | None) -> Progress | None:
+    """What is told how far a transfer is, if anything is."""
+    return Bar() if progress is True else (progress or None)

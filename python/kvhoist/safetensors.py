@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 import torch
 
 from . import files as _files
-from .errors import ArgumentError, IoError
+from .errors import ArgumentError, Error, IoError
 
 __all__ = ["iterate", "load_file", "load_files", "safe_open", "save_file"]
 
@@ -107,6 +107,28 @@ class _Checkpoint:
         return memory[shift : shift + end - start]
 
 
+class _Holder:
+    """The node's service, if a load is to go through one. Without it, and without room there, drives are read."""
+
+    def __init__(self, service: str | os.PathLike[str] | bool | None, keep: bool) -> None:
+        self._keep = keep
+        self._service: _files.Service | None = None
+        if service:
+            try:
+                self._service = _files.Service(None if service is True else service)
+            except Error as error:
+                logger.warning("kvhoist: files are read from their drives, by each process: %s", error)
+
+    def hold(self, file: _files.File) -> _files.File:
+        if self._service is None:
+            return file
+        try:
+            return self._service.hold(file, keep=self._keep)
+        except Error as error:
+            logger.warning("kvhoist: %s is read from its drive: %s", file.path, error)
+            return file
+
+
 def _drive_of(path: str) -> int:
     return os.stat(path).st_dev
 
@@ -186,19 +208,22 @@ def load_files(
     *,
     shard: tuple[int, int] | None = None,
     group: Any = None,
+    service: str | os.PathLike[str] | bool | None = None,
+    keep: bool = False,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint: of a file, several, a folder or an index.
 
     ``shard=(rank, world)``: each of ``world`` processes reads a part of each file and gets the rest from the others
     through ``torch.distributed`` (``group``, or all): a node's drives are read once. All of them call this with the same files;
-    where one fails, all raise its error. A tensor that several files have is an error, and so is one that the index says a
+    where one fails, all raise its error. ``service``: the socket of a service (``kvhoist serve``), or True for that of
+    the node, which reads each file once for all processes; with ``keep`` it stays in its memory afterwards. A tensor that several files have is an error, and so is one that the index says a
     file has and that is not there.
     """
     target = _device(device)
 
     def read() -> _Parts:
-        return _read_part(_open_all(paths), target, shard, settings)
+        return _read_part(_open_all(paths), target, shard, _Holder(service, keep), settings)
 
     if shard is None or shard[1] == 1:
         found = read()
@@ -222,7 +247,11 @@ class _Parts(NamedTuple):
 
 
 def _read_part(
-    checkpoints: list[_Checkpoint], device: torch.device, shard: tuple[int, int] | None, settings: dict[str, Any]
+    checkpoints: list[_Checkpoint],
+    device: torch.device,
+    shard: tuple[int, int] | None,
+    holder: _Holder,
+    settings: dict[str, Any],
 ) -> _Parts:
     """Reads a rank's part of each file."""
     files = [(os.path.basename(one.file.path), one.data_offset, one.end) for one in checkpoints]
@@ -231,7 +260,7 @@ def _read_part(
     for one, buffer in zip(checkpoints, found.buffers):
         begin, end = _part(len(buffer), shard)
         if end > begin:
-            reads.append((one.file, one.data_offset + begin, buffer[begin:end]))
+            reads.append((holder.hold(one.file), one.data_offset + begin, buffer[begin:end]))
     transfer = _files.start_reads(reads, settings)
     # Meanwhile: some ten microseconds a tensor.
     for one, buffer in zip(checkpoints, found.buffers):
@@ -317,19 +346,22 @@ def iterate(
     *,
     window_bytes: int = 256 << 20,
     wanted: Callable[[str], bool] | None = None,
+    service: str | os.PathLike[str] | bool | None = None,
+    keep: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint as they arrive, about in the order of its files; files on different drives take turns.
 
     Two windows of neighboring tensors, or one for each drive, of at most ``window_bytes`` each or one tensor, are on
     their way at once; a window is freed with the last of its tensors. ``wanted`` says which tensors are read, by name.
-    Settings as of :func:`kvhoist.files.read_many`.
+    ``service`` and ``keep`` as of :func:`load_files`; a file is held from its first window to its last. Settings as of :func:`kvhoist.files.read_many`.
     """
     target = _device(device)
     checkpoints = _open_all(paths)
     windows = _windows(checkpoints, window_bytes, wanted)
     under_way: deque[tuple[list[Entry], list[torch.Tensor], Any]] = deque()
-    progress = settings.pop("progress", None)
+    progress = _files.progress_of(settings.pop("progress", None))
+    holder, held = _Holder(service, keep), {}
     at_once = max(2, len({one.drive for one in checkpoints}))
     settings["threads"] = settings.get("threads") or max(1, min(32, 4 * (os.cpu_count() or 8)) // at_once)
     total = sum(entry.nbytes for _, entries in windows for entry in entries)
@@ -338,12 +370,16 @@ def iterate(
         while windows or under_way:
             while windows and len(under_way) < at_once:
                 one, entries = windows.popleft()
-                under_way.append(_start(one, entries, target, settings))
+                file = held.pop(one, None) or holder.hold(one.file)
+                if any(other is one for other, _ in windows):
+                    held[one] = file
+                under_way.append(_start(one, file, entries, target, settings))
+                del file
             entries, views, transfer = under_way[0]
             while (number := transfer.next_range()) is not None:
                 done += entries[number].nbytes
-                if progress:
-                    (_files.terminal_line if progress is True else progress)(done, total)
+                if progress is not None:
+                    progress(done, total)
                 # The consumer alone keeps a tensor.
                 flat, views[number] = views[number], None  # type: ignore[call-overload]
                 yield entries[number].name, entries[number].view(flat)
@@ -377,12 +413,12 @@ def _windows(
 
 
 def _start(
-    one: _Checkpoint, entries: list[Entry], device: torch.device, settings: dict[str, Any]
+    one: _Checkpoint, file: _files.File, entries: list[Entry], device: torch.device, settings: dict[str, Any]
 ) -> tuple[list[Entry], list[torch.Tensor], Any]:
     start, end = entries[0].offset, entries[-1].offset + entries[-1].nbytes
     buffer = one.buffer(start, end, device)
     views = [buffer[entry.offset - start : entry.offset - start + entry.nbytes] for entry in entries]
-    reads = [(one.file, entry.offset, view) for entry, view in zip(entries, views)]
+    reads = [(file, entry.offset, view) for entry, view in zip(entries, views)]
     return entries, views, _files.start_reads(reads, settings)
 
 

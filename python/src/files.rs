@@ -7,6 +7,7 @@ use std::{
 };
 
 use kvhoist_files::{Error, Memory, Options, Range, Report, SourceFile, Transfer, safetensors};
+use kvhoist_service::FileClient;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{buffer::Buffer, errors, process::ProcessLocal, wait::interruptible};
@@ -77,6 +78,24 @@ impl FileSource {
         let header = py.detach(|| safetensors::header(&self.0)).map_err(|error| to_python(py, &error))?;
         let tensors = header.tensors.into_iter().map(|one| (one.name, one.dtype, one.shape, one.offset, one.len));
         Ok((tensors.collect(), header.metadata, header.data_offset))
+    }
+}
+
+/// A connection to a node's service that holds files.
+#[pyclass(frozen, module = "kvhoist._native")]
+pub struct FileService(FileClient);
+
+#[pymethods]
+impl FileService {
+    #[new]
+    fn new(py: Python<'_>, socket: PathBuf) -> PyResult<Self> {
+        py.detach(|| FileClient::connect(socket)).map(FileService).map_err(|error| errors::to_python(py, &error))
+    }
+
+    /// The file, whose bytes come from the service's memory as far as they are there.
+    fn hold(&self, py: Python<'_>, file: &FileSource, keep: bool) -> PyResult<FileSource> {
+        let held = py.detach(|| self.0.hold(&file.0, keep));
+        held.map(FileSource).map_err(|error| errors::to_python(py, &error))
     }
 }
 
@@ -233,6 +252,7 @@ fn to_dict(py: Python<'_>, report: &Report) -> PyResult<Py<PyDict>> {
     dict.set_item("page_cache_bytes", report.page_cache_bytes)?;
     dict.set_item("direct_bytes", report.direct_bytes)?;
     dict.set_item("buffered_bytes", report.buffered_bytes)?;
+    dict.set_item("held_bytes", report.held_bytes)?;
     dict.set_item("bounced_bytes", report.bounced_bytes)?;
     Ok(dict.unbind())
 }

@@ -53,6 +53,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<layers::PyLayerLoad>()?;
     module.add_class::<layers::PyHeld>()?;
     module.add_class::<files::FileMemory>()?;
+    module.add_class::<files::FileService>()?;
     module.add_class::<files::FileSource>()?;
     module.add_class::<files::FileTransfer>()?;
     module.add_function(wrap_pyfunction!(files::files_read, module)?)?;

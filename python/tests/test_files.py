@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 
+import nodes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,6 +115,40 @@ def test_a_failed_progress_ends_the_transfer(path):
     with pytest.raises(RuntimeError, match="no more"):
         files.open(path[0]).read_into(target, progress=fail, piece_bytes=4096, threads=1)
     target += b"resized"  # Refused while it is exported.
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(path, monkeypatch, capsys, caplog):
+    with caplog.at_level("INFO", logger="kvhoist"):
+        files.open(path[0]).read_into(bytearray(SIZE), progress=True)
+        assert "0.0 of 0.0 GB" in caplog.text and capsys.readouterr().err == ""
+        caplog.clear()
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        files.open(path[0]).read_into(bytearray(SIZE), progress=True)
+        assert f"[{'#' * 30}] 0.0 of 0.0 GB\n" in capsys.readouterr().err and caplog.text == ""
+    bar, told = files.Bar(), []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    monkeypatch.setattr(files.logger, "info", lambda *_: told.append(_))
+    for done in range(100):
+        bar(done, 100)
+    assert told == [], "a line every ten seconds, and one at the end"
+    bar(100, 100)
+    assert len(told) == 1
+
+
+def test_a_service_holds_a_file_for_all_who_read_it(path, tmp_path):
+    node = nodes.Node(tmp_path / "store")
+    file = files.open(path[0])
+    held = files.Service(node.socket).hold(file, keep=True)
+    target = bytearray(1000)
+    result = held.read_into(target, 5)
+    assert (result.mode, result.held_bytes, bytes(target)) == ("service", 1000, path[1][5:1005])
+    service = files.Service(node.socket)
+    node.kill()
+    assert held.read_into(target, 70_000).held_bytes == 1000 and target == path[1][70_000:71_000], "it has come"
+    with pytest.raises(kvhoist.UnavailableError):
+        service.hold(file)
+    with pytest.raises(kvhoist.UnavailableError, match="kvhoist serve"):
+        files.Service(tmp_path / "nobody")
 
 
 def test_ctrl_c_ends_a_read(tmp_path):
