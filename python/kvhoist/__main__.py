@@ -30,6 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     _logs.start()
     if command == "doctor":
         return doctor.run(arguments[1:])
+    if command == "load-bench":
+        # It needs torch, as what it measures does.
+        from . import load_bench
+
+        return load_bench.run(arguments[1:])
     return _native.run_command(["kvhoist", *arguments], [])
 
 

@@ -1,0 +1,109 @@
+"""Checkpoints through a node's service, and the command that compares loaders."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+why = os.environ.get("KVHOIST_TRANSFORMERS_WHY", "python/test sees to transformers")
+if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
+    pytest.skip(why, allow_module_level=True)
+
+import torch  # noqa: E402
+from nodes import Node, await_  # noqa: E402
+
+import kvhoist  # noqa: E402
+from kvhoist import load_bench  # noqa: E402
+from kvhoist.safetensors import iterate, load_files, save_file  # noqa: E402
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = Node(tmp_path / "store", host_bytes="64MiB")
+    yield node
+    node.kill()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder of three files, and its tensors."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    wanted = {}
+    for n in range(3):
+        tensors = {f"f{n}.t{i}": torch.arange(10_000, dtype=torch.int32) + n + i for i in range(10)}
+        save_file(tensors, folder / f"{n}.safetensors")
+        wanted.update(tensors)
+    return folder, wanted
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def held(node):
+    command = [sys.executable, "-m", "kvhoist", "status", "--json", "--socket", node.socket]
+    environment = {**os.environ, "PYTHONPATH": os.fspath(Path(kvhoist.__file__).parents[1])}
+    return json.loads(subprocess.check_output(command, env=environment))["files"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_checkpoint_comes_through_the_service(node, checkpoint, keep, caplog):
+    folder, wanted = checkpoint
+    with caplog.at_level(logging.INFO, logger="kvhoist"):
+        assert same(load_files(folder, service=node.socket, keep=keep), wanted)
+    assert ", service" in caplog.text, caplog.text
+    await_(lambda: held(node) == (3 if keep else 0), "the service to let go")
+    assert same(dict(iterate(folder, service=node.socket, keep=keep, window_bytes=100_000)), wanted)
+    await_(lambda: held(node) == (3 if keep else 0), "the service to let go")
+
+
+def test_only_the_files_that_are_being_read_are_held(node, checkpoint):
+    folder, wanted = checkpoint
+    names = []
+    for name, _ in iterate(folder, service=node.socket, window_bytes=1 << 30):
+        names.append(name)
+        if len(names) % 10 == 5:
+            assert held(node) <= 2
+    assert names == list(wanted)
+
+
+def test_without_a_service_and_without_room_there_drives_are_read(tmp_path, checkpoint, caplog):
+    folder, wanted = checkpoint
+    assert same(load_files(folder, service=tmp_path / "nobody"), wanted)
+    assert "by each process" in caplog.text
+    small = Node(tmp_path / "store", host_bytes="64KiB")
+    try:
+        assert same(load_files(folder, service=small.socket), wanted)
+        assert "is read from its drive" in caplog.text
+    finally:
+        small.kill()
+
+
+def test_the_command_compares_loaders(checkpoint, capsys, monkeypatch):
+    folder, wanted = checkpoint
+    arguments = [os.fspath(folder), "--device", "cpu", "--rounds", "1", "--loaders", "threads of pread,kvhoist,safetensors"]
+    assert load_bench.run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nbytes"] == sum(path.stat().st_size for path in folder.iterdir())
+    for row in found["loaders"]:
+        assert {state: len(turns) for state, turns in row["turns"].items()} == {"cold": 1, "warm": 1}, row
+    assert load_bench.run(arguments) == 0
+    assert "kvhoist" in capsys.readouterr().out
+
+    def wrong(paths, device):
+        found = load_files(paths, device)
+        found["f1.t3"][77] += 1
+        return found
+
+    monkeypatch.setitem(load_bench.LOADERS, "kvhoist", load_bench.Loader(wrong))
+    assert load_bench.run(arguments) == 1
+    assert "f1.t3 differs" in capsys.readouterr().out
+    assert load_bench.run([os.fspath(folder / "nothing")]) == 2
+    assert load_bench.run([*arguments, "--loaders", "other"]) == 2
