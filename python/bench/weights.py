@@ -1,33 +1,31 @@
-"""Loading checkpoints: kvhoist beside the safetensors library, other loaders that are installed, and bare threads.
+"""Loading checkpoints of several shapes: kvhoist beside other loaders that are installed, and bare threads.
 
-    python python/bench/weights.py [--dir DIR]... [--device cuda:0|cpu] [--shapes small,large,experts] [--rounds 3] [--csv FILE]
+    python python/bench/weights.py [--dir DIR]... [--device cuda:0|cpu] [--shapes small,large,experts] [--rounds 3]
+        [--loaders LIST] [--ranks 8] [--sweep] [--csv FILE]
 
-Writes synthetic checkpoints (random bytes) into DIR, spread over all that are given, and loads them in turns: each tensor
-of each loader is compared once, byte for byte. Cold rounds drop the files from the page cache first (posix_fadvise).
-`threads` are 32 threads that read the files in pieces of 4 MiB with O_DIRECT into buffers of their own: what the drives
-give. `copy` is one copy of a pinned buffer of the size of a checkpoint's largest file to the device. Host memory is the
-peak of a fresh process per loader above what importing it took.
+Writes synthetic checkpoints (random bytes) into DIR, spread over all that are given, and loads each by the command
+`kvhoist load-bench`, whose help says what it measures. `--ranks N`: N processes load each checkpoint at once through a
+service that this starts, cold and then out of its memory; the bytes that the service has read are printed over the
+checkpoint's size. `--sweep`: kvhoist with other numbers of threads and lengths of requests, cold, beside the bare threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
-import mmap
 import os
-import random
 import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from kvhoist.safetensors import iterate, load_files, save_file
+from kvhoist.load_bench import LOADERS, copy_gb_per_s, drop, first_tensor_ms, measure, table, timed
+from kvhoist.safetensors import load_files, save_file
 
 #: Files, and tensors of so many bytes in each.
 SHAPES = {
@@ -35,7 +33,6 @@ SHAPES = {
     "large": (4, [32 << 20] * 36 + [1 << 20] * 60),
     "experts": (8, [96 << 10] * 2400 + [16 << 20] * 20),
 }
-PIECE = 4 << 20
 
 
 def checkpoint(name: str, folders: list[Path]) -> list[str]:
@@ -51,140 +48,85 @@ def checkpoint(name: str, folders: list[Path]) -> list[str]:
     return paths
 
 
-def drop(paths: list[str]) -> None:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def by_threads(paths: list[str], device: str) -> None:
-    pieces = [(path, at) for path in paths for at in range(0, os.path.getsize(path), PIECE)]
-    random.Random(1).shuffle(pieces)  # All drives at once.
-    lock = threading.Lock()
-
-    def run() -> None:
-        buffer, fds = mmap.mmap(-1, PIECE), {}
-        while True:
-            with lock:
-                if not pieces:
-                    break
-                path, at = pieces.pop()
-            if path not in fds:
-                fds[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            os.preadv(fds[path], [buffer], at)
-        for fd in fds.values():
-            os.close(fd)
-
-    threads = [threading.Thread(target=run) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def by_safetensors(paths: list[str], device: str) -> dict:
-    from safetensors.torch import load_file
-
-    return {name: tensor for path in paths for name, tensor in load_file(path, device=device).items()}
-
-
-def by_fastsafetensors(paths: list[str], device: str) -> dict:
-    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
-
-    loader = SafeTensorsFileLoader(SingleGroup(), device, nogds=True)
-    loader.add_filenames({0: paths})
-    buffers = loader.copy_files_to_device()
-    return {name: buffers.get_tensor(name) for name in buffers.key_to_rank_lidx}
-
-
-def by_runai(paths: list[str], device: str) -> dict:
-    from runai_model_streamer import SafetensorsStreamer
-
-    with SafetensorsStreamer() as streamer:
-        streamer.stream_files(paths)
-        return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
-
-
-def by_instanttensor(paths: list[str], device: str) -> dict:
-    from instanttensor import safe_open
-
-    with safe_open(paths, framework="pt", device=device, copy=True) as file:
-        return dict(file.tensors())
-
-
-LOADERS = {
-    "threads": by_threads,
-    "kvhoist": lambda paths, device: load_files(paths, device),
-    "kvhoist iterate": lambda paths, device: dict(iterate(paths, device)),
-    "safetensors": by_safetensors,
-    "fastsafetensors": by_fastsafetensors,
-    "runai_model_streamer": by_runai,
-    "instanttensor": by_instanttensor,
-}
-
-
-def timed(loader: str, paths: list[str], device: str) -> tuple[float, float, dict | None]:
-    """Seconds, seconds of processors, what was loaded."""
-    begun, busy = time.perf_counter(), time.process_time()
-    found = LOADERS[loader](paths, device)
+RANK = """
+import sys, time, torch
+from kvhoist.safetensors import load_files
+socket, device, *paths = sys.argv[1:]
+torch.zeros(1, device=device)
+for turn in range(2):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begun = time.perf_counter()
+    found = load_files(paths, device, service=socket, keep=True)
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter() - begun, time.process_time() - busy, found
-
-
-def host_bytes(loader: str, paths: list[str], device: str) -> int:
-    """Peak of anonymous and file memory of a process that loads a checkpoint to a device, above its start."""
-    code = f"""
-import json, sys, threading, time, torch
-sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
-import weights
-torch.zeros(1, device={device!r})
-def rss():
-    return sum(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith(('RssAnon', 'RssShmem')))
-before, peak, over = rss(), [0], threading.Event()
-def watch():
-    while not over.wait(0.005):
-        peak[0] = max(peak[0], rss())
-watcher = threading.Thread(target=watch); watcher.start()
-found = weights.LOADERS[{loader!r}]({paths!r}, {device!r})
-torch.cuda.synchronize() if {device!r} != 'cpu' else None
-over.set(); watcher.join()
-print(max(peak[0], rss()) - before)
+    print(time.perf_counter() - begun, flush=True)
+    del found
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    return 1024 * int(done.stdout.split()[-1]) if done.returncode == 0 else -1
 
 
-def copy_seconds(nbytes: int, device: str) -> float:
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    for _ in range(2):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        target.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+def ranks(paths: list[str], device: str, count: int) -> list[tuple[str, float, float]]:
+    """What so many processes need that load a checkpoint at once through a service: (state, seconds of the last, bytes
+    that the service has read over the size)."""
+    nbytes = sum(map(os.path.getsize, paths))
+    with tempfile.TemporaryDirectory() as place:
+        socket = f"{place}/s"
+        Path(f"{place}/store").mkdir()
+        serve = [sys.executable, "-m", "kvhoist", "serve", "--socket", socket, "--path", f"{place}/store"]
+        serve += ["--capacity", "64MiB", "--host-bytes", str(nbytes + (64 << 20))]
+        service = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
+        service.stdout.readline()
+        devices = torch.cuda.device_count() if device != "cpu" else 0
+        of = [f"cuda:{n % devices}" if devices else "cpu" for n in range(count)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, socket, one, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for one in of
+        ]
+        found = []
+        try:
+            for state in ("cold", "from the service's memory"):
+                for child in children:
+                    assert child.stdout.readline() == "ready\n", "a rank failed"
+                drop(paths)
+                before = bytes_read(service.pid)
+                for child in children:
+                    child.stdin.write("\n")
+                    child.stdin.flush()
+                seconds = max(float(child.stdout.readline()) for child in children)
+                found.append((state, seconds, (bytes_read(service.pid) - before) / nbytes))
+        finally:
+            for child in [*children, service]:
+                child.terminate()
+                child.wait()
+        return found
 
 
-def first_tensor_ms(paths: list[str], device: str) -> float:
-    drop(paths)
-    begun = time.perf_counter()
-    found = iterate(paths, device)
-    next(found)
-    seconds = time.perf_counter() - begun
-    found.close()
-    return 1e3 * seconds
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read by system calls."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
 
 
-def compare(loader: str, found: dict, paths: list[str]) -> None:
-    wanted = by_safetensors(paths, "cpu")
-    assert found.keys() == wanted.keys(), f"{loader}: {len(found)} tensors instead of {len(wanted)}"
-    for name, tensor in wanted.items():
-        # As bits: a NaN is no other NaN.
-        same = torch.equal(found[name].cpu().contiguous().view(torch.uint8), tensor.view(torch.uint8))
-        assert same and found[name].dtype == tensor.dtype, f"{loader}: {name} differs"
+def sweep(paths: list[str], device: str, rounds: int) -> None:
+    """Cold GB/s by threads and length of a request."""
+    nbytes = sum(map(os.path.getsize, paths))
+    settings = [(threads, piece << 20) for threads in (4, 8, 16, 32, 64) for piece in (1, 2, 4, 8)]
+    samples: dict[tuple[int, int] | None, list[float]] = {one: [] for one in (None, *settings)}
+    for turn in range(rounds + 1):
+        for one, seconds in samples.items():
+            drop(paths)
+            begun = time.perf_counter()
+            if one is None:
+                timed("threads of pread", paths, device)
+            else:
+                load_files(paths, device, threads=one[0], piece_bytes=one[1])
+            if turn > 0:
+                seconds.append(time.perf_counter() - begun)
+    for one, seconds in samples.items():
+        what = "32 threads of pread of 4 MiB" if one is None else f"{one[0]} threads, requests of {one[1] >> 20} MiB"
+        print(f"  {what:36} {nbytes / statistics.median(seconds) / 1e9:7.2f} GB/s")
 
 
 def main() -> None:
@@ -193,50 +135,36 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--loaders", default=",".join(LOADERS))
+    parser.add_argument("--loaders", default=",".join(name for name in LOADERS if name != "kvhoist service"))
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
-    packages = {"safetensors", "fastsafetensors", "runai_model_streamer", "instanttensor"}
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    loaders = [name for name in options.loaders.split(",") if name not in missing]
-    print(f"not installed: {', '.join(sorted(missing)) or 'none'}; torch {torch.__version__}, {options.device}")
-    rows = []
+    print(f"torch {torch.__version__}, {options.device}, {os.cpu_count()} processors")
     for shape in options.shapes.split(","):
         paths = checkpoint(shape, options.dir)
         nbytes = sum(map(os.path.getsize, paths))
-        copy = copy_seconds(max(map(os.path.getsize, paths)), options.device) if options.device != "cpu" else None
-        print(f"\n{shape}: {len(paths)} files, {nbytes / 1e9:.2f} GB; a copy to the device: "
-              f"{max(map(os.path.getsize, paths)) / copy / 1e9 if copy else float('nan'):.1f} GB/s")  # fmt: skip
-        for state in ("cold", "warm"):
-            samples: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
-            for turn in range(options.rounds + 1):
-                for loader in loaders:
-                    if state == "cold":
-                        drop(paths)
-                    elif turn == 0:
-                        for path in paths:
-                            Path(path).read_bytes()
-                    seconds, busy, found = timed(loader, paths, options.device)
-                    if turn == 0 and found is not None and state == "cold":
-                        compare(loader, found, paths)
-                    elif turn > 0:
-                        samples[loader].append((seconds, busy))
-                    del found
-                    if options.device != "cpu":
-                        torch.cuda.empty_cache()
-            base = statistics.median(seconds for seconds, _ in samples[loaders[0]])
-            for loader, found in samples.items():
-                seconds, busy = (statistics.median(values) for values in zip(*found))
-                print(f"  {state} {loader:22} {seconds:8.3f} s {nbytes / seconds / 1e9:7.2f} GB/s  {base / seconds:6.2f} of "
-                      f"{loaders[0]}  {busy:7.2f} CPU-s")  # fmt: skip
-                rows.append([date.today(), shape, state, loader, options.device, nbytes, f"{seconds:.4f}", f"{busy:.3f}"])
-        if options.device != "cpu":
-            print(f"  first tensor of kvhoist iterate, cold: {first_tensor_ms(paths, options.device):.1f} ms")
-            for loader in loaders[1:]:
-                print(f"  host memory of {loader:22} {host_bytes(loader, paths, options.device) / 2**20:8.0f} MiB")
-    if options.csv:
-        with open(options.csv, "a", newline="") as file:
-            csv.writer(file).writerows(rows)
+        copy = f"; one copy to the device: {copy_gb_per_s(options.device):.1f} GB/s" if options.device != "cpu" else ""
+        print(f"\n{shape}: {len(paths)} files, {nbytes / 1e9:.2f} GB{copy}", flush=True)
+        rows = measure(paths, options.device, options.rounds, options.loaders.split(","))
+        print(table(rows, nbytes), flush=True)
+        print(f"first tensor of kvhoist iterate, cold: {first_tensor_ms(paths, options.device):.1f} ms", flush=True)
+        if options.ranks:
+            for state, seconds, read in ranks(paths, options.device, options.ranks):
+                print(
+                    f"{options.ranks} ranks through the service, {state}: {options.ranks * nbytes / seconds / 1e9:.2f} GB/s"
+                    f" together, {read:.3f} times the size read",
+                    flush=True,
+                )
+        if options.sweep:
+            sweep(paths, options.device, options.rounds)
+        if options.csv:
+            with open(options.csv, "a", newline="") as file:
+                for row in rows:
+                    for state, turns in row.turns.items():
+                        seconds, busy = (statistics.median(values) for values in zip(*turns))
+                        found = [date.today(), shape, state, row.loader, row.version, options.device, nbytes]
+                        csv.writer(file).writerow([*found, f"{seconds:.4f}", f"{busy:.3f}", row.host_bytes])
 
 
 if __name__ == "__main__":

@@ -254,6 +254,20 @@ def first_tensor_ms(paths: list[str], device: str) -> float:
     return ms
 
 
+def copy_gb_per_s(device: str, nbytes: int = 1 << 30) -> float:
+    """One copy of pinned memory to a device: what no loader is faster than."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return nbytes / min(seconds) / 1e9
+
+
 def table(rows: list[Row], nbytes: int) -> str:
     """The report for people."""
     lines = [f"{'loader':22} {'version':10} {'cold GB/s':>10} {'over threads':>12} {'CPU-s':>7} {'warm GB/s':>10} {'host MiB':>9}"]
