@@ -20,7 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = arguments[0] if arguments else ""
-    default = "INFO" if command == "serve" else "WARNING"
+    # The doctor's report has a finding for what its stores would warn of.
+    default = {"serve": "INFO", "doctor": "ERROR"}.get(command, "WARNING")
     level = os.environ.get("KVHOIST_LOG", default).upper()
     if level not in _LEVELS:
         found = printable(repr(os.environ["KVHOIST_LOG"]))

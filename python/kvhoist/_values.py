@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 def config_error(field: str, found: object, expected: str) -> ConfigError:
     """A ConfigError in the engine's words, with its `field` set."""
-    error = ConfigError(f"{field}: found {shown(found)}, expected {expected}")
+    error = ConfigError(f"{field}: found {'nothing' if found is None else shown(found)}, expected {expected}")
     error.field = field
     return error
 

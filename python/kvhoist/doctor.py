@@ -73,7 +73,7 @@ def _examine(engine: str, config: str | None, ranks: int, named: bool) -> tuple[
     findings: list[Finding] = [("kvhoist", f"{__version__}, Python {platform.python_version()}", None, False)]
     if config is None:
         return [*findings, _engine(engine)] if named else findings, []
-    given = parse_json(_text(config))
+    given = _given(config)
     findings.append(_engine(engine))
     settings, found = _settings(engine, given, ranks)
     findings += found
@@ -115,11 +115,20 @@ def _size(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _text(config: str) -> str:
-    if config.lstrip().startswith(("{", "[")):
-        return config
-    with open(config.removeprefix("@"), encoding="utf-8") as file:
-        return file.read()
+def _given(config: str) -> Any:
+    """What `--config` says: JSON, or a file with it."""
+    name = "" if config.lstrip().startswith(("{", "[")) else config.removeprefix("@")
+    try:
+        text = config
+        if name:
+            with open(name, encoding="utf-8") as file:
+                text = file.read()
+        return parse_json(text)
+    except OSError as error:
+        raise ValueError(f"--config: found no file {name} ({error.strerror}), expected JSON, or a file with it") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        where = f"in {name} " if name else ""
+        raise ValueError(f"--config: found text {where}that is no JSON ({error}), expected an object of settings") from error
 
 
 def _version(engine: str) -> str | None:
@@ -163,7 +172,8 @@ def _settings(engine: str, given: Any, ranks: int) -> tuple[StoreSettings | Devi
 def _shared_memory(wanted: int) -> Finding:
     system = os.statvfs("/dev/shm")
     free = system.f_bavail * system.f_frsize
-    found = f"/dev/shm: {free >> 20} MiB free, {wanted >> 20} MiB an engine in cpu_bytes_to_use"
+    free_gib, wanted_gib = (f"{nbytes / (1 << 30):.1f} GiB" for nbytes in (free, wanted))
+    found = f"/dev/shm: {free_gib} free, {wanted_gib} an engine in cpu_bytes_to_use"
     return ("shared memory", found, "mount -o remount,size=... /dev/shm; docker --shm-size", free < wanted)
 
 
@@ -185,8 +195,8 @@ def vllm_tier(given: dict) -> tuple[int, dict]:
     extra = given.get("kv_connector_extra_config", given) if isinstance(given, dict) else None
     if not isinstance(extra, dict):
         raise config_error("kv_connector_extra_config", extra, "an object with secondary_tiers")
-    if extra is not given and given.get("kv_connector") != "OffloadingConnector":
-        raise config_error("kv_connector", given.get("kv_connector"), "'OffloadingConnector'")
+    if (extra is not given or "kv_connector" in given) and given.get("kv_connector") != "OffloadingConnector":
+        raise config_error("kv_connector", given.get("kv_connector"), "'OffloadingConnector' or 'KvhoistConnector'")
     if extra.get("spec_name", "TieringOffloadingSpec") != "TieringOffloadingSpec":
         raise config_error("spec_name", extra["spec_name"], "'TieringOffloadingSpec'")
     tiers = extra.get("secondary_tiers", [given])

@@ -432,5 +432,5 @@ def test_settings_that_would_do_nothing_for_an_engine_are_refused(monkeypatch):
     monkeypatch.setenv("KVHOIST_SERVICE", "/run/s")
     assert DeviceSettings.load({**given, "service": "off", "keep_in_host": "false"}).store.service == "off"
     # Not a store at the root of the file system.
-    with pytest.raises(ConfigError, match="^path: found None"):
+    with pytest.raises(ConfigError, match="^path: found nothing"):
         DeviceSettings.load({"capacity": "1GiB"})

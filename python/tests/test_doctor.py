@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -53,6 +57,35 @@ def test_an_engine_that_is_not_there_is_a_problem(store_dir, engines, capfd):
     main(["doctor", "--path", str(store_dir)])
     assert "sglang" not in capfd.readouterr().out
     assert main(["doctor", "--engine", "sglang", "--path", str(store_dir)]) == 1
+
+
+def test_a_configuration_that_cannot_be_read_is_called_that(store_dir, capfd):
+    binary = store_dir / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    broken = store_dir / "broken.json"
+    broken.write_text('{"path": ')
+    for config, said in (
+        ("nowhere.json", "doctor: --config: found no file nowhere.json (No such file or directory), expected JSON"),
+        ("{broken", "doctor: --config: found text that is no JSON (Expecting property name"),
+        (f"@{broken}", f"doctor: --config: found text in {broken} that is no JSON ("),
+        (str(binary), f"doctor: --config: found text in {binary} that is no JSON ("),
+    ):
+        assert main(["doctor", "--config", config]) == 2
+        assert capfd.readouterr().err.startswith(said)
+    # Another engine's connector is no setting of ours.
+    assert main(["doctor", "--engine", "vllm", "--config", '{"kv_connector": "LMCacheConnector"}']) == 2
+    expected = "found 'LMCacheConnector', expected 'OffloadingConnector' or 'KvhoistConnector'"
+    assert capfd.readouterr().err == f"doctor: kv_connector: {expected}\n"
+
+
+def test_the_doctor_logs_nothing_that_its_report_says():
+    script = (
+        "import logging; from kvhoist import __main__, doctor; doctor.run = lambda arguments: 0; "
+        "__main__.main(['doctor']); print(logging.getLogger('kvhoist.engine').getEffectiveLevel())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "KVHOIST_LOG"}
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert int(said.stdout) == logging.ERROR
 
 
 def test_a_file_is_no_path(store_dir, capfd):
@@ -144,7 +177,7 @@ def test_doctor_reads_the_configuration_of_sglangs_linker(store_dir, capfd):
     assert "linker_module_path: found 'kvhoist'" in capfd.readouterr().err
     del own["host_bytes"]
     assert main(["doctor", "--config", json.dumps(linker)]) == 2
-    assert "host_bytes: found None" in capfd.readouterr().err
+    assert "host_bytes: found nothing" in capfd.readouterr().err
 
 
 def test_doctor_looks_nowhere_else_where_a_path_is_missing(store_dir, capfd):

@@ -97,4 +97,4 @@ def test_settings_by_which_sglang_copies_each_page_are_warned_of(caplog):
     warn_of_copies(None)
     assert not caplog.records
     warn_of_copies({"class_name": "HiCacheKvhoist"})
-    assert "interface_v1: found None, expected 1" in caplog.text
+    assert "interface_v1: found nothing, expected 1" in caplog.text

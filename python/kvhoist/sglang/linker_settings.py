@@ -53,7 +53,7 @@ class LinkerSettings:
         if "copy_blocks_max" in given:
             own["copy_blocks_max"] = whole("copy_blocks_max", given.pop("copy_blocks_max"), 1, 1024)
         if "host_bytes" not in given and not os.environ.get("KVHOIST_HOST_BYTES"):
-            expected = "pinned host memory of each rank for pages, such as '64GiB': twice the KV pool is a good begin"
+            expected = "pinned host memory of each rank for pages, such as '64GiB': twice the KV pool is a good start"
             raise config_error("host_bytes", None, expected)
         # Those of the environment are for other engines of the node.
         return cls(store=StoreSettings.load({**given, "service": "off", "keep_in_host": False}), **own)

@@ -56,8 +56,8 @@ def warn_of_copies(extra_config: Any) -> None:
     named = isinstance(extra_config, dict) and "class_name" in extra_config
     if named and extra_config.get("interface_v1") != 1:
         logger.warning(
-            "kvhoist: interface_v1: found %r, expected 1: without it SGLang copies each page once more",
-            extra_config.get("interface_v1"),
+            "kvhoist: %s: without it SGLang copies each page once more",
+            config_error("interface_v1", extra_config.get("interface_v1"), "1"),
         )
 
 
