@@ -88,9 +88,14 @@ impl Parsed {
         end(doctor::run_for_engine(&args, findings.into_iter().map(finding).collect()))
     }
 
-    /// What is logged where nobody says it. A service has a line for its start, its end, and each client.
+    /// What is logged where nobody says it. A service has a line for its start, its end, and each client. The doctor's
+    /// report has a finding for what its stores would warn of.
     pub fn log_default(&self) -> &'static str {
-        if matches!(self.0, Command::Serve(_)) { "warn,kvhoist=info,kvhoist_cli=info" } else { "warn" }
+        match self.0 {
+            Command::Serve(_) => "warn,kvhoist=info,kvhoist_cli=info",
+            Command::Doctor(_) => "error",
+            _ => "warn",
+        }
     }
 
     /// Runs it. Returns the exit status; a failure is printed.
@@ -179,4 +184,19 @@ fn one_line(text: &str) -> String {
         }
     }
     line + "; for the flags, try '--help'"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_doctor_logs_nothing_that_its_report_says() {
+        let default = |words: &[&str]| match parse(words.iter().map(Into::into)) {
+            Ok(parsed) => parsed.log_default(),
+            Err(status) => panic!("{words:?}: exit status {status}"),
+        };
+        assert_eq!(default(&["kvhoist", "doctor"]), "error");
+        assert_eq!(default(&["kvhoist", "replay"]), "warn");
+    }
 }

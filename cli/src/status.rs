@@ -57,10 +57,13 @@ pub fn table(status: &ServiceStatus, drives: &[Drive]) -> String {
     for space in &status.spaces {
         space_rows(&mut table, space);
     }
-    if !status.clients.is_empty() {
+    // Who is attached to nothing only asks, as this command does.
+    let attached = status.clients.iter().filter(|client| !client.namespace.is_empty());
+    let rows: Vec<_> = attached.map(client_row).collect();
+    if !rows.is_empty() {
         table.line("");
         let heads = ["client", "pid", "uid", "regions", "lent", "in flight", "requests", "space"];
-        table.line(columns(&heads, &status.clients.iter().map(client_row).collect::<Vec<_>>()));
+        table.line(columns(&heads, &rows));
     }
     table.text().to_owned()
 }

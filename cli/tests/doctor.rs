@@ -71,6 +71,50 @@ fn a_report_is_at_most_a_screen_and_ends_in_a_verdict() {
     }
 }
 
+/// A drive that is full: the report of no feature, and no word of a container's profile.
+#[test]
+fn a_drive_without_room_is_called_that_and_nothing_else() {
+    let directory = directory();
+    let path = shown(directory.path());
+    // A namespace of its own: the mount ends with the command.
+    let script = "mount -t tmpfs -o size=1m tmpfs \"$1\" || exit 99; exec \"$0\" doctor --path \"$1\" 2>&1";
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_kvhoist"), path]);
+    let output = command.output().expect("unshare, of util-linux");
+    let said = text(&output.stdout);
+    if output.status.code() == Some(99) || said.is_empty() {
+        skip::skipped(format!("no file system can be mounted here: {}", text(&output.stderr).trim()));
+        return;
+    }
+    let there = said.lines().find(|line| line.starts_with("! a store there")).unwrap_or_else(|| panic!("{said}"));
+    assert!(there.contains("bytes available on tmpfs, expected room for") && there.contains("`capacity`"), "{said}");
+    assert!(!said.contains("seccomp") && !said.contains("io_uring ") && !said.contains("ring, direct-io"), "{said}");
+    assert_eq!(output.status.code(), Some(1), "{said}");
+}
+
+/// What the settings do not use is not missed.
+#[test]
+fn a_path_is_not_refused_for_a_feature_that_the_settings_leave_out() {
+    let directory = directory();
+    let settings = |more: serde_json::Value| {
+        let mut settings = serde_json::json!({ "path": directory.path(), "capacity": "8MiB", "host_bytes": "1MiB" });
+        settings.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        let output = kvhoist(&["doctor", "--json", "--config", &settings.to_string()]);
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("JSON")["wanted"].clone()
+    };
+    assert_eq!(settings(serde_json::json!({})), serde_json::json!(["ring", "direct-io"]));
+    assert_eq!(settings(serde_json::json!({ "direct_io": "prefer" })), serde_json::json!(["ring"]));
+    assert_eq!(settings(serde_json::json!({ "storage": "blocking" })), serde_json::json!(["direct-io"]));
+}
+
+/// Without paths a service has the caches: the doctor of an engine that is its client counts no memory of its own.
+#[test]
+fn memory_that_nobody_opens_is_not_counted() {
+    let of = |settings: &str| text(&kvhoist(&["doctor", "--json", "--config", settings]).stdout);
+    assert!(!of("{}").contains("configured for the host tiers"), "{}", of("{}"));
+    assert!(of(r#"{"host_bytes": "16MiB"}"#).contains("16.0 MiB are configured for the host tiers"));
+}
+
 /// Settings that no engine could open, as its operator wrote them.
 #[test]
 fn settings_that_cannot_work_are_named() {
@@ -296,7 +340,7 @@ fn rdma_devices_are_shown_with_their_ports_and_the_self_test() {
     }
     assert!(report.contains("the self-test copied bytes both ways (between ranges of host memory"), "{report}");
     let report = text(&with_double("down", &args).stdout);
-    for line in ["1: state 1 (4 is active)", "! GDR            not used: ", "port 1 is not active"] {
+    for line in ["1: state 1 (4 is active)", "- GDR            not used: ", "port 1 is not active"] {
         assert!(report.contains(line), "{line:?} in {report}");
     }
     let report = text(&with_double("now,lose", &args).stdout);

@@ -135,16 +135,21 @@ pub(super) fn nonsense(error: Malformed) -> Error {
     Error::service(ServiceFault::Protocol, error.to_string())
 }
 
+/// What was found where a socket was expected.
+pub(super) fn found(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => "found no socket".to_owned(),
+        io::ErrorKind::ConnectionRefused => "found nobody who listens there".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
 /// Why nobody answers at `socket`.
 pub(super) fn cannot_connect(socket: &Path, error: &io::Error) -> Error {
     let name = socket.display();
     if error.kind() != io::ErrorKind::PermissionDenied {
-        let found = match error.kind() {
-            io::ErrorKind::NotFound => "found no socket".to_owned(),
-            io::ErrorKind::ConnectionRefused => "found nobody who listens there".to_owned(),
-            _ => error.to_string(),
-        };
-        let text = format!("{name}: {found}; start `kvhoist serve` there, or name the socket of one that runs");
+        let text =
+            format!("{name}: {}; start `kvhoist serve` there, or name the socket of one that runs", found(error));
         return Error::service(ServiceFault::Away, text);
     }
     let user = own_uid();

@@ -171,7 +171,8 @@ impl Ledger {
 
     /// The answer to a space that wants more than the `found` bytes that it may have.
     pub(super) fn refusal(&self, found: u64, wanted: u64) -> Failure {
-        let (what, wanted) = (self.what, wanted.max(1));
+        let what = self.what;
+        let wanted = if wanted == 0 { "1 or more".to_owned() } else { wanted.to_string() };
         let text = format!(
             "space: found {found} {what} left for it, expected {wanted}; attach with a smaller share, give earlier \
              spaces smaller ones, or start the service with more"
@@ -324,7 +325,8 @@ mod tests {
         let failure = ledger.take(own("b"), 60).expect_err("40 are left");
         assert!(failure.fault == ServiceFault::Capacity && failure.text.contains("found 40 bytes left"), "{failure:?}");
         assert_eq!(ledger.take(own("b"), 0).expect("all"), 40);
-        ledger.take(own("c"), 0).expect_err("none is left");
+        let failure = ledger.take(own("c"), 0).expect_err("none is left");
+        assert!(failure.text.contains("found 0 bytes left for it, expected 1 or more;"), "{failure:?}");
     }
 
     #[test]

@@ -22,8 +22,9 @@ pub struct Args {
     /// Number of the CUDA device.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub device: u32,
-    /// Required features; the exit status is 1 if one is missing.
-    #[arg(long, value_name = "WHAT", value_delimiter = ',', default_value = "ring,direct-io")]
+    /// Required features; the exit status is 1 if one is missing [default: ring,direct-io, as far as the settings of
+    /// --config use them].
+    #[arg(long, value_name = "WHAT", value_delimiter = ',')]
     pub want: Vec<Want>,
     /// Print every finding, also of devices that are neither configured nor wanted.
     #[arg(long)]

@@ -9,7 +9,7 @@ use std::{
 
 use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on};
 
-use super::{Finding, Want, system::read};
+use super::{Finding, Want};
 use crate::{failure::Failure, shown::shown};
 
 /// Bytes of a block of the store that is measured, and how many there are.
@@ -30,7 +30,16 @@ pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
             .storage(storage)
             .direct_io(direct_io)
     };
-    // Each by the engine itself: what it refuses is what a cache will be refused.
+    // Each by the engine itself: what it refuses is what a cache will be refused. First whether a store can be there at
+    // all, so that no feature is blamed for a drive without room.
+    match block_on(Cache::open(config(StorageKind::Auto, DirectIo::Prefer))) {
+        Ok(cache) => block_on(cache.close())?,
+        Err(error) => {
+            let refused = error.with_settings_named(&[("disks.blocks", "capacity")]).to_string();
+            let finding = Finding { is_trouble: true, ..Finding::note("a store there", refused) };
+            return Ok(vec![finding.fix("free 128 MiB there, or name another directory")]);
+        }
+    }
     let ring = block_on(Cache::open(config(StorageKind::Uring, DirectIo::Prefer)));
     findings.push(match &ring {
         Ok(_) => Finding::note("io_uring", "may be used").decides(Want::Ring, true),
@@ -69,11 +78,9 @@ pub fn scratch(path: Option<&Path>) -> Result<tempfile::TempDir, Failure> {
 }
 
 fn locked_memory(registered: bool) -> Finding {
-    let limits = read("/proc/self/limits").unwrap_or_default();
-    let limit = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
-    let limit = limit.and_then(|rest| rest.split_whitespace().next()).unwrap_or("unknown").to_owned();
-    let finding = Finding::note("registered", format!("host memory with the ring: {registered} (limit {limit} bytes)"));
-    let finding = finding.decides(Want::LockedMemory, registered);
+    let found =
+        if registered { "host memory, with the ring" } else { "nothing: the limit on locked memory is too low" };
+    let finding = Finding::note("registered", found).decides(Want::LockedMemory, registered);
     if registered {
         finding
     } else {

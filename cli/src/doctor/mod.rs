@@ -21,7 +21,7 @@ use std::{
 use kvhoist_doctor::Plan;
 
 pub use self::{args::Args, disk::drive_name, finding::Finding};
-use self::{finding::Want, report::Report};
+use self::{finding::Want, plan::Planned, report::Report};
 use crate::{failure::Failure, interrupt};
 
 /// Examines the machine and prints the findings.
@@ -32,9 +32,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 /// As [`run`], with what an engine's package has found out.
 pub fn run_for_engine(args: &Args, of_engine: Vec<Finding>) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
-    let (plan, has_device) = plan::plan(args)?;
+    let Planned { plan, has_device, wanted } = plan::plan(args)?;
     let is_asked_for = !args.path.is_empty() || args.config.is_some() || !of_engine.is_empty();
-    let mut report = Report::new(has_device || args.want.iter().any(|want| want.is_of_device()), is_asked_for);
+    let mut report = Report::new(wanted, has_device, is_asked_for);
     if !of_engine.is_empty() {
         report.add("engine", of_engine);
     }
@@ -46,7 +46,7 @@ pub fn run_for_engine(args: &Args, of_engine: Vec<Finding>) -> Result<(), Failur
     }
     looked?;
     report.print(args)?;
-    match report.problems(&args.want) {
+    match report.problems() {
         problems if problems.is_empty() => Ok(()),
         problems => Err(Failure::run(format!("{problems}; the report has a fix for each"))),
     }

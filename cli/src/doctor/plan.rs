@@ -2,20 +2,29 @@
 
 use std::{fs, path::PathBuf};
 
-use kvhoist::{Capacity, DiskPath};
+use kvhoist::{Capacity, Config, DirectIo, DiskPath, StorageKind};
 use kvhoist_doctor::Plan;
 
-use super::args::Args;
+use super::{args::Args, finding::Want};
 use crate::{failure::Failure, settings::Settings};
 
 /// A store of more blocks than 2 to the power of this would be refused for its number of blocks.
 const BLOCKS_LOG_MAX: u32 = 30;
 
-/// The caches that will be opened, and whether they have a device tier.
+/// What will be opened.
+pub struct Planned {
+    pub plan: Plan,
+    /// Whether the caches have a device tier.
+    pub has_device: bool,
+    /// Features whose absence is a problem.
+    pub wanted: Vec<Want>,
+}
+
+/// The caches that will be opened.
 ///
 /// # Errors
 /// [`Failure::USAGE`] for settings that would be refused.
-pub fn plan(args: &Args) -> Result<(Plan, bool), Failure> {
+pub fn plan(args: &Args) -> Result<Planned, Failure> {
     let paths = args.path.clone();
     let mut plan =
         Plan { ranks: args.ranks, paths, disk_bytes: 0, host_bytes: 0, write_bytes_a_day: 0, takes_files: false };
@@ -23,7 +32,7 @@ pub fn plan(args: &Args) -> Result<(Plan, bool), Failure> {
         if plan.paths.is_empty() {
             plan.paths.push(std::env::temp_dir());
         }
-        return Ok((plan, false));
+        return Ok(Planned { plan, has_device: false, wanted: wanted(args, &Config::default()) });
     };
     let settings = Settings::given(given)?;
     settings.check_paths().map_err(|wrong| Failure::usage(format!("--config: {wrong}")))?;
@@ -37,7 +46,10 @@ pub fn plan(args: &Args) -> Result<(Plan, bool), Failure> {
         let slots = u64::from(config.path_slots(disk));
         DiskPath::file_bytes(slots, config.block_bytes as u64)
     };
-    plan.host_bytes = settings.host_bytes().unwrap_or(u64::from(config.host_slots()) * slot);
+    // Without paths a service has the caches, and the memory.
+    let is_opened = !plan.paths.is_empty() || !settings.paths.is_empty() || !config.disk.paths.is_empty();
+    let of_host = if is_opened { u64::from(config.host_slots()) * slot } else { 0 };
+    plan.host_bytes = settings.host_bytes().unwrap_or(of_host);
     plan.write_bytes_a_day = config.write_budget_bytes().unwrap_or(0);
     plan.disk_bytes =
         settings.capacity_of_rank(args.ranks).unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
@@ -50,7 +62,17 @@ pub fn plan(args: &Args) -> Result<(Plan, bool), Failure> {
         };
     }
     let has_device = !matches!(config.device.capacity, Capacity::Blocks(0) | Capacity::Bytes(0));
-    Ok((plan, has_device))
+    Ok(Planned { plan, has_device, wanted: wanted(args, &config) })
+}
+
+/// The features that the flags name, or what the settings use.
+fn wanted(args: &Args, config: &Config) -> Vec<Want> {
+    if !args.want.is_empty() {
+        return args.want.clone();
+    }
+    let ring = (config.disk.storage != StorageKind::Blocking).then_some(Want::Ring);
+    let direct = (config.disk.direct_io == DirectIo::Require).then_some(Want::DirectIo);
+    ring.into_iter().chain(direct).collect()
 }
 
 /// The folder that a path is, or that it will be made in: engines and services make its last part, and no other.

@@ -14,6 +14,8 @@ use crate::{failure::Failure, output::emit, shown::plain};
 /// Findings, by section.
 pub struct Report {
     sections: Vec<(&'static str, Vec<Finding>)>,
+    /// Features whose absence is a problem.
+    wanted: Vec<Want>,
     /// A device is configured or wanted: its sections are shown.
     has_device: bool,
     /// Somebody has named a path or settings: troubles with them are problems.
@@ -51,9 +53,15 @@ impl fmt::Display for Problems {
     }
 }
 
+/// As `--want` takes it.
+fn name(want: &Want) -> String {
+    want.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
 impl Report {
-    pub fn new(has_device: bool, is_asked_for: bool) -> Self {
-        Report { sections: Vec::new(), has_device, is_asked_for }
+    pub fn new(wanted: Vec<Want>, has_device: bool, is_asked_for: bool) -> Self {
+        let has_device = has_device || wanted.iter().any(|want| want.is_of_device());
+        Report { sections: Vec::new(), wanted, has_device, is_asked_for }
     }
 
     /// Adds a section.
@@ -65,28 +73,33 @@ impl Report {
         self.sections.iter().flat_map(|(_, findings)| findings)
     }
 
-    /// What does not work, where these features are wanted.
-    pub fn problems(&self, wanted: &[Want]) -> Problems {
+    /// What does not work.
+    pub fn problems(&self) -> Problems {
         let is_problem = |finding: &&Finding| finding.is_trouble && self.is_asked_for;
         let troubles = self.findings().filter(is_problem).map(|finding| finding.what.to_string());
-        // What nobody looked at, because there is no folder, is no feature that is missing.
-        let decided = |want| self.findings().filter_map(|it| it.decides).filter(move |(decided, _)| *decided == want);
-        let is_missing = |want: &&Want| decided(**want).count() > 0 && !decided(**want).any(|(_, is_there)| is_there);
-        let name = |want: &Want| Some(want.to_possible_value()?.get_name().to_owned());
-        Problems { troubles: troubles.collect(), missing: wanted.iter().filter(is_missing).filter_map(name).collect() }
+        // What nobody looked at, because there is no folder, is no feature that is missing. One path without a feature of
+        // paths is enough; of several devices one with the feature is.
+        let is_missing = |want: &&Want| {
+            let mut decided =
+                self.findings().filter_map(|it| it.decides).filter(|(decided, _)| decided == *want).peekable();
+            let is_looked_at = decided.peek().is_some();
+            is_looked_at
+                && if want.is_of_device() { !decided.any(|(_, there)| there) } else { !decided.all(|(_, there)| there) }
+        };
+        Problems { troubles: troubles.collect(), missing: self.wanted.iter().filter(is_missing).map(name).collect() }
     }
 
     /// Prints it, as the flags say.
     pub fn print(&self, args: &Args) -> Result<(), Failure> {
         if args.json {
-            return emit(&format!("{:#}\n", self.object(&args.want)));
+            return emit(&format!("{:#}\n", self.object()));
         }
-        let problems = self.problems(&args.want);
+        let problems = self.problems();
         let verdict = if problems.is_empty() { "no problems found".to_owned() } else { problems.to_string() };
         emit(&format!("{}\nverdict: {}\n", self.table(args.full), plain(&verdict)))
     }
 
-    fn object(&self, wanted: &[Want]) -> Value {
+    fn object(&self) -> Value {
         let finding = |finding: &Finding| {
             json!({
                 "what": finding.what,
@@ -100,13 +113,26 @@ impl Report {
         for (name, findings) in &self.sections {
             object.insert((*name).to_owned(), findings.iter().map(finding).collect());
         }
-        let problems = self.problems(wanted);
+        object.insert("wanted".into(), self.wanted.iter().map(name).collect());
+        let problems = self.problems();
         object.insert("verdict".into(), json!({ "troubles": problems.troubles, "missing": problems.missing }));
         Value::Object(object)
     }
 
+    /// What begins the line of a finding. The verdict counts those with `!`, and nothing else.
+    fn mark(&self, finding: &Finding) -> &'static str {
+        match finding.decides {
+            _ if finding.is_trouble && self.is_asked_for => "!",
+            _ if finding.is_trouble => "-",
+            Some((_, true)) => "+",
+            Some((feature, false)) if self.wanted.contains(&feature) => "!",
+            Some((_, false)) => "-",
+            None => " ",
+        }
+    }
+
     /// All findings, or those that fit on a screen: without devices that nobody uses, and with fixes only for what does
-    /// not work.
+    /// not work (`!`) or could be better (`-`).
     fn table(&self, full: bool) -> String {
         let mut text = String::new();
         for (name, findings) in &self.sections {
@@ -117,18 +143,45 @@ impl Report {
                 text.push_str(&format!("{name}\n"));
             }
             for finding in findings.iter().filter(|it| full || self.has_device || !it.what.contains("device")) {
-                let mark = match finding.decides {
-                    _ if finding.is_trouble => "!",
-                    Some((_, true)) => "+",
-                    Some((_, false)) => "!",
-                    None => " ",
-                };
+                let mark = self.mark(finding);
                 text.push_str(&format!("{mark} {:14} {}\n", finding.what, plain(&finding.found)));
-                if let Some(fix) = finding.fix.as_ref().filter(|_| full || mark == "!") {
+                if let Some(fix) = finding.fix.as_ref().filter(|_| full || ["!", "-"].contains(&mark)) {
                     text.push_str(&format!("  {:14} -> {}\n", "", plain(fix)));
                 }
             }
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(wanted: Vec<Want>, found: &[(Want, bool)]) -> Report {
+        let mut report = Report::new(wanted, false, true);
+        let finding = |&(want, is_there)| Finding::note("a feature", "as it is").fix("mend it").decides(want, is_there);
+        report.add("disk", found.iter().map(finding).collect());
+        report
+    }
+
+    #[test]
+    fn one_of_two_paths_without_direct_io_is_a_problem_and_one_of_two_devices_is_enough() {
+        let of_paths = report(vec![Want::DirectIo], &[(Want::DirectIo, true), (Want::DirectIo, false)]);
+        assert_eq!(of_paths.problems().to_string(), "not available on this machine: direct-io");
+        let of_devices = report(vec![Want::Cuda], &[(Want::Cuda, false), (Want::Cuda, true)]);
+        assert!(of_devices.problems().is_empty());
+        assert!(report(vec![Want::DirectIo], &[]).problems().is_empty(), "nobody looked");
+    }
+
+    #[test]
+    fn only_what_the_verdict_counts_has_an_exclamation_mark() {
+        let found = [(Want::LockedMemory, false), (Want::Ring, true)];
+        let unwanted = report(vec![Want::Ring], &found);
+        assert!(unwanted.problems().is_empty());
+        let expected = "- a feature      as it is\n                 -> mend it\n+ a feature      as it is\n";
+        assert_eq!(unwanted.table(false), expected);
+        let wanted = report(vec![Want::LockedMemory], &found);
+        assert!(!wanted.problems().is_empty() && wanted.table(false).starts_with("! "), "{}", wanted.table(false));
     }
 }

@@ -13,7 +13,7 @@ use crate::{
     error::{Error, Result},
     link::{Link, LinkError, Receiver, Sender},
     protocol::{Hello, Limits, RegionKind, Reply, Request, Welcome},
-    query::{cannot_connect, refused},
+    query::{cannot_connect, found, refused},
 };
 
 /// A request's id, on a connection that has no other request.
@@ -32,7 +32,7 @@ impl<D: Dial> Worker<D> {
     async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
         let failed = |error: std::io::Error| match error.kind() {
             std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
-            _ => away(&self.socket, error),
+            _ => away(&self.socket, found(&error)),
         };
         let mut link = Link::new((self.dial)().await.map_err(failed)?);
         link.sender.push(Hello::ours().encode(), None);

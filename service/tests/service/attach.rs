@@ -93,6 +93,18 @@ fn a_refused_attach_evicts_no_block_of_a_neighbor() {
 }
 
 #[test]
+fn a_client_of_no_service_says_what_is_missing_and_what_to_start() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("kvhoist.sock");
+    let said = |why| connect(&socket, "early", 0, 0).expect_err(why).to_string();
+    let none = said("no socket");
+    assert!(none.contains("found no socket; start `kvhoist serve`") && !none.contains("os error"), "{none}");
+    drop(std::os::unix::net::UnixListener::bind(&socket).expect("a socket that its process has left"));
+    let left = said("nobody");
+    assert!(left.contains("found nobody who listens there; start") && !left.contains("os error"), "{left}");
+}
+
+#[test]
 fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
     for damage in [&b"kvhoist space 1\nnamespace 74"[..], b"", &[0xff; 100]] {
         let folder = tempfile::tempdir().expect("a folder");
