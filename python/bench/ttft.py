@@ -7,8 +7,8 @@ Needs a CUDA device, torch, transformers and kvhoist. The models have random wei
 fewer layers than the real ones say so in their names. A time is that of `PrefixCache`'s call, the forward over the
 tokens that are left, and the first token on the host. Beside it, in the same run, the bare copy of the same bytes from
 pinned memory to the GPU, and the bare read of as many bytes of the same files by 32 threads with O_DIRECT, in pieces of
-4 MiB; both with the time of one token added. From host memory also layer by layer (`layerwise`), and with a turn of
-`--new-tokens` behind the stored prompt, where the time of that turn with its prefix in place is added instead.
+4 MiB; both with the time of one token added. Each also layer by layer (`layerwise`), and with a turn of `--new-tokens`
+behind the stored prompt, where the time of that turn with its prefix in place is added instead.
 
 Rows on standard output and in FILE: docs/results/README.md names the columns.
 """
@@ -260,10 +260,10 @@ class Bench:
         times, token = milliseconds(lambda: self.hit(prefixes, self.prompts[n], layerwise), runs)
         return times, token == self.tokens[n]
 
-    def turns(self, prefixes: PrefixCache, n: int, layerwise: bool) -> list[float]:
+    def turns(self, prefixes: PrefixCache, n: int, runs: int, layerwise: bool) -> list[float]:
         """The times to the first token of new turns behind a stored prompt."""
-        turns = [self.turn(n) for _ in range(self.runs)]
-        return milliseconds(lambda: self.hit(prefixes, turns.pop(), layerwise), self.runs)[0]
+        turns = [self.turn(n) for _ in range(runs)]
+        return milliseconds(lambda: self.hit(prefixes, turns.pop(), layerwise), runs)[0]
 
     def add(self, n: int, what: str, times: list[float], bare: list[float], same: bool | None, more: float) -> None:
         """A row of hits beside bare movements of the same bytes and what is computed then."""
@@ -283,24 +283,36 @@ class Bench:
                     self.add(n, f"host memory{how}", times, bare, same, self.single[n])
                     if self.new_tokens:
                         what = f"host memory, {self.new_tokens} new tokens{how}"
-                        self.add(n, what, self.turns(prefixes, n, layerwise), bare, None, self.added[n])
+                        self.add(n, what, self.turns(prefixes, n, self.runs, layerwise), bare, None, self.added[n])
                 gc.collect()
                 torch.cuda.empty_cache()
-        # The host tier is empty after a restart: each prompt comes from the drives once.
-        loads: dict[int, tuple[list[float], list[float], list[bool]]] = {n: ([], [], []) for n in self.prompts}
-        for _ in range(self.runs):
-            with self.opened(small_host_bytes) as prefixes:
-                reader = BareRead(self.folders)
-                for n, (times, bare, same) in loads.items():
-                    bare += reader.times(self.nbytes[n])
-                    took, right = self.load(prefixes, n, 1)
-                    times += took
-                    same.append(right)
-                reader.close()
-        for n, (times, bare, same) in loads.items():
-            self.add(n, "drives, after a restart", times, bare, all(same), self.single[n])
+        self.restart(small_host_bytes)
         for folder in self.folders:
             shutil.rmtree(folder)
+
+    def restart(self, host_bytes: str) -> None:
+        """Rows of hits that come from the drives: the host tier is empty after a restart, so each prompt does once."""
+        ways = [(layerwise, new) for new in (False, True)[: 1 + bool(self.new_tokens)] for layerwise in (False, True)]
+        loads: dict[Any, tuple[list[float], list[float], list[bool]]] = {
+            (n, layerwise, new): ([], [], []) for n in self.prompts for layerwise, new in ways
+        }
+        for layerwise, new in ways * self.runs:
+            with self.opened(host_bytes) as prefixes:
+                reader = BareRead(self.folders)
+                for n in self.prompts:
+                    times, bare, same = loads[n, layerwise, new]
+                    bare += reader.times(self.nbytes[n])
+                    if new:
+                        times += self.turns(prefixes, n, 1, layerwise)
+                    else:
+                        took, right = self.load(prefixes, n, 1, layerwise)
+                        times += took
+                        same.append(right)
+                reader.close()
+        for (n, layerwise, new), (times, bare, same) in loads.items():
+            how = (f", {self.new_tokens} new tokens" if new else "") + (", layer by layer" if layerwise else "")
+            more = self.added[n] if new else self.single[n]
+            self.add(n, f"drives, after a restart{how}", times, bare, None if new else all(same), more)
 
 
 def kept_bytes(prefixes: PrefixCache, tokens: int) -> int:

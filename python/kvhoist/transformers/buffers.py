@@ -11,7 +11,8 @@ from transformers.cache_utils import DynamicCache, StaticLayer, StaticSlidingWin
 
 from ..errors import UnavailableError
 from .layers import Arriving
-from .store import Group, PrefixStore, StateGroup, StateShape
+from .shapes import Group, StateGroup, StateShape
+from .store import PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ class PrefixBuffers:
 
     def __init__(self, cache: Any, store: PrefixStore, rows: list[Row], columns: int, width: int) -> None:
         self._cache, self._store, self._rows, self._columns = cache, store, rows, columns
-        #: Loads that are under way, with the row and the first block of each.
-        self._arriving: list[tuple[Arriving, Any, int, int]] = []
+        #: Loads that are under way, with the group, the row and the first block of each.
+        self._arriving: list[tuple[Arriving, int, int, int]] = []
         #: Layers that have not come, with their places in these loads.
         self._missing: dict[int, int] = {}
         padded = any(row.pad for row in rows)
@@ -84,17 +85,24 @@ class PrefixBuffers:
 
     def begin(self) -> bool:
         """Begins to load all layers. False where that cannot be: the cache is no `DynamicCache`, there are states, or
-        not all is in host memory."""
+        there is no room."""
         if self._store.has_states or not isinstance(self._cache, DynamicCache):
             return False
+        store = self._store
+        rows = [(at, row.keys, self._columns - row.pad) for at, row in enumerate(self._rows) if row.pad < self._columns]
+        # By row, then by group.
+        held = [store.hold(keys, tokens) for _, keys, tokens in rows]
+        if not all(held):
+            _release(held)
         try:
-            for n, group in enumerate(self._store.groups):
+            for n, group in enumerate(store.groups):
                 self._missing |= {layer.index: at for at, layer in enumerate(group.layers)}
-                for at, row in enumerate(self._rows):
-                    first, arriving = self._store.arriving(n, row.keys, self._columns - row.pad)
-                    self._arriving.append((arriving, group, at, first))
+                for (at, keys, tokens), its in zip(rows, held):
+                    first, arriving = store.arriving(n, keys, tokens, its.pop(0) if its else None)
+                    self._arriving.append((arriving, n, at, first))
         except UnavailableError as error:
             logger.debug("kvhoist: a prefix is not loaded layer by layer: %s", error)
+            _release(held)
             self.end()
             return False
         return True
@@ -104,8 +112,8 @@ class PrefixBuffers:
         if (place := self._missing.pop(layer, None)) is None:
             return
         keys, values, begin, group = self._tensors[layer]
-        for arriving, its_group, at, first in self._arriving:
-            if its_group is group:
+        for arriving, n, at, first in self._arriving:
+            if self._store.groups[n] is group:
                 for into, source in zip((keys, values), arriving.layer(place)):
                     self._put(into, source, at, first, begin)
 
@@ -115,12 +123,16 @@ class PrefixBuffers:
         here = self._rows[at].pad + first * size - begin
         into[at, :, here : here + blocks * size].unflatten(1, (blocks, size)).copy_(source)
 
-    def end(self) -> list[Any]:
-        """Puts all layers that are missing, and lets the loads' memory go: what could not be loaded."""
+    def end(self) -> str | None:
+        """Puts all layers that are missing, and lets the loads' memory go: why not all could be loaded."""
         for layer in list(self._missing) if self._arriving else ():
             self.arrive(layer)
         arriving, self._arriving, self._missing = self._arriving, [], {}
-        return [result for load, *_ in arriving for result in load.end()]
+        why = None
+        for load, n, at, first in arriving:
+            if failed := {self._rows[at].keys[first + block]: result for block, result in load.end().items()}:
+                why = f"{len(failed)} blocks of a prefix that could not be loaded: {self._store.mark_bad(n, failed)}"
+        return why
 
     def fill(self) -> None:
         """Gives the layers their keys and values."""
@@ -136,6 +148,13 @@ class PrefixBuffers:
                 layer.has_previous_state[n] = True
             else:
                 layer.update_recurrent_state(state, state_idx=n)
+
+
+def _release(held: list[list[Any]]) -> None:
+    """Lets go what is held of all rows."""
+    for row in held:
+        while row:
+            row.pop().release()
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of a prompt on their way to the device, layer after layer, while the model computes. Needs torch, no engine."""
+"""Blocks of a prompt on their way to the device, layer after layer, while the model computes. Needs torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 class Arriving:
-    """Blocks of one group that are in host memory, on their way into memory of the device of their own.
+    """Blocks of one group on their way into memory of the device of their own. Those that are `held` in host memory
+    come layer by layer; others come whole, from the drives too.
 
     The memory is held until the load has ended, whoever forgets this object.
     """
 
     def __init__(
-        self, cache: Cache, register: Any, group: Any, keys: Sequence[bytes], block_tokens: int, device: torch.device
+        self, cache: Cache, register: Any, group: Any, keys: Sequence[bytes], block_tokens: int, device: torch.device,
+        held: Any,
     ) -> None:  # fmt: skip
-        """Begins the load. Raises UnavailableError where not all blocks are in host memory, or there is no room."""
+        """Begins the load. Raises UnavailableError where there is no room."""
         self._group, self._block_tokens, self._count, self._device = group, block_tokens, len(keys), device
+        self._held = held
         sizes = [layer.token_bytes * block_tokens for layer in group.layers]
         self.nbytes = len(keys) * sum(sizes)
-        held = cache.hold(keys, len(keys))
         try:
-            if len(held) < len(keys):
-                raise UnavailableError(f"found {len(held)} blocks in host memory, expected {len(keys)}")
             try:
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError as error:
@@ -50,32 +50,41 @@ class Arriving:
                 region.unregister()
                 raise
         except BaseException:
-            held.release()
+            if held is not None:
+                held.release()
             raise
         self._finish = weakref.finalize(self, _end, self._load, region, held, self._memory)
 
     def layer(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values, `[heads, blocks, tokens, dim]`; what the current stream does next waits for it."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
-        try:
-            self._load.wait(at, stream)
-        except Error as error:
-            logger.warning("kvhoist: a stream cannot wait for a layer, so its thread does: %s", error)
+        if self._held is None:
+            # A stream that waits for drives blocks calls of CUDA for long: this thread does.
             self._load.layer(at)
+        else:
+            self._let_stream_wait(at)
         shape, size = self._group.layers[at], self._block_tokens
         begin = self._starts[at]
         blocks = self._memory[begin : begin + self._count * shape.token_bytes * size].view(self._count, -1)
         _, keys, values = next(iter(type(self._group)((shape,), self._group.reach).views(blocks, size)))
         return keys, values
 
-    def end(self) -> list[Any]:
+    def _let_stream_wait(self, at: int) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
+        try:
+            self._load.wait(at, stream)
+        except Error as error:
+            logger.warning("kvhoist: a stream cannot wait for a layer, so its thread does: %s", error)
+            self._load.layer(at)
+
+    def end(self) -> dict[int, Any]:
         """Waits for the load and lets its memory go: of each block that is not there, False or an error."""
-        return self._finish() or []
+        return self._finish() or {}
 
 
-def _end(load: Any, region: Any, held: Any, _memory: torch.Tensor) -> list[Any]:
+def _end(load: Any, region: Any, held: Any, _memory: torch.Tensor) -> dict[int, Any]:
     try:
-        return [result for result in load.blocks() if result is not True]
+        return {at: result for at, result in enumerate(load.blocks()) if result is not True}
     finally:
         region.unregister()
-        held.release()
+        if held is not None:
+            held.release()

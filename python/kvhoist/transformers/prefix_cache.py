@@ -31,7 +31,8 @@ from .._versions import Supported
 from ..cache import _paths
 from .model_identity import model_identity, model_state, refuse_rope_by_length
 from .prompt_record import Known, PromptRecord
-from .store import Group, LayerShape, PrefixStore, StateGroup, StateShape, block_tokens_of, chain, staging_device
+from .shapes import Group, LayerShape, StateGroup, StateShape
+from .store import PrefixStore, block_tokens_of, chain, staging_device
 
 __all__ = ["PrefixCache"]
 
@@ -202,7 +203,9 @@ class PrefixCache:
             raise config_error(
                 "model", type(self.model).__name__, "one with attention, whose layers keep keys and values"
             )
-        groups: list[Group | StateGroup] = [Group(tuple(some), reach) for reach, some in layers.items()]
+        groups: list[Group | StateGroup] = []
+        for reach, some in layers.items():
+            groups += Group(tuple(some), reach).parts(self.block_tokens)
         if states:
             self._check_continuation()
             groups.append(StateGroup(tuple(states)))

@@ -12,7 +12,8 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import ArgumentError, CopyError
 from .buffers import PrefixBuffers, Row
-from .store import Group, PrefixStore, StateGroup, chain
+from .shapes import Group, StateGroup
+from .store import PrefixStore, chain
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class PromptRecord:
     # Loading
 
     def load(self, layerwise: bool) -> None:
-        """Loads the longest prefix that all rows have into the cache's layers; `layerwise` only begins to, if it can."""
+        """Loads the longest prefix that all rows have into the layers; `layerwise` only begins to, if it can."""
         with self.store.lock:
             columns = self._longest(self.known.input_ids.shape[1] - 1)
             while columns > 0:
@@ -139,10 +140,9 @@ class PromptRecord:
     def arrive_all(self) -> None:
         """Waits for all layers. Raises CopyError where a block is not there: what the model computed is of no use."""
         buffers, self._buffers = self._buffers, None
-        if buffers is not None and (failed := buffers.end()):
+        if buffers is not None and (why := buffers.end()):
             self.forget("blocks could not be loaded")
-            why = next((str(result) for result in failed if result is not False), "they were not there any more")
-            raise CopyError(f"found {len(failed)} blocks of a prefix that could not be loaded: {why}; compute again")
+            raise CopyError(f"found {why}; compute again")
 
     # A forward
 

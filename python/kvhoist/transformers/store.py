@@ -1,8 +1,6 @@
 """KV of prompts in blocks of tokens, in one store for each kind of attention. Needs torch, and no engine.
 
-A block has the keys and values of so many tokens in all layers of its group: for each layer the keys, `[heads, tokens,
-dim]`, then the values. A block of recurrent states has those of all layers after its last token. The key of a block is
-the digest of all tokens to its end.
+`shapes.py` has what a block contains. The key of a block is the digest of all tokens to its end, and the part's number.
 """
 
 from __future__ import annotations
@@ -11,14 +9,12 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import math
 import os
 import threading
 from array import array
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, Callable, Generator, Iterable, Sequence
+from typing import Any, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,6 +23,7 @@ from .._values import config_error, parse_bytes
 from ..cache import Cache, slot_bytes, store_bytes
 from ..errors import Error, UnavailableError
 from .layers import Arriving
+from .shapes import Group, StateGroup
 
 logger = logging.getLogger(__name__)
 
@@ -37,92 +34,6 @@ STAGING_BYTES = 512 << 20
 PARTS = 2
 #: Blocks of tokens for which room is made for one of recurrent states: they are stored at the ends of turns only.
 BLOCKS_A_STATE = 32
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer keeps of a token."""
-
-    index: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token."""
-        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers whose attention sees as far: `reach` tokens before the next one, or all."""
-
-    layers: tuple[LayerShape, ...]
-    reach: int | None
-
-    @property
-    def name(self) -> str:
-        """A folder's."""
-        return "full" if self.reach is None else f"window-{self.reach}"
-
-    def block_bytes(self, block_tokens: int) -> int:
-        """Bytes of a block."""
-        return block_tokens * sum(layer.token_bytes for layer in self.layers)
-
-    def first_token(self, tokens: int) -> int:
-        """The first token that is needed to go on after so many."""
-        return 0 if self.reach is None else max(0, tokens - self.reach)
-
-    def views(self, blocks: torch.Tensor, block_tokens: int) -> Iterable[tuple[LayerShape, torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values in blocks of bytes: `[heads, blocks, tokens, dim]`."""
-        at = 0
-        for layer in self.layers:
-            parts = []
-            for dim in (layer.key_dim, layer.value_dim):
-                nbytes = layer.heads * block_tokens * dim * layer.dtype.itemsize
-                part = blocks[:, at : at + nbytes].view(layer.dtype)
-                parts.append(part.unflatten(1, (layer.heads, block_tokens, dim)).permute(1, 0, 2, 3))
-                at += nbytes
-            yield layer, parts[0], parts[1]
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """One recurrent state of a layer, of one row."""
-
-    index: int
-    #: Which of the layer's states, and `conv` or `recurrent`.
-    state: int
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class StateGroup:
-    """The recurrent states of all layers: what follows needs those after its last token, and no others."""
-
-    layers: tuple[StateShape, ...]
-    reach = 1
-    name = "state"
-
-    def block_bytes(self, _block_tokens: int) -> int:
-        """Bytes of a block: each state begins at a multiple of 16."""
-        return sum(-(-math.prod(layer.shape) * layer.dtype.itemsize // 16) * 16 for layer in self.layers)
-
-    def first_token(self, tokens: int) -> int:
-        """The first token whose block is needed to go on after so many."""
-        return max(0, tokens - self.reach)
-
-    def views(self, blocks: torch.Tensor) -> Iterable[tuple[StateShape, torch.Tensor]]:
-        """Each state in blocks of bytes: `[blocks, *shape]`."""
-        at = 0
-        for layer in self.layers:
-            nbytes = math.prod(layer.shape) * layer.dtype.itemsize
-            yield layer, blocks[:, at : at + nbytes].view(layer.dtype).unflatten(1, layer.shape)
-            at += -(-nbytes // 16) * 16
 
 
 def chain(tokens: Sequence[int], block_tokens: int, keys: list[bytes]) -> list[bytes]:
@@ -146,10 +57,14 @@ class PrefixStore:
         self.groups, self.block_tokens, self.device = tuple(groups), block_tokens, device
         self.has_states = any(isinstance(group, StateGroup) for group in groups)
         self.block_bytes = [group.block_bytes(block_tokens) for group in groups]
-        weights = [
-            nbytes / BLOCKS_A_STATE if isinstance(group, StateGroup) else nbytes
-            for group, nbytes in zip(groups, self.block_bytes)
-        ]
+        #: By store: its share of all sizes, and the bytes of its blocks.
+        weights: dict[str, float] = {}
+        nbytes_of = {group.name: nbytes for group, nbytes in zip(groups, self.block_bytes)}
+        for group, nbytes in zip(groups, self.block_bytes):
+            weight = nbytes / BLOCKS_A_STATE if isinstance(group, StateGroup) else nbytes
+            weights[group.name] = weights.get(group.name, 0) + weight
+        #: By group: the place of its store among the caches.
+        self._store_of = [list(weights).index(group.name) for group in groups]
         self.lock = threading.Lock()
         self.caches: list[Cache] = []
         #: Blocks that could not be read, by group: misses until they are stored again.
@@ -158,22 +73,17 @@ class PrefixStore:
         self._loads = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
         self._reached = settings.get("device") in ("cuda", "simulated")
         try:
-            for group, nbytes, weight in zip(self.groups, self.block_bytes, weights):
-                share = weight / sum(weights)
+            for name, weight in weights.items():
+                share, nbytes = weight / sum(weights.values()), nbytes_of[name]
                 least = {"host_bytes": 2 * slot_bytes(nbytes), "capacity": len(paths or ()) * store_bytes(2, nbytes)}
-                sized = {
-                    name: max(int(parse_bytes(size, name) * share), least[name]) for name, size in sizes.items()
-                }
+                sized = {key: max(int(parse_bytes(size, key) * share), least[key]) for key, size in sizes.items()}
                 folders = None
                 if paths is not None:
-                    folders = [os.path.join(folder, group.name) for folder in place.directories(paths)]
+                    folders = [os.path.join(folder, name) for folder in place.directories(paths)]
                     for folder in folders:
                         os.makedirs(folder, mode=0o700, exist_ok=True)
-                self.caches.append(
-                    Cache(
-                        folders, block_bytes=nbytes, namespace=f"{place.namespace()}/{group.name}", **sized, **settings
-                    )
-                )
+                namespace = f"{place.namespace()}/{name}"
+                self.caches.append(Cache(folders, block_bytes=nbytes, namespace=namespace, **sized, **settings))
             most = max(self.block_bytes)
             self.staging = torch.empty(max(1, STAGING_BYTES // most) * most, dtype=torch.uint8, device=device)
             for cache in self.caches:
@@ -191,8 +101,8 @@ class PrefixStore:
         """The most of these tokens that can be loaded, of a prompt with these keys. No I/O."""
         size = self.block_tokens
         found = []
-        for group, cache, bad in zip(self.groups, self.caches, self._bad):
-            present = [here and key not in bad for key, here in zip(keys, cache.contains_each(list(keys)))]
+        for n, (group, bad) in enumerate(zip(self.groups, self._bad)):
+            present = [here and key not in bad for key, here in zip(keys, self._contains(n, keys))]
             found.append(present)
             if group.reach is None:
                 tokens = min(tokens, size * next((n for n, here in enumerate(present) if not here), len(present)))
@@ -207,52 +117,84 @@ class PrefixStore:
             tokens = (end - 1) * size
         return tokens
 
+    def _contains(self, n: int, keys: Sequence[bytes]) -> list[bool]:
+        """Whether the store has a group's blocks."""
+        return self._cache(n).contains_each(list(map(self.groups[n].key, keys)))
+
+    def _cache(self, n: int) -> Cache:
+        """The store of a group."""
+        return self.caches[self._store_of[n]]
+
+    def _range(self, n: int, tokens: int) -> tuple[int, int]:
+        """The first block that so many tokens need of a group, and the one behind the last: none of none."""
+        tokens = max(0, tokens)
+        return self.groups[n].first_token(tokens) // self.block_tokens, -(-tokens // self.block_tokens)
+
     # Movement
 
     def load(self, keys: Sequence[bytes], tokens: int, put: Callable[[Any, torch.Tensor, int], None]) -> bool:
         """Loads what `tokens` of a prompt need. `put` gets blocks as bytes, `[blocks, bytes]`, and the number of the
         first. False where a block was not there; what was put then is of no use."""
-        end = -(-tokens // self.block_tokens)
-        for n, group in enumerate(self.groups):
-            first_block = group.first_token(tokens) // self.block_tokens
-            with contextlib.closing(self._loaded(n, keys, first_block, end)) as loaded:
-                for first, piece, failed in loaded:
-                    if failed:
-                        self._bad[n] |= failed.keys()
-                        why = next((result for result in failed.values() if result is not False), "not there any more")
-                        logger.warning("kvhoist: %d blocks of a prefix could not be loaded: %s", len(failed), why)
-                        return False
-                    put(group, piece, first)
-                    self._settle()
+        with contextlib.closing(self._loaded(keys, tokens)) as loaded:
+            for n, first, piece, failed in loaded:
+                if failed:
+                    self.mark_bad(n, failed)
+                    return False
+                put(self.groups[n], piece, first)
+                self._settle()
         return True
 
-    def arriving(self, n: int, keys: Sequence[bytes], tokens: int) -> tuple[int, Arriving]:
+    def mark_bad(self, n: int, failed: Mapping[bytes, Any]) -> str:
+        """Makes misses of a group's blocks that could not be loaded; why they could not."""
+        self._bad[n] |= failed.keys()
+        why = str(next((result for result in failed.values() if result is not False), "not there any more"))
+        logger.warning("kvhoist: %d blocks of a prefix could not be loaded: %s", len(failed), why)
+        return why
+
+    def hold(self, keys: Sequence[bytes], tokens: int) -> list[Any]:
+        """Holds in host memory what `tokens` of a prompt need, group by group. Nothing where not all of it is there:
+        what comes from drives needs that memory."""
+        held: list[Any] = []
+        for n, group in enumerate(self.groups):
+            first, end = self._range(n, tokens)
+            held.append(self._cache(n).hold(list(map(group.key, keys[first:end])), end - first))
+            if len(held[-1]) < end - first:
+                for one in held:
+                    one.release()
+                return []
+        return held
+
+    def arriving(self, n: int, keys: Sequence[bytes], tokens: int, held: Any) -> tuple[int, Arriving]:
         """Begins to load what `tokens` of a prompt need of a group, layer by layer: the number of the first block, and
-        its load. Raises UnavailableError where not all of it is in host memory."""
-        group = self.groups[n]
-        first, end = group.first_token(tokens) // self.block_tokens, -(-tokens // self.block_tokens)
-        register = self._register(self.caches[n])
-        return first, Arriving(self.caches[n], register, group, keys[first:end], self.block_tokens, self.device)
+        its load, which lets go what is `held`. Raises UnavailableError where there is no room."""
+        (first, end), group, cache = self._range(n, tokens), self.groups[n], self._cache(n)
+        mine = list(map(group.key, keys[first:end]))
+        return first, Arriving(cache, self._register(cache), group, mine, self.block_tokens, self.device, held)
 
     def _loaded(
-        self, n: int, keys: Sequence[bytes], first: int, last: int
-    ) -> Generator[tuple[int, torch.Tensor, dict[bytes, Any]], None, None]:
-        """Pieces in order: the number of the first block, the blocks, and those that failed. The next pieces are under
-        way until the generator is closed, which waits for them."""
-        under_way: deque[tuple[int, torch.Tensor, list[bytes], Future]] = deque()
-        parts = min(PARTS, self.staging.numel() // self.block_bytes[n])
+        self, keys: Sequence[bytes], tokens: int
+    ) -> Generator[tuple[int, int, torch.Tensor, dict[bytes, Any]], None, None]:
+        """Pieces of all groups, in order: the group, the number of the first block, the blocks, and those that failed.
+        The next pieces are under way until the generator is closed, which waits for them."""
+        under_way: deque[tuple[int, int, torch.Tensor, Sequence[bytes], Future]] = deque()
+        most = max(self.block_bytes)
+        parts = min(PARTS, self.staging.numel() // most)
+        room = self.staging.numel() // most // parts * most
+        places = itertools.cycle(range(0, parts * room, room))
 
-        def oldest() -> tuple[int, torch.Tensor, dict[bytes, Any]]:
-            at, piece, wanted, load = under_way.popleft()
-            return at, piece, {key: result for key, result in zip(wanted, load.result()) if result is not True}
+        def oldest() -> tuple[int, int, torch.Tensor, dict[bytes, Any]]:
+            n, at, piece, wanted, load = under_way.popleft()
+            return n, at, piece, {key: result for key, result in zip(wanted, load.result()) if result is not True}
 
         try:
-            for at, until, piece in self._pieces(n, first, last, parts):
-                wanted = list(keys[at:until])
-                load = self._loads.submit(self.caches[n].load, wanted, self._places(n, piece), errors="return")
-                under_way.append((at, piece, wanted, load))
-                if len(under_way) == parts:
-                    yield oldest()
+            for n, group in enumerate(self.groups):
+                for at, until, piece in self._pieces(n, *self._range(n, tokens), room, places):
+                    wanted = keys[at:until]
+                    mine = list(map(group.key, wanted))
+                    load = self._loads.submit(self._cache(n).load, mine, self._places(n, piece), errors="return")
+                    under_way.append((n, at, piece, wanted, load))
+                    if len(under_way) == parts:
+                        yield oldest()
             while under_way:
                 yield oldest()
         finally:
@@ -285,28 +227,29 @@ class PrefixStore:
         self, n: int, group: Group | StateGroup, keys: Sequence[bytes], first: int, last: int,
         fill: Callable[[Any, torch.Tensor, int], bool],
     ) -> None:  # fmt: skip
-        cache = self.caches[n]
-        for start, end in _runs([not here for here in cache.contains_each(list(keys[first:last]))], first):
-            for at, until, piece in self._pieces(n, start, end, 1):
+        for start, end in _runs([not here for here in self._contains(n, keys[first:last])], first):
+            for at, until, piece in self._pieces(n, start, end, self.staging.numel(), itertools.repeat(0)):
                 if not fill(group, piece, at):
                     continue
                 self._settle()
                 # States have no parents: those of a shorter prefix are not worth more than those of a longer one.
-                parent = keys[at - 1] if at and isinstance(group, Group) else None
+                parent = group.key(keys[at - 1]) if at and isinstance(group, Group) else None
+                mine = list(map(group.key, keys[at:until]))
                 try:
-                    cache.store(list(keys[at:until]), self._places(n, piece), parent=parent)
+                    self._cache(n).store(mine, self._places(n, piece), parent=parent)
                 except Error as error:
                     logger.warning("kvhoist: %d blocks of a prefix were not stored: %s", until - at, error)
                     return
                 self._bad[n].difference_update(keys[at:until])
 
-    def _pieces(self, n: int, first: int, last: int, parts: int) -> Iterable[tuple[int, int, torch.Tensor]]:
-        """Ranges of blocks that fit into one of so many parts of the staging memory, each with the next part as blocks."""
+    def _pieces(
+        self, n: int, first: int, last: int, room: int, places: Iterator[int]
+    ) -> Iterable[tuple[int, int, torch.Tensor]]:
+        """Ranges of blocks that fit into so many bytes, each with those at the next place of the staging memory."""
         nbytes = self.block_bytes[n]
-        most = max(1, self.staging.numel() // parts // nbytes)
-        turns = itertools.cycle(range(0, self.staging.numel() // nbytes // most * most * nbytes, most * nbytes))
-        for at, begin in zip(range(first, last, most), turns):
-            until = min(at + most, last)
+        most = room // nbytes
+        for at in range(first, last, most):
+            until, begin = min(at + most, last), next(places)
             yield at, until, self.staging[begin : begin + (until - at) * nbytes].view(until - at, nbytes)
 
     def _places(self, n: int, piece: torch.Tensor) -> list[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""A prefix that arrives layer by layer, while the model computes with it: the answers are those of a whole one."""
+"""A prefix that arrives layer by layer, while the model computes with it: the answers are those of a whole one.
+
+Blocks of all layers, and of some of them: of a model of full size a group of layers is divided.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,20 @@ if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
-from tiny_prefixes import answer, computed, generated, opened  # noqa: E402
+from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # noqa: E402
 
 from kvhoist import CopyError  # noqa: E402
 from kvhoist.transformers.layers import Arriving  # noqa: E402
 
 DEVICES = pytest.mark.parametrize("device", [{}, {"device": "simulated", "device_blocks": 1}], ids=["host", "simulated"])
+
+
+@pytest.fixture(params=[1, 4], ids=["whole", "divided"])
+def parts(request, monkeypatch):
+    """How many parts the groups of a tiny model have, at most."""
+    if request.param > 1:
+        monkeypatch.setattr("kvhoist.transformers.shapes.PART_BYTES", 1 << 12)
+    return request.param
 
 
 def arriving(past):
@@ -34,6 +45,7 @@ def test_the_answers_are_bitwise_those_of_a_whole_prefix(store_dir, kind, device
         answer(model, prefixes, ids[:, :144])
         past = prefixes(ids, layerwise=True)
         assert arriving(past) and past.prefix_length == past.get_seq_length() == 144
+        assert all(load._held is not None for load, *_ in past.record._buffers._arriving)
         assert torch.equal(model(ids[:, 144:], past_key_values=past).logits, computed(model, ids, 144))
         assert not arriving(past)
         # What it computed then is stored as ever.
@@ -54,14 +66,65 @@ def test_a_padded_batch_generates_the_same(store_dir, kind, device):
         assert torch.equal(generated(model, inputs, past), expected)
 
 
-def test_what_is_not_in_host_memory_is_loaded_whole(store_dir):
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_layers_come_from_the_drives_after_a_restart(store_dir, kind, parts):
+    model, ids = tiny.model(kind), tiny.prompt(150)
+    device = {} if parts == 1 else {"device": "simulated", "device_blocks": 1}
+    with opened(model, store_dir, **device) as prefixes:
+        answer(model, prefixes, ids[:, :144])
+        names = [group.name for group in prefixes.store.groups]
+        assert parts == 1 or max(map(names.count, names)) > 1
+        assert len(prefixes.store.caches) == len(set(names))
+    for layerwise in (False, True):
+        with opened(model, store_dir, **device) as prefixes:
+            past = prefixes(ids, layerwise=layerwise)
+            assert past.prefix_length == 144 and arriving(past) == layerwise
+            assert torch.equal(model(ids[:, 144:], past_key_values=past).logits, computed(model, ids, 144))
+
+
+def test_a_prefix_larger_than_host_memory_leaves_room_for_what_is_read(store_dir, parts):
+    model, ids = tiny.model("llama"), tiny.prompt(390)
+    # Of 24 blocks host memory has the last ones.
+    with opened(model, store_dir, host_bytes="160KiB", deadline_ms=5000) as prefixes:
+        answer(model, prefixes, ids[:, :384])
+        for _ in range(3):
+            past = prefixes(ids, layerwise=True)
+            assert past.prefix_length == 384 and arriving(past)
+            assert torch.equal(model(ids[:, 384:], past_key_values=past).logits, computed(model, ids, 384))
+
+
+def test_a_block_that_is_damaged_on_the_drive_raises_once_and_is_computed_again(store_dir, parts):
     model, ids = tiny.model("llama"), tiny.prompt(100)
     with opened(model, store_dir) as prefixes:
         answer(model, prefixes, ids)
+    # The last page of payload in the file belongs to a block of the prefix.
+    (path,) = blocks(store_dir)
+    data = path.read_bytes()
+    last = max(at for at in range(0, len(data) - 4096, 4096) if any(data[at : at + 4096]))
+    path.write_bytes(data[: last + 5] + bytes([data[last + 5] ^ 1]) + data[last + 6 :])
     with opened(model, store_dir) as prefixes:
         past = prefixes(ids, layerwise=True)
-        assert past.prefix_length == 96 and not arriving(past)
-        assert torch.equal(model(ids[:, 96:], past_key_values=past).logits, computed(model, ids, 96))
+        assert past.prefix_length == 96
+        with pytest.raises(CopyError, match="blocks of a prefix that could not be loaded: .*; compute again"):
+            model(ids[:, 96:], past_key_values=past)
+        past = prefixes(ids, layerwise=True)
+        assert past.prefix_length < 96
+        logits = model(ids[:, past.prefix_length :], past_key_values=past).logits
+        assert torch.allclose(logits[:, -4:], computed(model, ids, 96), atol=1e-5)
+        assert prefixes(ids).prefix_length == 96
+
+
+def test_a_row_whose_padding_reaches_beyond_what_is_loaded(store_dir):
+    model = tiny.model("llama")
+    inputs = tiny.padded(tiny.prompt(130), tiny.prompt(60, seed=1), tiny.prompt(20, seed=2))
+    expected = generated(model, inputs)
+    with opened(model, store_dir) as prefixes:
+        # The second row has nothing, so the third one needs nothing.
+        answer(model, prefixes, inputs["input_ids"][:1])
+        answer(model, prefixes, inputs["input_ids"][2:, -20:])
+        past = prefixes(**inputs, layerwise=True)
+        assert past.prefix_length == 70 and arriving(past)
+        assert torch.equal(generated(model, inputs, past), expected)
 
 
 @pytest.mark.parametrize("kind, more", [("qwen-next", {}), ("llama", {"max_length": 128})], ids=["hybrid", "static"])
@@ -106,12 +169,13 @@ def test_a_forward_over_blocks_that_did_not_arrive_raises_and_stores_nothing(sto
     with opened(model, store_dir) as prefixes:
         answer(model, prefixes, ids[:, :64])
         end = Arriving.end
-        monkeypatch.setattr(Arriving, "end", lambda self: end(self) + [CopyError("device: it fell off the bus")])
+        monkeypatch.setattr(Arriving, "end", lambda self: {**end(self), 3: CopyError("device: it fell off the bus")})
         past = prefixes(ids, layerwise=True)
         with pytest.raises(CopyError, match="found 1 blocks of a prefix that could not be loaded: device: it fell off"):
             model(ids[:, past.prefix_length :], past_key_values=past)
         monkeypatch.undo()
-        assert prefixes(ids).prefix_length == 64
+        # The fourth block is a miss now.
+        assert prefixes(ids).prefix_length == 3 * BLOCK
 
 
 def test_a_compiled_model_is_refused(store_dir, monkeypatch):
