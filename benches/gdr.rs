@@ -1,7 +1,7 @@
 //! What our own code costs a copy through an RDMA device: CPU a work request, and whether any is paid for with memory.
 //!
-//! The device is the double of libibverbs of `tests/doubles/gdr`, which completes at once and moves nothing, so that what
-//! is measured is the cutting, posting and counting of work requests, with the double's own checks in it.
+//! The device is the double of libibverbs of `tests/doubles/gdr`, which completes at once and moves nothing, so that
+//! what is measured is the cutting, posting and counting of work requests, with the double's own checks in it.
 //!
 //!     cargo bench --bench gdr
 //!

@@ -59,18 +59,18 @@ class Metric(NamedTuple):
 #: All that is exported: the figures of a cache, and the wear of its drives.
 METRICS: tuple[Metric, ...] = tuple(Metric(*each) for each in _native.metrics())
 
-#: Where a drive's tuple has its figure.
-_OF_DRIVES = {"kvhoist_drive_used": 1, "kvhoist_drive_written_bytes_total": 2, "kvhoist_drive_years_left": 3}
+#: The metrics of drives, in the order of a drive's figures.
+_OF_DRIVES = ("kvhoist_drive_used", "kvhoist_drive_written_bytes_total", "kvhoist_drive_years_left")
 
 
 def _read(cache: Cache) -> Iterator[list[Sample]]:
     """Samples of each metric, in their order."""
     for all_ in cache.samples():
         yield [Sample(dict(labels), value, suffix) for suffix, labels, value in all_]
-    drives = cache.drives()
-    for metric in METRICS:
-        if (at := _OF_DRIVES.get(metric.name)) is not None:
-            yield [Sample({"path": drive[0]}, float(drive[at])) for drive in drives if drive[at] is not None]
+    drives = [(path, (used, written, left)) for path, used, written, left in cache.drives()]
+    for at in (_OF_DRIVES.index(metric.name) for metric in METRICS if metric.name in _OF_DRIVES):
+        found = ((path, figures[at]) for path, figures in drives)
+        yield [Sample({"path": path}, float(figure)) for path, figure in found if figure is not None]
 
 
 def samples(caches: list[Cache] | None = None) -> list[tuple[Metric, list[Sample]]]:

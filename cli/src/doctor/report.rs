@@ -77,8 +77,8 @@ impl Report {
     pub fn problems(&self) -> Problems {
         let is_problem = |finding: &&Finding| finding.is_trouble && self.is_asked_for;
         let troubles = self.findings().filter(is_problem).map(|finding| finding.what.to_string());
-        // What nobody looked at, because there is no folder, is no feature that is missing. One path without a feature of
-        // paths is enough; of several devices one with the feature is.
+        // What nobody looked at, because there is no folder, is no feature that is missing. One path without a feature
+        // of paths is enough; of several devices one with the feature is.
         let is_missing = |want: &&Want| {
             let mut decided =
                 self.findings().filter_map(|it| it.decides).filter(|(decided, _)| decided == *want).peekable();

@@ -1,3 +1,5 @@
+// Over 400 lines: every case of one pool, over the same few helpers.
+
 use std::{
     fs::File,
     os::{
