@@ -211,7 +211,7 @@ fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
         let of_thread = Arc::clone(&pool);
         let thread = thread::spawn(move || {
             let ring = ring(None).expect("a ring");
-            run(&of_thread, 0, ThreadDriver::with(ring), refused)
+            run(&of_thread, 0, ThreadDriver::with(ring), refused);
         });
         pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
         while !REFUSED.load(Ordering::Acquire) {
