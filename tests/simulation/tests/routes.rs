@@ -328,3 +328,30 @@ fn cases() -> impl Iterator<Item = (Call, Place, Trouble)> {
     let troubles = |(call, place)| TROUBLES.into_iter().map(move |trouble| (call, place, trouble));
     CALLS.into_iter().flat_map(places).flat_map(troubles)
 }
+
+/// A load waits for bytes in flight to be read in place. Meanwhile its block is wanted in host memory: the load waits
+/// for that movement, and must not keep the bytes that the movement waits for.
+#[test]
+fn a_load_that_goes_another_way_keeps_nothing_that_the_other_needs() {
+    sim::block_on(async {
+        let config = config().bypass_host(true).read_bytes_in_flight_max(BLOCK_BYTES as u64);
+        let (cache, reactor, _world) = open_world(config, 1, 1).await;
+        fill(&cache).await;
+        let mut buf = pool();
+        // SAFETY: it lives until the region is unregistered, and nobody looks at it before.
+        let memory = unsafe { kvhoist::Memory::host(buf.as_mut_ptr(), BLOCK_BYTES) };
+        let region = cache.register(memory).await.expect("free");
+        let reading = spawn(&cache, async |cache| fetch(&cache, 0).await);
+        tokio::task::yield_now().await;
+        let (keys, places) = ([key(1)], [whole(&mut buf, 0)]);
+        let load = cache.load_into(&keys, &places);
+        let (loaded, fetched) = tokio::join!(load, async {
+            tokio::task::yield_now().await;
+            fetch(&cache, 1).await
+        });
+        assert!(matches!(loaded.expect("asked")[..], [Ok(true)]) && fetched.expect("served"));
+        assert!(reading.await.expect("no panic").expect("served"));
+        cache.unregister(&region).await.expect("its own");
+        finish(cache, reactor).await;
+    });
+}
