@@ -223,7 +223,7 @@ def test_states_inside_a_conversation_go_before_its_last_and_before_others(store
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_conversations_restore_what_every_component_has(store_dir, monkeypatch, seed):
-    """Against a model that asks each component's own cache, while states are evicted."""
+    """Against a model that asks each component's own cache, while states are evicted, and pages of any component go."""
     dice = random.Random(seed)
     hybrid, slots = small(store_dir, monkeypatch)
     window = WINDOW // PAGE
@@ -239,6 +239,8 @@ def test_random_conversations_restore_what_every_component_has(store_dir, monkey
                 turns(hybrid, keys, end, end + 1)
                 known[number] += 1
                 continue
+            if end and dice.random() < 0.2:
+                hybrid.linker._pages[dice.choice(["kv", "swa", "mamba"])].cache.remove(dice.choice(keys[:end]))
             asked = keys[: dice.randint(1, len(keys))]
             has = {name: pages.cache.contains_each(asked) for name, pages in hybrid.linker._pages.items()}
             want = [
