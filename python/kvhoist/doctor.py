@@ -21,6 +21,7 @@ from ._values import config_error, parse_bytes, parse_json, printable
 from ._versions import TESTED
 from .cache import slot_bytes
 from .sglang.linker_settings import LinkerSettings
+from .sglang.prefetch_limits import prefetch_limits
 from .sglang.settings import SGLANG_KEYS, backend_settings
 from .vllm.device_settings import DeviceSettings, vllm_settings
 
@@ -53,6 +54,7 @@ def run(arguments: list[str]) -> int:
         "--config",
         help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or a file with it (FILE or @FILE)",
     )
+    parser.add_argument("--token-bytes", help="bytes of a token in the pool of a rank of SGLang, such as 131072 or 128KiB")
     parser.add_argument("--ranks", type=int, default=1, help="processes of this machine that open it: one a GPU")
     given, others = parser.parse_known_args(arguments)
     if {"-h", "--help"} & set(others):
@@ -61,21 +63,28 @@ def run(arguments: list[str]) -> int:
     try:
         if not 1 <= given.ranks <= 1024:
             raise config_error("--ranks", given.ranks, "1 to 1024")
-        findings, more = _examine(given.engine or "sglang", given.config, given.ranks, bool(given.engine))
+        token_bytes = None if given.token_bytes is None else parse_bytes(_number(given.token_bytes), "--token-bytes")
+        findings, more = _examine(given.engine or "sglang", given.config, given.ranks, bool(given.engine), token_bytes)
     except (OSError, ValueError, RecursionError) as error:
         print(f"doctor: {printable(str(error))}", file=sys.stderr)
         return 2
     return _native.run_command(["kvhoist", "doctor", "--ranks", str(given.ranks), *more, *others], findings)
 
 
-def _examine(engine: str, config: str | None, ranks: int, named: bool) -> tuple[list[Finding], list[str]]:
+def _number(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
+
+
+def _examine(
+    engine: str, config: str | None, ranks: int, named: bool, token_bytes: int | None
+) -> tuple[list[Finding], list[str]]:
     """What is found here, and the flags by which the command goes on."""
     findings: list[Finding] = [("kvhoist", f"{__version__}, Python {platform.python_version()}", None, False)]
     if config is None:
         return [*findings, _engine(engine)] if named else findings, []
     given = _given(config)
     findings.append(_engine(engine))
-    settings, found = _settings(engine, given, ranks)
+    settings, found = _settings(engine, given, ranks, token_bytes)
     findings += found
     store = settings.store if isinstance(settings, DeviceSettings) else settings
     findings.append(("settings", ", ".join(_shown(store)), None, False))
@@ -153,14 +162,18 @@ def _service(socket: str) -> Finding:
     return ("service", f"nobody listens at {socket}", f"start it: kvhoist serve --socket {socket} ...", True)
 
 
-def _settings(engine: str, given: Any, ranks: int) -> tuple[StoreSettings | DeviceSettings, list[Finding]]:
+def _settings(
+    engine: str, given: Any, ranks: int, token_bytes: int | None
+) -> tuple[StoreSettings | DeviceSettings, list[Finding]]:
     """The settings as the engine's adapter reads them."""
     if engine == "sglang":
         if isinstance(given, dict) and _LINKER.keys() & given.keys():
             _check(given, _LINKER)
             return LinkerSettings.load(given.get("linker_extra_config")).store.for_ranks(ranks), []
         _check_sglang(given)
-        return backend_settings(given).for_ranks(ranks), []
+        settings = backend_settings(given).for_ranks(ranks)
+        words, fix = prefetch_limits(given, token_bytes)
+        return settings, [("prefetches", words, fix, fix is not None)]
     if engine == "lmcache":
         return tier_settings(lmcache_adapter(given)), []
     if is_gpu_spec(given):

@@ -125,6 +125,26 @@ def test_what_sglang_or_the_store_would_refuse_is_named(store_dir, wrong, named,
     assert "found" not in capfd.readouterr().err
 
 
+def test_sglangs_own_limits_on_prefetches_are_computed(store_dir, capfd):
+    def said(*flags, **own) -> str:
+        # Whole, where keys of SGLang's own are among the settings.
+        main(["doctor", *flags, "--config", json.dumps({**(WHOLE if own else {}), **sound(store_dir, **own)})])
+        found = capfd.readouterr()
+        return " ".join((found.out + found.err).split())
+
+    assert "none of fewer than 256 tokens" in said() and "timeout 9 s for 32768 tokens" in said()
+    own = {"prefetch_threshold": 1024, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.5}
+    assert "none of fewer than 1024 tokens" in (found := said(**own)) and "timeout 18 s for 32768 tokens" in found
+    # 4 GiB of KV in 9 s.
+    for size in ("131072", "128KiB"):
+        assert "less than 0.48 GB/s for each such prompt" in said("--token-bytes", size)
+    found = said(prefetch_timeout_base=0, prefetch_timeout_per_ki_token=0)
+    assert "set prefetch_timeout_base to 1" in found and "found 1 problem (prefetches)" in found, found
+    for name, wrong in (("prefetch_threshold", 1.5), ("prefetch_timeout_base", "1"), ("prefetch_timeout_per_ki_token", True)):
+        assert f"{name}: found {wrong!r}, expected" in said(**{name: wrong})
+    assert "--token-bytes: found 'much'" in said("--token-bytes", "much")
+
+
 def test_a_service_is_looked_for_where_the_settings_say(capfd):
     place = Path(tempfile.mkdtemp(prefix="kvhoist-"))
     config = json.dumps({"service": str(place / "s"), "capacity": "1GiB"})
