@@ -77,14 +77,13 @@ impl Report {
     pub fn problems(&self) -> Problems {
         let is_problem = |finding: &&Finding| finding.is_trouble && self.is_asked_for;
         let troubles = self.findings().filter(is_problem).map(|finding| finding.what.to_string());
-        // What nobody looked at, because there is no folder, is no feature that is missing. One path without a feature
-        // of paths is enough; of several devices one with the feature is.
+        // What nobody looked at, because there is no folder, is no feature that is missing. All paths must have one of
+        // theirs; of several devices one is enough.
         let is_missing = |want: &&Want| {
-            let mut decided =
-                self.findings().filter_map(|it| it.decides).filter(|(decided, _)| decided == *want).peekable();
-            let is_looked_at = decided.peek().is_some();
-            is_looked_at
-                && if want.is_of_device() { !decided.any(|(_, there)| there) } else { !decided.all(|(_, there)| there) }
+            let decided = self.findings().filter_map(|finding| finding.decides);
+            let there: Vec<bool> = decided.filter(|(decided, _)| decided == *want).map(|(_, there)| there).collect();
+            let is_enough = if want.is_of_device() { there.contains(&true) } else { !there.contains(&false) };
+            !there.is_empty() && !is_enough
         };
         Problems { troubles: troubles.collect(), missing: self.wanted.iter().filter(is_missing).map(name).collect() }
     }
