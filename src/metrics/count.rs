@@ -17,7 +17,6 @@ impl Count {
     }
 
     /// A counter that is not exported.
-    #[cfg(any(test, feature = "sim"))]
     pub(crate) fn unexported() -> Self {
         Count::new(None)
     }
