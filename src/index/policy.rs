@@ -8,7 +8,7 @@ use crate::block::Tier;
 /// Chooses which entry a tier evicts next.
 ///
 /// The index has one policy per tier. It orders the entries with a copy there by their uses; need not know pins, chains
-/// or slots; and names the first that [may be evicted](Entry::is_evictable). An entry is in the order, whose links it
+/// or slots; and names the first that may be evicted. An entry is in the order, whose links it
 /// holds, from the time that its copy is there until that goes, or until the search for a victim finds that it may not
 /// be evicted; from then on until it may.
 ///

@@ -25,7 +25,7 @@ pub(crate) fn near_node(paths: &[PathBuf]) -> Option<NearNode> {
     near_node_at(paths, &Kernel { root: Path::new("/") })
 }
 
-/// As [`near_node`], with the kernel's files below another root.
+/// As `near_node`, with the kernel's files below another root.
 pub fn near_node_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<NearNode> {
     const NODES: &str = "sys/devices/system/node";
     if numbers(&kernel.read(&format!("{NODES}/online"))?).len() < 2 {
