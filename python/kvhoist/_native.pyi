@@ -28,6 +28,7 @@ __all__ = [
     "__version__",
     "_logs_end",
     "_logs_renew",
+    "metrics",
     "_logs_take",
     "chunk_keys",
     "default_socket",
