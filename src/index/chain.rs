@@ -107,6 +107,8 @@ impl Index {
 
     pub(super) fn child_arrived(&mut self, parent: EntryId, tier: Tier) {
         self.entry_mut(parent).place_mut(tier).children += 1;
+        // Most inner copies stay inner ones, and their uses need move nothing.
+        self.leave_order(parent, tier);
         self.weigh(parent, tier);
         self.relist(parent, tier);
     }

@@ -5,6 +5,7 @@ use std::num::NonZeroU8;
 use super::{
     Used,
     link::{Link, NONE},
+    place::Place,
 };
 use crate::block::{BlockKey, Tier};
 
@@ -99,23 +100,6 @@ impl Flags {
     fn with_one(self, mask: u8, set: bool) -> Self {
         self.with(mask, if set { mask } else { 0 })
     }
-}
-
-/// A block's copy in one tier.
-#[derive(Clone, Copy)]
-pub(super) struct Place {
-    /// The slot, if [`FULL`]; else the low half of the clock when the copy was evicted, or [`NONE`].
-    pub(super) slot: u32,
-    /// Number of pins.
-    pub(super) pins: u32,
-    /// Entries with this one as their parent and with a copy here, full or filling.
-    pub(super) children: u32,
-    /// Children whose copy here is marked [`HELD`].
-    pub(super) held: u32,
-}
-
-impl Place {
-    const EMPTY: Place = Place { slot: NONE, pins: 0, children: 0, held: 0 };
 }
 
 impl Entry {
@@ -271,6 +255,12 @@ impl Entry {
     #[inline]
     pub(super) fn link(&self, tier: Tier) -> Link {
         self.links[tier as usize]
+    }
+
+    /// True if it is in the policy's order of a tier, or in another list.
+    #[inline]
+    pub(super) fn is_ordered_anywhere(&self) -> bool {
+        self.links.iter().any(|link| link.colder != NONE) || self.marks & (EVERY_TIER * LISTED) != 0
     }
 
     /// True if it may be evicted from `tier` now, in the order of the policy.

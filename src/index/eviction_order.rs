@@ -189,17 +189,27 @@ impl Index {
         }
     }
 
-    /// Enters the entry in the policy's order of `tier`, unless it is there already or belongs in another list.
+    /// Enters the entry in the policy's order of `tier`, if it is a leaf there, unless it is in the order already or
+    /// belongs in another list.
     #[inline]
     pub(super) fn enter_order(&mut self, id: EntryId, tier: Tier) {
         let entry = self.entry(id);
-        if entry.link(tier) == Link::OUT && entry.list(tier) == List::Policy {
+        let is_leaf = entry.place(tier).children == 0;
+        if is_leaf && entry.link(tier) == Link::OUT && entry.list(tier) == List::Policy {
             self.policies[tier as usize].insert(&mut self.entries, tier, id);
         }
     }
 
-    /// Takes the entry out of the list of `tier` that it is in, if any. It keeps its place in the policy's order: most
-    /// that may not be evicted now may be soon.
+    /// Takes the entry out of the policy's order of `tier`, if it is in.
+    #[inline]
+    pub(super) fn leave_order(&mut self, id: EntryId, tier: Tier) {
+        if self.entry(id).link(tier) != Link::OUT {
+            self.policies[tier as usize].remove(&mut self.entries, tier, id);
+        }
+    }
+
+    /// Takes the entry out of the list of `tier` that it is in, if any. It keeps its place in the policy's order: a
+    /// leaf that is pinned or being filled may be evicted soon.
     #[inline(never)]
     fn delist(&mut self, id: EntryId, tier: Tier) {
         let entry = &mut self.entries[id.0 as usize];
@@ -219,14 +229,19 @@ impl Index {
     #[inline]
     pub(super) fn take_out(&mut self, id: EntryId, tier: Tier) {
         self.delist(id, tier);
-        if self.entry(id).link(tier) != Link::OUT {
-            self.policies[tier as usize].remove(&mut self.entries, tier, id);
-        }
+        self.leave_order(id, tier);
     }
 
     /// Reports a use to the orders that the entry is in: before, its uses were `from`.
     #[inline]
     pub(super) fn reorder(&mut self, id: EntryId, from: Used) {
+        if self.entry(id).is_ordered_anywhere() {
+            self.reorder_any(id, from);
+        }
+    }
+
+    #[inline(never)]
+    fn reorder_any(&mut self, id: EntryId, from: Used) {
         for tier in Tier::ALL {
             let entry = &self.entries[id.0 as usize];
             if entry.link(tier) != Link::OUT {

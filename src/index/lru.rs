@@ -16,9 +16,9 @@ const STEPS_MAX: u32 = 8;
 
 /// Evicts the entry that was used longest ago. Exact, also for entries that arrive out of order.
 ///
-/// The order is a list through the entries: a use moves one to its end, whatever else may hold it. So an entry may stay
-/// in its place while it is pinned, being filled or has children; the search for a victim takes those
-/// out that may not be evicted, each of which cost an arrival.
+/// The order is a list through the entries: a use moves one to its end, whatever else may hold it. So a leaf may stay
+/// in its place while it is pinned or being filled; the search for a victim takes those out that may
+/// not be evicted, each of which cost an arrival.
 ///
 /// Almost all arrivals are in order: an entry was just used. But when a leaf is evicted, its parent can be evicted from
 /// then on and was used long ago; at the recent end it would stay another whole round, and so would every block of the

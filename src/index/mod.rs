@@ -77,6 +77,7 @@ mod kept;
 mod link;
 mod lru;
 mod pages;
+mod place;
 mod policy;
 mod prefix;
 mod radix;

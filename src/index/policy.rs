@@ -9,8 +9,8 @@ use crate::block::Tier;
 ///
 /// The index has one policy per tier. It orders the entries with a copy there by their uses; need not know pins, chains
 /// or slots; and names the first that may be evicted. An entry is in the order, whose links it
-/// holds, from the time that its copy is there until that goes, or until the search for a victim finds that it may not
-/// be evicted; from then on until it may.
+/// holds, from the time that its copy is a leaf until that goes or has a child, or until the search for a victim finds
+/// that it may not be evicted; from then on until it may.
 ///
 /// [`Used::last`] is a time of the index's own clock, which advances by one with each use. An entry can arrive with an
 /// old one: a parent whose last child was just evicted.

@@ -118,6 +118,7 @@ impl Index {
         let ordered = entry.link(tier) != Link::OUT;
         ensure!(!ordered || entry.occupies(tier) && !entry.is_removed(), "in the order without a copy");
         ensure!(!ordered || entry.list(tier) == List::Policy, "in the order, and belongs in another list");
+        ensure!(!ordered || place.children == 0, "in the order, and no leaf");
         counts.ordered[at] += usize::from(ordered);
         if !listed {
             return Ok(());

@@ -318,11 +318,12 @@ impl<M, U> Flights<M, U> {
 
     /// Ends a movement.
     pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished<M> {
-        let Some(flight) = self.by_target.remove(key, tier) else {
-            return Finished { waiters: Few::default(), next: None };
-        };
-        self.overdue -= usize::from(flight.overdue);
-        Finished { waiters: flight.waiters, next: flight.next }
+        let Flights { by_target, overdue, .. } = self;
+        let finished = by_target.remove(key, tier, |flight| {
+            *overdue -= usize::from(flight.overdue);
+            Finished { waiters: std::mem::take(&mut flight.waiters), next: flight.next.take() }
+        });
+        finished.unwrap_or(Finished { waiters: Few::default(), next: None })
     }
 
     /// Marks movements up to the number `begun` that are still in flight as overdue. Returns their waiters, each with

@@ -46,7 +46,7 @@ impl Shared {
     fn locked<'a>(&'a self, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
-        let after = AfterUnlock { shared: self, evicted: [0; Tier::COUNT], work: None };
+        let after = AfterUnlock { shared: self, evicted: None, work: None };
         let mut locked = Locked { state, was_unwinding, after };
         #[cfg(feature = "sim")]
         count_lock();
@@ -187,14 +187,16 @@ impl Drop for Locked<'_> {
             after.work = after.shared.serve(state);
         }
         // Last: a slot that is granted may be an evicted block's.
-        after.evicted = std::mem::take(&mut state.evicted);
+        if state.evicted != [0; Tier::COUNT] {
+            after.evicted = Some(std::mem::take(&mut state.evicted));
+        }
     }
 }
 
 /// What follows the unlock.
 struct AfterUnlock<'a> {
     shared: &'a Shared,
-    evicted: [u32; Tier::COUNT],
+    evicted: Option<[u32; Tier::COUNT]>,
     work: Option<Box<Work>>,
 }
 
@@ -207,20 +209,30 @@ enum Work {
 }
 
 impl Drop for AfterUnlock<'_> {
-    #[inline]
+    #[inline(always)] // each hit pays for it
     fn drop(&mut self) {
         LOCKS_HELD.set(LOCKS_HELD.get() - 1);
-        if self.evicted != [0; Tier::COUNT] {
-            self.shared.metrics.evicted(self.evicted);
+        // Taken: nothing is left to drop.
+        let (evicted, work) = (self.evicted.take(), self.work.take());
+        if evicted.is_some() || work.is_some() {
+            self.shared.follow_up(evicted, work);
         }
-        if let Some(work) = self.work.take() {
-            (*work).run(self.shared);
+    }
+}
+
+impl Shared {
+    #[cold]
+    fn follow_up(&self, evicted: Option<[u32; Tier::COUNT]>, work: Option<Box<Work>>) {
+        if let Some(evicted) = evicted {
+            self.metrics.evicted(evicted);
+        }
+        if let Some(work) = work {
+            (*work).run(self);
         }
     }
 }
 
 impl Work {
-    #[cold]
     fn run(self, shared: &Shared) {
         match self {
             Work::Serve { granted, is_raised, exports, _gone } => {
@@ -332,6 +344,26 @@ mod tests {
 
         assert!(panicked.is_err());
         assert!(matches!(waiting.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "no other event would grant it");
+    }
+
+    #[test]
+    fn a_pin_dropped_while_the_lock_is_taken_ends_before_a_request_waits_for_a_slot() {
+        let key = BlockKey::new([1; 32]);
+        let shared = with_a_block(&key);
+        for is_slot_awaited in [true, false] {
+            let held = pin(&shared, &key);
+            let id = held.id();
+            let mut state = shared.lock();
+            drop(held);
+            assert_eq!(state.index.pins(id, Tier::Host), 1, "it is left to the next holder");
+            if is_slot_awaited {
+                shared.expect_slots(&mut state);
+                assert_eq!(state.index.pins(id, Tier::Host), 0, "its end may free the slot");
+                shared.left_pins.await_slot(false);
+            }
+            drop(state);
+            assert_eq!(shared.lock().index.pins(id, Tier::Host), 0, "the next holder ends it");
+        }
     }
 
     #[test]

@@ -73,12 +73,16 @@ impl<V> Table<V> {
         }
     }
 
-    pub(super) fn remove(&mut self, key: &BlockKey, tier: Tier) -> Option<V> {
+    /// Removes an entry, and returns what `take` takes from it. In its place: moved whole to where only a part is
+    /// wanted, the compiler would copy it byte by byte.
+    pub(super) fn remove<R>(&mut self, key: &BlockKey, tier: Tier, take: impl FnOnce(&mut V) -> R) -> Option<R> {
         let hash = self.hash(key, tier);
         let Table { entries, map, .. } = self;
         let found = map.find_entry(hash, |&at| entries[at as usize].is(key, tier)).ok()?;
         let (at, _) = found.remove();
-        Some(entries.remove(at as usize).value)
+        let taken = take(&mut entries[at as usize].value);
+        drop(entries.remove(at as usize));
+        Some(taken)
     }
 
     /// All of them. In no order.
