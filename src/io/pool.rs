@@ -99,7 +99,7 @@ struct Taken {
     work: Option<Work>,
 }
 
-/// The order is the budget's (`mover/budget.rs`): reads and writes have room apart, so that no read waits for a write;
+/// The order is that of `mover/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;
 /// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
 impl Queue {
     /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
