@@ -48,6 +48,7 @@ mod machine;
 mod memory;
 mod metrics;
 mod mover;
+pub mod remote;
 mod runtime;
 mod shield;
 mod size;

@@ -17,6 +17,7 @@ pub const ALLOWED: &[(&str, &str)] = &[
     ("store", "disk runtime config io memory metrics block checksum error"),
     ("disk", "config io memory block bits checksum error"),
     ("runtime", "config io memory error"),
+    ("remote", ""),
     ("config", "block error size"),
     ("index", "block bits"),
     ("machine", ""),

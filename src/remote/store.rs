@@ -1,0 +1,101 @@
+//! What a cache asks of a store beyond the node.
+
+use std::{ops::Range, pin::Pin, time::SystemTime};
+
+use bytes::Bytes;
+
+/// The future of a call to a [`RemoteStore`].
+pub type RemoteFuture<T> = Pin<Box<dyn Future<Output = Result<T, RemoteError>> + Send>>;
+
+/// A store beyond the node: named objects that are written once and read in ranges.
+///
+/// An implementation has its own runtime and threads: its futures are polled on any thread, under any runtime or none,
+/// and do not block. A call begins when its future is polled first. A future that is dropped ends its call, or leaves
+/// it to end by itself; it never leaves a part of an object.
+///
+/// Each call ends within a time that the implementation bounds, and repeats no failed request: the cache has deadlines
+/// and retries.
+pub trait RemoteStore: Send + Sync + 'static {
+    /// What the store is good at. Constant.
+    fn capabilities(&self) -> Capabilities;
+
+    /// The bytes of a range of an object, exactly, in as many parts as they came in.
+    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>>;
+
+    /// Creates an object of these parts: whole, or not at all. An object that exists is never overwritten.
+    fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created>;
+
+    /// Objects whose names begin with `prefix`, in the order of their names, beginning behind `after`.
+    fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page>;
+
+    /// Deletes objects. One that does not exist counts as deleted.
+    fn delete(&self, objects: &[String]) -> RemoteFuture<()>;
+}
+
+/// What a store beyond the node is good at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capabilities {
+    /// The kind of store, as its URL begins: a label of metrics and of the doctor.
+    pub scheme: &'static str,
+    /// The bytes that an object should have: one block or less for a store of small values, 8 to 16 MiB where a request
+    /// costs milliseconds.
+    pub object_bytes: u64,
+    /// The requests that should be in flight at a time.
+    pub requests_in_flight: u32,
+}
+
+/// What became of a creation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Created {
+    /// The object is new.
+    Now,
+    /// An object of that name existed, and is unchanged.
+    Already,
+}
+
+/// An object, as a listing has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Object {
+    /// Its name.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// When it was created, by the store's clock, where the store says that.
+    pub modified: Option<SystemTime>,
+}
+
+/// A part of a listing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Page {
+    /// The objects, in the order of their names.
+    pub objects: Vec<Object>,
+    /// The name after which the next page begins; `None` behind the last.
+    pub next: Option<String>,
+}
+
+/// Why a call to a store beyond the node failed. No text holds a credential.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RemoteError {
+    /// There is no such object.
+    #[error("found no such object")]
+    NotFound,
+    /// The store knows the caller and does not let it: keys, permissions, a bucket that does not exist. Repeating the
+    /// call does not help.
+    #[error("refused: {0}")]
+    Refused(String),
+    /// The store asks for fewer requests.
+    #[error("throttled: {0}")]
+    Throttled(String),
+    /// The store was not reached, did not answer in time, or failed inside.
+    #[error("unavailable: {0}")]
+    Unavailable(String),
+    /// What came is not what was asked for.
+    #[error("found {found}, expected {expected}")]
+    Invalid {
+        /// What came.
+        found: String,
+        /// What was asked for.
+        expected: String,
+    },
+}
