@@ -32,7 +32,7 @@ impl State {
             self.index.set_dirty(id, Tier::Host, false);
         }
         match error {
-            None => self.refusals.forget(key),
+            None => self.refusals.written(key),
             Some(error) => self.refusals.add(*key, error.clone()),
         }
     }

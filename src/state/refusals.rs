@@ -1,8 +1,8 @@
 //! Stored blocks that the disk tier refused without an error to their callers.
 //!
 //! Writes without a waiter can fail too: write-backs, and writes whose store was dropped. Such a block is noted here
-//! until it is written after all, is removed, or has been reported by a `sync` or the `close`, and by each other that
-//! was in flight at that time.
+//! until it is written after all, is removed, or has been reported by a `sync` or the `close`. Each of these that is in
+//! flight then reports it as well.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,11 +16,11 @@ type Moment = u64;
 
 /// Refused writes that a sync has still to report.
 ///
-/// A refusal stays here after its first report while syncs are in flight that began before the report: they cover the
-/// block as well.
+/// A refusal stays here after its first report, or the write of its block, while syncs are in flight that began before:
+/// they cover the block as well.
 #[derive(Default)]
 pub(crate) struct Refusals {
-    /// When a sync first reported the refusal of the block, if one has.
+    /// When a sync first reported the refusal of the block, or it was written, if either has happened.
     keys: BTreeMap<BlockKey, Option<Moment>>,
     /// When a sync first reported refusals whose keys are not kept.
     more: BTreeMap<Option<Moment>, u64>,
@@ -41,9 +41,20 @@ impl Refusals {
         self.last = Some(error);
     }
 
-    /// Forgets a block that is on disk, is gone, or whose caller has the error.
+    /// Forgets a block that is gone, or whose caller has the error.
     pub(crate) fn forget(&mut self, key: &BlockKey) {
         self.keys.remove(key);
+    }
+
+    /// Notes that a block is on disk after all. The syncs in flight report it all the same: their flush may have begun
+    /// before this write.
+    pub(super) fn written(&mut self, key: &BlockKey) {
+        if self.syncs.is_empty() {
+            self.keys.remove(key);
+        } else if let Some(reported) = self.keys.get_mut(key) {
+            self.now += 1;
+            reported.get_or_insert(self.now);
+        }
     }
 
     /// True while a sync is in flight, or the close.
@@ -116,6 +127,20 @@ mod tests {
         refusals.add(key(1), Error::Closed);
         refusals.forget(&key(1));
         assert_eq!(refused(&mut refusals), 0);
+    }
+
+    #[test]
+    fn a_sync_reports_what_was_written_during_it() {
+        let mut refusals = Refusals::default();
+        refusals.add(key(1), Error::Closed);
+        let [first, second] = [refusals.begin(), refusals.begin()];
+        refusals.written(&key(1));
+        assert_eq!(refused(&mut refusals), 0, "it began after the write, and flushes it");
+        assert_eq!(refusals.report(first).map(|(count, _)| count), Some(1));
+        assert_eq!(refusals.report(second).map(|(count, _)| count), Some(1));
+        refusals.add(key(2), Error::Closed);
+        refusals.written(&key(2));
+        assert!(refusals.keys.is_empty(), "nobody is owed a report");
     }
 
     #[test]

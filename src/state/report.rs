@@ -63,9 +63,9 @@ impl Reporter {
         let Some(shared) = self.shared.take() else { return Ok(()) };
         let report = shared.lock().refusals.report(self.began);
         let Some((count, last)) = report else { return Ok(()) };
-        let blocks = if count == 1 { "block is" } else { "blocks are" };
+        let blocks = if count == 1 { "block" } else { "blocks" };
         Err(Error::refused(format!(
-            "{count} {blocks} stored and not on disk, which this reports once; the last because: {last}"
+            "the disk refused {count} stored {blocks}, which this reports once; the last because: {last}"
         )))
     }
 }
