@@ -32,6 +32,11 @@ impl<T> Line<T> {
         }
     }
 
+    pub(crate) fn retain(&mut self, keep: impl Fn(&T) -> bool) {
+        self.awaited.retain(&keep);
+        self.background.retain(|_, operation| keep(operation));
+    }
+
     /// Takes the most urgent operation.
     pub(crate) fn pop(&mut self) -> Option<(Urgency, T)> {
         self.pop_awaited().or_else(|| {

@@ -1,6 +1,7 @@
 //! Deadlines. A movement takes as long as the disk takes, and holds its slots until then; its waiters do not wait that
 //! long. When it has been in flight for longer than [`Config::deadline_ms`](crate::Config::deadline_ms), its waiters
-//! get an error, and so does, at once, every later caller for the same block until it ends.
+//! get an error, and so does, at once, every later caller for the same block until it ends. Calls that move blocks
+//! between disk and their own memory get an error if they wait for bytes in flight while none were given for as long.
 
 use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering};
 
@@ -19,11 +20,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.watch.notified().await;
             let mut begun = VecDeque::new();
             while self.active.get() > 0 || self.shared.has_slot_waiters() {
-                begun.push_back(self.shared.begun.load(Ordering::Relaxed));
+                begun.push_back((self.shared.begun.load(Ordering::Relaxed), self.in_flight.given()));
                 sleep(self.shared.deadline() / LOOKS_PER_DEADLINE).await;
                 self.shared.looks.fetch_add(1, Ordering::Relaxed);
                 if begun.len() >= LOOKS_PER_DEADLINE as usize {
-                    let overdue = self.shared.give_up_overdue(begun.pop_front().expect("not empty"));
+                    let (begun, given) = begun.pop_front().expect("not empty");
+                    self.in_flight.give_up_calls(given);
+                    let overdue = self.shared.give_up_overdue(begun);
                     if self.overdue.replace(overdue) != overdue {
                         // Commands may be refused now, or started again.
                         self.settled.notify_one();

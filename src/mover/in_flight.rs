@@ -19,11 +19,15 @@ struct Inner {
     limits: [u64; 2],
     bytes: [u64; 2],
     waiting: [Line<Waiter>; 2],
+    /// Permits given so far.
+    given: [u64; 2],
 }
 
 /// An operation that waits for its permit.
 struct Waiter {
     bytes: u64,
+    /// It has no flight, whose waiters have deadlines.
+    is_call: bool,
     wake: oneshot::Sender<Permit>,
 }
 
@@ -65,6 +69,7 @@ impl InFlight {
             limits: [read_bytes_max, write_bytes_max],
             bytes: [0; 2],
             waiting: Default::default(),
+            given: [0; 2],
         })))
     }
 
@@ -82,23 +87,41 @@ impl InFlight {
             return None;
         }
         let also = also()?;
-        inner.bytes[kind as usize] += bytes;
+        inner.count(kind, bytes);
         Some((Permit { in_flight: Some(self.clone()), kind, bytes, urgency }, also))
     }
 
-    /// Waits for `bytes`. Cancel safe: a permit given to a dropped future goes back.
-    pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Permit {
+    /// Waits for `bytes`; `None` for a call that was [given up](Self::give_up_calls). Cancel safe: a permit given to a
+    /// dropped future goes back.
+    pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64, is_call: bool) -> Option<Permit> {
         if let Some((permit, ())) = self.take_now(kind, urgency, bytes, || Some(())) {
-            return permit;
+            return Some(permit);
         }
         let receiver = {
             let mut inner = self.0.borrow_mut();
             let bytes = bytes.min(inner.limits[kind as usize]);
             let (wake, receiver) = oneshot::channel();
-            inner.waiting[kind as usize].push(urgency, Waiter { bytes, wake });
+            inner.waiting[kind as usize].push(urgency, Waiter { bytes, is_call, wake });
             receiver
         };
-        receiver.await.expect("the queue holds its senders until it sends")
+        receiver.await.ok()
+    }
+
+    /// The permits given so far.
+    pub(super) fn given(&self) -> [u64; 2] {
+        self.0.borrow().given
+    }
+
+    /// Gives up the calls that wait while no permit of their kind was given since [`given`](Self::given) was `before`.
+    pub(super) fn give_up_calls(&self, before: [u64; 2]) {
+        let mut inner = self.0.borrow_mut();
+        for kind in KINDS {
+            if inner.given[kind as usize] == before[kind as usize] {
+                inner.waiting[kind as usize].retain(|waiter| !waiter.is_call);
+            }
+        }
+        drop(inner);
+        self.start_waiting();
     }
 
     /// These movements are awaited from now on.
@@ -150,6 +173,11 @@ impl Inner {
         kind == Kind::Read || is_sole_write || !self.waiting[Kind::Read as usize].has_awaited()
     }
 
+    fn count(&mut self, kind: Kind, bytes: u64) {
+        self.bytes[kind as usize] += bytes;
+        self.given[kind as usize] += 1;
+    }
+
     /// Takes the next waiter that may start off its queue, and counts its bytes.
     fn pop_next(&mut self) -> Option<(Kind, Urgency, Waiter)> {
         for kind in KINDS {
@@ -158,7 +186,7 @@ impl Inner {
             if !self.fits(kind, bytes) || !self.allows(kind, line.has_awaited()) {
                 continue;
             }
-            self.bytes[kind as usize] += bytes;
+            self.count(kind, bytes);
             return self.waiting[kind as usize].pop().map(|(urgency, waiter)| (kind, urgency, waiter));
         }
         None
@@ -196,15 +224,15 @@ mod tests {
     #[test]
     fn an_awaited_read_goes_before_writes_that_waited_longer() {
         let in_flight = InFlight::new(10, 10);
-        let mut read_1 = pin!(in_flight.take(Kind::Read, Awaited, 10));
-        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 5));
-        let mut write_1b = pin!(in_flight.take(Kind::Write, Awaited, 5));
-        let read_share = read_1.as_mut().now_or_never().expect("fits");
-        let write_share = write_1.as_mut().now_or_never().expect("fits");
-        let write_share_b = write_1b.as_mut().now_or_never().expect("fits");
-        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 5));
-        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 5));
-        let mut read_2 = pin!(in_flight.take(Kind::Read, Awaited, 5));
+        let mut read_1 = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 5, false));
+        let mut write_1b = pin!(in_flight.take(Kind::Write, Awaited, 5, false));
+        let read_share = read_1.as_mut().now_or_never().flatten().expect("fits");
+        let write_share = write_1.as_mut().now_or_never().flatten().expect("fits");
+        let write_share_b = write_1b.as_mut().now_or_never().flatten().expect("fits");
+        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 5, false));
+        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 5, false));
+        let mut read_2 = pin!(in_flight.take(Kind::Read, Awaited, 5, false));
         assert!(background.as_mut().now_or_never().is_none() && write_2.as_mut().now_or_never().is_none());
         assert!(read_2.as_mut().now_or_never().is_none());
         drop(write_share);
@@ -221,16 +249,34 @@ mod tests {
     }
 
     #[test]
+    fn calls_are_given_up_where_nothing_moves_and_movements_wait_on() {
+        let in_flight = InFlight::new(10, 10);
+        let mut first = pin!(in_flight.take(Kind::Write, Awaited, 10, true));
+        let permit = first.as_mut().now_or_never().flatten().expect("fits");
+        let before = in_flight.given();
+        let mut call = pin!(in_flight.take(Kind::Write, Awaited, 10, true));
+        let mut movement = pin!(in_flight.take(Kind::Write, Awaited, 10, false));
+        assert!(call.as_mut().now_or_never().is_none() && movement.as_mut().now_or_never().is_none());
+        in_flight.give_up_calls([before[0], before[1] - 1]);
+        assert!(call.as_mut().now_or_never().is_none(), "a write has begun meanwhile");
+        in_flight.give_up_calls(before);
+        assert!(call.as_mut().now_or_never().is_some_and(|given| given.is_none()));
+        assert!(movement.as_mut().now_or_never().is_none());
+        drop(permit);
+        assert!(movement.as_mut().now_or_never().flatten().is_some());
+    }
+
+    #[test]
     fn one_awaited_write_runs_beside_waiting_reads_and_no_background_write_does() {
         let in_flight = InFlight::new(10, 10);
-        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10));
-        let read = read.as_mut().now_or_never().expect("fits");
-        let mut waiting = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let read = read.as_mut().now_or_never().flatten().expect("fits");
+        let mut waiting = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
         assert!(waiting.as_mut().now_or_never().is_none());
-        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 1));
+        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 1, false));
         assert!(background.as_mut().now_or_never().is_none(), "nobody awaits it");
-        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 1));
-        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 1));
+        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 1, false));
+        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 1, false));
         let write_1 = write_1.as_mut().now_or_never().expect("the only write");
         assert!(write_2.as_mut().now_or_never().is_none(), "the second");
         drop(write_1);
@@ -241,16 +287,16 @@ mod tests {
     #[test]
     fn no_read_waits_for_a_write() {
         let in_flight = InFlight::new(10, 10);
-        let mut write = pin!(in_flight.take(Kind::Write, Awaited, 10));
-        let _write = write.as_mut().now_or_never().expect("fits");
-        let mut awaited = pin!(in_flight.take(Kind::Write, Awaited, 10));
-        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 10));
+        let mut write = pin!(in_flight.take(Kind::Write, Awaited, 10, false));
+        let _write = write.as_mut().now_or_never().flatten().expect("fits");
+        let mut awaited = pin!(in_flight.take(Kind::Write, Awaited, 10, false));
+        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 10, false));
         assert!(awaited.as_mut().now_or_never().is_none() && background.as_mut().now_or_never().is_none());
-        let mut prefetch = pin!(in_flight.take(Kind::Read, Background(2), 5));
+        let mut prefetch = pin!(in_flight.take(Kind::Read, Background(2), 5, false));
         let prefetch = prefetch.as_mut().now_or_never().expect("no read is in flight");
-        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
         assert!(read.as_mut().now_or_never().is_none(), "10 bytes do not fit beside 5");
-        let mut later = pin!(in_flight.take(Kind::Read, Background(3), 5));
+        let mut later = pin!(in_flight.take(Kind::Read, Background(3), 5, false));
         assert!(later.as_mut().now_or_never().is_none(), "an awaited read goes first");
         drop(prefetch);
         let read = read.as_mut().now_or_never().expect("the writes still wait");
@@ -261,17 +307,17 @@ mod tests {
     #[test]
     fn an_operation_that_is_raised_goes_before_those_that_nobody_awaits() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10));
-        let permit = first.as_mut().now_or_never().expect("fits");
-        let mut earlier = pin!(in_flight.take(Kind::Read, Background(1), 10));
-        let mut joined = pin!(in_flight.take(Kind::Read, Background(2), 10));
+        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let permit = first.as_mut().now_or_never().flatten().expect("fits");
+        let mut earlier = pin!(in_flight.take(Kind::Read, Background(1), 10, false));
+        let mut joined = pin!(in_flight.take(Kind::Read, Background(2), 10, false));
         assert!(earlier.as_mut().now_or_never().is_none() && joined.as_mut().now_or_never().is_none());
         in_flight.raise(&Raised { flights: vec![2, 7], holders: false });
         drop(permit);
         let permit = joined.as_mut().now_or_never().expect("somebody waits for it");
         assert!(earlier.as_mut().now_or_never().is_none(), "nobody waits for it");
-        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10));
-        let mut write_back = pin!(in_flight.take(Kind::Write, Background(3), 10));
+        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut write_back = pin!(in_flight.take(Kind::Write, Background(3), 10, false));
         assert!(read.as_mut().now_or_never().is_none() && write_back.as_mut().now_or_never().is_none());
         in_flight.raise(&Raised { flights: vec![], holders: true });
         assert!(write_back.as_mut().now_or_never().is_some(), "the sole write, and somebody waits for it");
@@ -283,11 +329,11 @@ mod tests {
     #[test]
     fn a_cancelled_waiter_gives_its_share_to_the_next() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10));
-        let permit = first.as_mut().now_or_never().expect("fits");
-        let mut kept = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let permit = first.as_mut().now_or_never().flatten().expect("fits");
+        let mut kept = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
         {
-            let mut cancelled = pin!(in_flight.take(Kind::Read, Awaited, 10));
+            let mut cancelled = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
             assert!(cancelled.as_mut().now_or_never().is_none());
             assert!(kept.as_mut().now_or_never().is_none());
             drop(permit);
@@ -299,12 +345,12 @@ mod tests {
     #[test]
     fn any_number_of_waiters_that_are_gone_are_passed_over_on_a_small_stack() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10));
-        let permit = first.as_mut().now_or_never().expect("fits");
+        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let permit = first.as_mut().now_or_never().flatten().expect("fits");
         for _ in 0..200_000 {
-            assert!(pin!(in_flight.take(Kind::Read, Awaited, 10)).now_or_never().is_none());
+            assert!(pin!(in_flight.take(Kind::Read, Awaited, 10, false)).now_or_never().is_none());
         }
-        let mut last = pin!(in_flight.take(Kind::Read, Awaited, 10));
+        let mut last = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
         assert!(last.as_mut().now_or_never().is_none());
         drop(permit);
         drop(last.as_mut().now_or_never().expect("the others are gone"));
@@ -314,7 +360,7 @@ mod tests {
     #[test]
     fn more_than_the_whole_budget_waits_for_all_of_it() {
         let in_flight = InFlight::new(10, 10);
-        let mut huge = pin!(in_flight.take(Kind::Read, Awaited, 1000));
+        let mut huge = pin!(in_flight.take(Kind::Read, Awaited, 1000, false));
         assert!(huge.as_mut().now_or_never().is_some());
         assert_eq!(in_flight.bytes(Kind::Read), 0, "given back");
     }

@@ -293,7 +293,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Missing::Permit(kind) => {
                 // Read here: a movement that is raised later is in the queue by then.
                 let urgency = self.shared.lock().holder_urgency(purpose);
-                taken.permit = Some(self.in_flight.take(kind, urgency, self.shared.config.slot_bytes() as u64).await);
+                let bytes = self.shared.config.slot_bytes() as u64;
+                let permit = self.in_flight.take(kind, urgency, bytes, matches!(purpose, Purpose::Call)).await;
+                taken.permit = Some(permit.ok_or_else(|| self.shared.timeout("a turn of the disk"))?);
             }
         }
         Ok(())
