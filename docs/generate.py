@@ -53,11 +53,12 @@ def block(text: str, begin: str) -> str:
 
 
 # The struct of each group of settings.
-GROUPS = {"": "Config", "host": "HostConfig", "device": "DeviceConfig", "disk": "DiskConfig", "limits": "Limits"}
+GROUPS = {"": "Config", "host": "HostConfig", "device": "DeviceConfig", "disk": "DiskConfig"}
+GROUPS |= {"remote": "RemoteConfig", "limits": "Limits"}
 
 
 def settings() -> str:
-    text = source("src/config/mod.rs") + source("src/config/groups.rs") + source("src/config/choices.rs")
+    text = "".join(source(f"src/config/{name}.rs") for name in ("mod", "groups", "remote", "choices"))
     words, kinds, defaults = {}, {}, {}
     for group, struct in GROUPS.items():
         body = block(text, f"pub struct {struct} {{")

@@ -62,7 +62,7 @@ pub use block_on::block_on;
 pub use cache::{Cache, CompletionQueue, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation, Stats, TierStats};
 pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath, EngineMode,
-    Eviction, HostConfig, Limits, StorageKind, WritePolicy,
+    Eviction, HostConfig, Limits, RemoteConfig, RemotePolicy, StorageKind, WritePolicy,
 };
 pub use error::{Error, ServiceFault};
 pub use memory::{Memory, SharedMemory};

@@ -70,6 +70,15 @@ macro_rules! counters {
                 record_writes: "Pages of the record table written";
                 records_bad: "Records refused at recovery: torn or damaged";
                 cufile_errors: "Requests that libcufile failed; their blocks went through host memory";
+                remote_reads: "Reads of the remote store that succeeded";
+                remote_writes: "Objects that were created in the remote store";
+                remote_deleted: "Objects of the remote store that this cache deleted, to keep it within remote_bytes";
+                remote_errors: "Requests that the remote store refused, or did not answer well in time";
+                remote_stale: "Objects that were gone from the remote store when they were read";
+                remote_invalid: "Blocks and tables of the remote store that were not what they should be";
+                remote_unlisted: "Objects of the remote store that the memory for knowing them had no room for";
+                remote_missed: "Blocks that the remote store was to bring and did not";
+                remote_unsent: "Blocks that were to go to the remote store and did not";
             }
             $($more)*
         }
@@ -176,7 +185,7 @@ macro_rules! metrics {
     (counters { $($(#[$more:meta])* $field:ident: $text:literal;)* }) => {
         /// All metrics of one cache.
         pub(crate) struct Metrics {
-            pub(crate) tiers: [TierMetrics; Tier::COUNT],
+            pub(crate) tiers: [TierMetrics; Tier::WITH_REMOTE.len()],
             pub(crate) routes: [RouteMetrics; Route::COUNT],
             /// By why.
             pub(crate) writes_declined: [Count; DECLINED.len()],
@@ -193,7 +202,7 @@ macro_rules! metrics {
             pub(crate) fn new(namespace: &str) -> Self {
                 let of = Of(namespace);
                 Metrics {
-                    tiers: Tier::ALL.map(|tier| TierMetrics::new(&of, tier)),
+                    tiers: Tier::WITH_REMOTE.map(|tier| TierMetrics::new(&of, tier)),
                     routes: Route::ALL.map(|route| RouteMetrics::new(&of, route)),
                     writes_declined: DECLINED.map(|why| of.labelled(WRITES_DECLINED.0, "reason", why)),
                     write_share: of.gauge("kvhoist_write_share"),
@@ -245,20 +254,27 @@ impl Metrics {
         add(&metrics.bytes, bytes as u64);
     }
 
-    /// Counts a store by `add`: of a new block, or of one that was resident.
+    /// Counts a store by `add`: of a new block, or of one that was resident. What comes from a store beyond the node is
+    /// no caller's store.
     #[inline]
-    pub(crate) fn stored(&self, is_new: bool, bytes: usize, mut add: impl FnMut(&Count, u64)) {
-        if !is_new {
-            return add(&self.stores_known, 1);
+    pub(crate) fn stored(&self, is_new: bool, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
+        if route == Route::CallerToHost {
+            add(if is_new { &self.stores } else { &self.stores_known }, 1);
         }
-        add(&self.stores, 1);
-        self.moved_by(Route::CallerToHost, bytes, add);
+        if is_new {
+            self.moved_by(route, bytes, add);
+        }
     }
 
     /// Counts a moved block and its duration.
     pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
-        self.routes[route as usize].durations.record(took);
+        self.timed(route, took);
         self.moved_untimed(route, bytes);
+    }
+
+    /// Records the duration of a movement that is counted elsewhere.
+    pub(crate) fn timed(&self, route: Route, took: Duration) {
+        self.routes[route as usize].durations.record(took);
     }
 
     /// Counts a moved block without its duration.
@@ -295,6 +311,8 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
         Route::DiskToRegion => (Some(Tier::Disk), None),
         Route::RegionToDisk => (None, Some(Tier::Disk)),
         Route::DeviceToDisk => (Some(Tier::Device), Some(Tier::Disk)),
+        Route::RemoteToHost => (Some(Tier::Remote), Some(Tier::Host)),
+        Route::HostToRemote => (Some(Tier::Host), Some(Tier::Remote)),
     }
 }
 

@@ -28,18 +28,23 @@ pub enum Tier {
     Host,
     /// NVMe.
     Disk,
+    /// A store beyond the node ([`Config::remote_store`](crate::Config::remote_store)). It has no slots.
+    Remote,
 }
 
 impl Tier {
-    /// All tiers, fastest first.
+    /// The tiers of the node, fastest first.
     pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Disk];
 
-    /// Number of tiers.
+    /// Number of tiers of the node.
     pub const COUNT: usize = 3;
+
+    /// All tiers, fastest first.
+    pub const WITH_REMOTE: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::Remote];
 
     /// The name used in metrics, logs and reports.
     pub fn name(self) -> &'static str {
-        ["device", "host", "disk"][self as usize]
+        ["device", "host", "disk", "remote"][self as usize]
     }
 }
 

@@ -34,11 +34,15 @@ pub enum Route {
     RegionToDisk,
     /// Written directly from device memory to disk, by libcufile.
     DeviceToDisk,
+    /// Read from a store beyond the node into a host slot.
+    RemoteToHost,
+    /// Written from a host slot to a store beyond the node.
+    HostToRemote,
 }
 
 impl Route {
     /// All routes.
-    pub const ALL: [Route; 14] = [
+    pub const ALL: [Route; 16] = [
         Route::DeviceHit,
         Route::HostHit,
         Route::DiskToHost,
@@ -53,6 +57,8 @@ impl Route {
         Route::DiskToRegion,
         Route::RegionToDisk,
         Route::DeviceToDisk,
+        Route::RemoteToHost,
+        Route::HostToRemote,
     ];
 
     /// Number of routes.
@@ -75,6 +81,8 @@ impl Route {
             Route::DiskToRegion => "disk_to_region",
             Route::RegionToDisk => "region_to_disk",
             Route::DeviceToDisk => "device_to_disk",
+            Route::RemoteToHost => "remote_to_host",
+            Route::HostToRemote => "host_to_remote",
         }
     }
 }

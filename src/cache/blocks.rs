@@ -16,7 +16,8 @@ use crate::{
 const REMOVED_PER_TURN: usize = 256;
 
 impl Cache {
-    /// Whether a block is resident in some tier that is in service; false once the cache is closed. One lock, no I/O.
+    /// Whether a block is resident in some tier that is in service, or offered by the remote tier; false once the cache
+    /// is closed. No I/O.
     ///
     /// Unlike [`match_prefix`](Cache::match_prefix) it begins no request and counts no use: to ask about a block
     /// changes nothing about how long it stays. By the time of a fetch it may be gone.
@@ -34,7 +35,9 @@ impl Cache {
         if state.check_open().is_err() {
             return false;
         }
-        state.index.find(key).and_then(|id| state.served_tier(id)).is_some()
+        let is_resident = state.index.find(key).and_then(|id| state.served_tier(id)).is_some();
+        drop(state);
+        is_resident || self.shared().remote.as_ref().is_some_and(|remote| remote.offers(key))
     }
 
     /// The number of resident blocks, each counted once, however many tiers hold it; 0 once the cache is closed. One
@@ -107,7 +110,8 @@ impl Cache {
     ///
     /// Resolves when no record on disk names one of them, or a block that was evicted or removed before. Blocks that
     /// are stored meanwhile may stay or go. It takes about as long as a write of all records: to begin with an empty
-    /// store, close the cache and remove its files, which is quicker.
+    /// store, close the cache and remove its files, which is quicker. For the copies of a remote store the same applies
+    /// as of [`remove`](Cache::remove).
     ///
     /// # Errors
     /// The first that a removal ended with; the other blocks are forgotten all the same. After [`Error::Io`], which a
@@ -128,6 +132,9 @@ impl Cache {
         self.shared().lock().check_open()?;
         // First: a computation that ends meanwhile has stored its block before the walk, or does not store it.
         self.inner.turns.clear();
+        if let Some(remote) = &self.shared().remote {
+            remote.remove_all();
+        }
         let (mut removed, mut failed) = (0, None);
         for page in self.pages(|_, _, _| true) {
             for keys in page.chunks(REMOVED_PER_TURN) {
@@ -179,6 +186,7 @@ impl Cache {
                 Error::argument("keys", found, format!("{slots} at most, one for each slot of the host tier"));
             return keys.iter().map(|_| Err(refused.clone())).collect();
         }
+        self.shared().want_remote(keys, true);
         let in_flight = self.config().limits.movements_max.max(1) as usize;
         let fetches = stream::iter(keys.iter().copied()).map(async |key| self.fetch(&key).await);
         fetches.buffered(in_flight).collect().await

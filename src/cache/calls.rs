@@ -6,7 +6,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{Cache, DeviceLease, Lease, open};
 use crate::{
-    block::{BlockKey, Tier},
+    block::{BlockKey, Route, Tier},
     checksum::checksum,
     config::Config,
     error::{Error, Result},
@@ -120,7 +120,7 @@ impl Cache {
             BegunStore::NoSlot => shared.acquire(Tier::Host, Purpose::Call).await?,
         };
         filling.bytes_mut().copy_from_slice(data);
-        shared.commit_if(key, parent, filling, checksum(data), is_wanted)
+        shared.commit_if(key, parent, filling, checksum(data), Route::CallerToHost, is_wanted)
     }
 
     /// The default settings, to change and to [open](Config::open).
@@ -153,7 +153,7 @@ impl Cache {
     }
 
     /// The leading blocks of `keys` that are resident in a tier in service: the fastest of each, none once the cache is
-    /// closed. One lock, no I/O, no use counted.
+    /// closed. Blocks of the remote tier count as far as that offers them. One lock, no I/O, no use counted.
     ///
     /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
     /// until the next match a block counts as used once, however often it is fetched or loaded.
@@ -168,12 +168,7 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub fn match_prefix(&self, keys: &[BlockKey]) -> Vec<Tier> {
-        let mut state = self.inner.shared.lock();
-        if state.check_open().is_err() {
-            return Vec::new();
-        }
-        state.index.begin_request(keys.len());
-        state.match_prefix(keys)
+        self.inner.shared.match_prefix(keys)
     }
 
     /// The number of leading `keys` that are resident in some tier in service; 0 once the cache is closed. Allocates
@@ -190,12 +185,7 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub fn match_len(&self, keys: &[BlockKey]) -> usize {
-        let mut state = self.inner.shared.lock();
-        if state.check_open().is_err() {
-            return 0;
-        }
-        state.index.begin_request(keys.len());
-        state.match_len(keys)
+        self.inner.shared.match_len(keys)
     }
 
     /// Starts to bring blocks into host memory; returns how many movements it started.
@@ -243,7 +233,7 @@ impl Cache {
                 Ok(_) | Err(_) => {}
             }
         }
-        Ok(started)
+        Ok(started + shared.want_remote(keys, false))
     }
 
     /// A block in device memory, promoted where it must be; `None` if it is nowhere.
@@ -311,7 +301,9 @@ impl Cache {
                 return Ok(Some(pin));
             }
             Found::Miss => return Ok(None),
-            Found::Elsewhere(asked) => asked,
+            Found::Remote => (None, self.inner.shared.bring(key, Use::Now).await),
+            Found::Elsewhere(None) => (None, Use::Now),
+            Found::Elsewhere(asked) => (asked, Use::Counted),
         };
         let pin = shield(self.promote(key, tier, asked)).await?;
         if pin.is_some() {
@@ -320,10 +312,15 @@ impl Cache {
         Ok(pin)
     }
 
-    /// Promotes a block, or waits for its promotion: what was `asked` for, and room for the command, come first.
-    async fn promote(&self, key: &BlockKey, tier: Tier, mut asked: Option<(Promotion, Room<'_>)>) -> Outcome {
+    /// Promotes a block, or waits for its promotion: what was `asked` for, and room for the command, come first. Counts
+    /// the use that the other half says.
+    async fn promote(
+        &self,
+        key: &BlockKey,
+        tier: Tier,
+        (mut asked, mut usage): (Option<(Promotion, Room<'_>)>, Use),
+    ) -> Outcome {
         let shared = &self.inner.shared;
-        let mut usage = if asked.is_some() { Use::Counted } else { Use::Now };
         loop {
             let (promotion, permit) = match asked.take() {
                 Some(asked) => asked,

@@ -18,6 +18,9 @@ impl Cache {
     /// [`remove_durably`](Cache::remove_durably) where it must not. A computation of the block that is under way
     /// ([`get_or_fetch_with`](Cache::get_or_fetch_with)) is not stored.
     ///
+    /// The copies of a remote store stay there, for other nodes. This cache offers none of those that it knows; one
+    /// that it learns of later it offers, and each after it was opened anew.
+    ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
     /// is forgotten all the same, and may be back at the next start.
@@ -44,6 +47,9 @@ impl Cache {
         let shared = &self.inner.shared;
         // First: a computation that ends meanwhile stores the block before the removal from the index, or not at all.
         self.inner.turns.remove(key);
+        if let Some(remote) = &shared.remote {
+            remote.remove(key);
+        }
         let Removed { resident, writing } = shared.remove(key)?;
         // A write that failed has ended as well, and has left its record to be cleared.
         if let Some(writing) = writing

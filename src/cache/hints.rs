@@ -65,7 +65,9 @@ impl Cache {
     /// # }).expect("the example runs");
     /// ```
     pub fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
-        self.inner.shared.keep(keys, time)
+        let kept = self.inner.shared.keep(keys, time);
+        self.inner.shared.note_reused(keys.iter().copied());
+        kept
     }
 
     /// Counts a use of every resident block of a chain, given in prefix order, as a load of it would. No I/O.

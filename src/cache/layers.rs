@@ -82,6 +82,7 @@ impl Cache {
         if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
             return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
         }
+        self.want_remote(&jobs);
         let progress = LayerProgress::new(layers.len(), jobs.len());
         let load = LayerLoad {
             progress: HomeBound::new(Arc::clone(&progress)),

@@ -87,7 +87,7 @@ impl Cache {
     pub fn lease(&self, key: &BlockKey) -> Result<Option<Lease>> {
         match self.inner.shared.look_up::<()>(key, Tier::Host, || None)? {
             Found::Hit(pin) => Ok(Some(Lease::new(pin))),
-            Found::Elsewhere(_) | Found::Miss => Ok(None),
+            Found::Elsewhere(_) | Found::Remote | Found::Miss => Ok(None),
         }
     }
 }

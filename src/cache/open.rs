@@ -329,6 +329,7 @@ fn policy(config: &Config, tier: Tier) -> Policy {
         Tier::Device => config.device_slots(),
         Tier::Host => config.host_slots(),
         Tier::Disk => u32::try_from(config.disk_slots()).unwrap_or(u32::MAX),
+        Tier::Remote => 0,
     };
     match config.eviction_policy {
         Eviction::Lru => Policy::Lru(Lru::new()),

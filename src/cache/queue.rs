@@ -148,6 +148,7 @@ impl CompletionQueue {
     }
 
     pub(super) fn submit_load_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
+        self.cache.want_remote(&jobs);
         self.submit(jobs, Vec::new(), |jobs, reply| Command::Load { jobs, reply })
     }
 

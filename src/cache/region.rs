@@ -248,7 +248,16 @@ impl Cache {
     }
 
     pub(super) async fn load_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
+        self.want_remote(&jobs);
         self.ask_jobs(|reply| Command::Load { jobs, reply }).await
+    }
+
+    /// Has what the remote tier alone has brought together.
+    pub(super) fn want_remote(&self, jobs: &[Job]) {
+        if self.shared().remote.is_some() {
+            let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
+            self.shared().want_remote(&keys, true);
+        }
     }
 
     pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {

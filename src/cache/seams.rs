@@ -144,11 +144,11 @@ pub fn check_idle(cache: &Cache) -> std::result::Result<(), String> {
 /// Takes the disk or the device tier out of service, as after too many failures.
 ///
 /// # Panics
-/// For the host tier, which is always in service.
+/// For the host tier, which is always in service, and the remote tier.
 pub fn retire(cache: &Cache, tier: Tier) {
     match tier {
         Tier::Disk => cache.shared().retire_disk("a test".into()),
         Tier::Device => cache.shared().retire_device("a test".into()),
-        Tier::Host => panic!("the host tier is always in service"),
+        Tier::Host | Tier::Remote => panic!("found {tier}, expected the device or the disk tier"),
     }
 }

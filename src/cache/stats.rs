@@ -65,15 +65,14 @@ macro_rules! tier_stats {
 
 tier_counters! { tier_stats
     figures {
-        resident: "kvhoist_resident_blocks" = |now, tier| now.state.index.resident(tier) as u64,
+        resident: "kvhoist_resident_blocks" = resident,
             "Blocks in a tier, by tier";
         slots: "kvhoist_slots" = slots, "Slots of a tier, by tier";
-        free: "kvhoist_free_slots" = |now, tier| now.state.free_slots(tier) as u64,
-            "Slots that hold nothing, by tier";
+        free: "kvhoist_free_slots" = free, "Slots that hold nothing, by tier";
     }
     others {
         /// Resident blocks that are [kept](Cache::keep).
-        kept = |now, tier| now.state.index.kept(tier) as u64;
+        kept = |now, tier| if tier == Tier::Remote { 0 } else { now.state.index.kept(tier) as u64 };
     }
 }
 
@@ -119,7 +118,7 @@ macro_rules! stats {
         #[non_exhaustive]
         pub struct Stats {
             #[serde(with = "tiers")]
-            tiers: [TierStats; Tier::COUNT],
+            tiers: [TierStats; Tier::WITH_REMOTE.len()],
             #[serde(with = "routes")]
             routes: [RouteFigures; Route::COUNT],
             #[serde(with = "copies")]
@@ -135,7 +134,7 @@ macro_rules! stats {
                     figure(now)
                 }
                 Stats {
-                    tiers: Tier::ALL.map(|tier| TierStats::read(now, tier)),
+                    tiers: Tier::WITH_REMOTE.map(|tier| TierStats::read(now, tier)),
                     routes: Route::ALL.map(|route| RouteFigures::of(&now.metrics.routes[route as usize])),
                     copies: std::array::from_fn(|at| {
                         let (batches, bytes) = now.metrics.copies.of(at);
@@ -182,6 +181,12 @@ counters! { stats
         registered: "kvhoist_registered", bool = |now| {
             now.cache.inner.registered && now.cache.shared().registered.load(Ordering::Acquire)
         }, "1 if host memory is registered with the ring";
+        remote_objects: "kvhoist_remote_objects", u64 = |now| now.cache.shared().remote_figures().objects,
+            "Objects of the remote store that are known";
+        remote_index_bytes: "kvhoist_remote_index_bytes", u64 = |now| now.cache.shared().remote_figures().index_bytes,
+            "Memory that knowing the remote store's blocks takes";
+        remote_offers: "kvhoist_remote_offers", bool = |now| now.cache.shared().remote_figures().offers,
+            "1 while the remote tier offers its blocks, 0 while it stands down";
         workers: "kvhoist_workers", u64 = |now| now.cache.config().worker_threads().into(),
             "Threads that take checksums and copies";
         io_threads: "kvhoist_io_threads", u64 = |now| match now.cache.inner.storage_name {
@@ -215,6 +220,9 @@ counters! { stats
         gdr: bool = |now| now.gdr.is_on();
         /// State of that route (off, on, recovering, retired), with the evidence or the reason.
         gdr_reason: String = |now| now.gdr.to_string();
+        /// Why the remote tier offers nothing, if it stands down: its store does not answer, or brings blocks more
+        /// slowly than they are computed ([`Config::recompute_us`](crate::Config::recompute_us)).
+        remote_standing_down: Option<String> = |now| now.cache.shared().remote_figures().standing_down;
         /// Why the device tier is out of service, if it is.
         device_retired: Option<String> = |now| now.state.device_service.retired().map(str::to_owned);
         /// Why the disk tier is out of service, if it is.
@@ -292,7 +300,7 @@ macro_rules! by_name {
 }
 
 by_name! {
-    tiers: [TierStats; Tier::COUNT] = Tier::ALL.map(Tier::name);
+    tiers: [TierStats; Tier::WITH_REMOTE.len()] = Tier::WITH_REMOTE.map(Tier::name);
     routes: [RouteFigures; Route::COUNT] = Route::ALL.map(Route::name);
     copies: [CopyFigures; COPY_ENGINES.len()] = COPY_ENGINES;
 }
@@ -304,12 +312,24 @@ fn slots(now: &Now<'_>, tier: Tier) -> u64 {
         Tier::Device => config.device_slots().into(),
         Tier::Host => now.cache.shared().host_slots().into(),
         Tier::Disk => config.disk_slots(),
+        Tier::Remote => 0,
+    }
+}
+
+fn free(now: &Now<'_>, tier: Tier) -> u64 {
+    if tier == Tier::Remote { 0 } else { now.state.free_slots(tier) as u64 }
+}
+
+fn resident(now: &Now<'_>, tier: Tier) -> u64 {
+    match tier {
+        Tier::Remote => now.cache.shared().remote_figures().blocks,
+        tier => now.state.index.resident(tier) as u64,
     }
 }
 
 fn by_tier(stats: &Stats, figure: fn(&TierStats) -> u64) -> Vec<Sample> {
     let sample = |tier: Tier| Sample::new(figure(stats.tier(tier)).value(), [("tier", tier.name())]);
-    Tier::ALL.map(sample).into()
+    Tier::WITH_REMOTE.map(sample).into()
 }
 
 impl Cache {
@@ -362,7 +382,7 @@ mod tests {
         stats.copies[1] = CopyFigures { batches: 2, bytes: 9 };
         let json = serde_json::to_value(&stats).expect("numbers, words and maps");
         assert_eq!(json["tiers"]["disk"]["hits"], 5);
-        assert_eq!(json["tiers"].as_object().map(serde_json::Map::len), Some(Tier::COUNT));
+        assert_eq!(json["tiers"].as_object().map(serde_json::Map::len), Some(Tier::WITH_REMOTE.len()));
         assert_eq!(json["routes"]["disk_to_host"]["bytes"], 7);
         assert_eq!(json["routes"].as_object().map(serde_json::Map::len), Some(Route::COUNT));
         assert_eq!(json["copies"]["cuda"], serde_json::json!({ "batches": 2, "bytes": 9 }));

@@ -60,6 +60,26 @@ impl Eviction {
     pub const ALL: &[Eviction] = &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse];
 }
 
+/// Which blocks are written to the remote tier, behind everything that a caller awaits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum RemotePolicy {
+    /// Blocks that were used in two requests, and those that are [kept](crate::Cache::keep).
+    #[default]
+    Reused,
+    /// Every block that is stored: another node may need it soon.
+    Stored,
+    /// None: the store is only read.
+    Never,
+}
+
+impl RemotePolicy {
+    /// Every choice.
+    #[doc(hidden)]
+    pub const ALL: &[RemotePolicy] = &[RemotePolicy::Reused, RemotePolicy::Stored, RemotePolicy::Never];
+}
+
 /// The I/O engine of the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]

@@ -2,12 +2,16 @@
 
 mod choices;
 mod groups;
+mod remote;
 mod settings;
 pub(crate) mod sizing;
 mod validate;
 
-pub use choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, StorageKind, WritePolicy};
+pub use choices::{
+    CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, RemotePolicy, StorageKind, WritePolicy,
+};
 pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HeldFile, HostConfig, Limits};
+pub use remote::{RemoteConfig, RemoteHandle};
 pub use settings::{SETTING_NAMES, expected_by};
 
 use crate::block::{IO_ALIGN, Tier};
@@ -56,6 +60,8 @@ pub struct Config {
     pub device: DeviceConfig,
     /// The disk tier.
     pub disk: DiskConfig,
+    /// The remote tier.
+    pub remote: RemoteConfig,
     /// Limits on what is requested, queued and in flight.
     pub limits: Limits,
 }
@@ -71,6 +77,7 @@ impl Default for Config {
             host: HostConfig::default(),
             device: DeviceConfig::default(),
             disk: DiskConfig::default(),
+            remote: RemoteConfig::default(),
             limits: Limits::default(),
         }
     }

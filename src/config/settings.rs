@@ -1,6 +1,6 @@
 //! Settings by the names that users write: one table for the methods of [`Config`] and for serde.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
 
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
@@ -8,11 +8,12 @@ use serde::{
 };
 
 use super::{
-    Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, StorageKind,
-    WritePolicy,
+    Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, RemotePolicy,
+    StorageKind, WritePolicy, remote::RemoteHandle,
 };
 use crate::{
     block::Layout,
+    remote::RemoteStore,
     size::{EXPECTED, parse_bytes},
 };
 
@@ -122,6 +123,17 @@ settings! {
     blocking_threads(usize) => disk.blocking_threads;
     quarantine_max(u32) => disk.quarantine_max;
     disk_failures_max(u32) => disk.failures_max;
+    remote(Option<String>) => remote.url;
+    remote_policy(RemotePolicy) => remote.policy;
+    #[serde(deserialize_with = "size_or_none")]
+    remote_bytes(Option<u64>) => remote.bytes;
+    #[serde(deserialize_with = "size")]
+    remote_upload_bytes_per_s(u64) => remote.upload_bytes_per_s;
+    remote_interval_s(u64) => remote.interval_s;
+    remote_deadline_ms(u64) => remote.deadline_ms;
+    recompute_us(Option<u64>) => remote.recompute_us;
+    #[serde(deserialize_with = "size")]
+    remote_index_bytes(u64) => remote.index_bytes;
     #[serde(deserialize_with = "size")]
     read_bytes_in_flight_max(u64) => limits.read_bytes_in_flight_max;
     #[serde(deserialize_with = "size")]
@@ -158,6 +170,13 @@ impl Config {
     #[must_use]
     pub fn device_blocks(mut self, blocks: u32) -> Self {
         self.device.capacity = Capacity::Blocks(blocks);
+        self
+    }
+
+    /// Sets `remote.store`.
+    #[must_use]
+    pub fn remote_store(mut self, store: Arc<dyn RemoteStore>) -> Self {
+        self.remote.store = Some(RemoteHandle::new(store));
         self
     }
 
@@ -317,7 +336,7 @@ mod tests {
     fn sizes_are_numbers_or_text_in_every_setting_of_bytes() {
         let of_bytes: Vec<_> =
             SETTING_NAMES.iter().filter(|name| name.contains("bytes") || **name == "write_budget").collect();
-        assert_eq!(of_bytes.len(), 7, "{of_bytes:?}");
+        assert_eq!(of_bytes.len(), 10, "{of_bytes:?}");
         for name in of_bytes {
             let read = |value: &str| serde_json::from_str::<Config>(&format!("{{\"{name}\": {value}}}"));
             let number = read("1572864").expect("a number");

@@ -28,7 +28,23 @@ impl Config {
         self.validate_device()?;
         self.validate_disk()?;
         self.validate_write_budget()?;
+        self.validate_remote()?;
         self.validate_limits()
+    }
+
+    fn validate_remote(&self) -> Result<()> {
+        let remote = &self.remote;
+        if let (Some(url), None) = (&remote.url, &remote.store) {
+            let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
+            let expected =
+                "a build with the cargo feature `remote`, or a store given by `remote_store`, or none at all";
+            return Err(wrong("remote", format!("an URL that begins with {scheme:?}, and no store"), expected));
+        }
+        check("remote_upload_bytes_per_s", remote.upload_bytes_per_s, 1, u64::MAX >> 1, "bytes a second")?;
+        check("remote_interval_s", remote.interval_s, 1, 86_400, "seconds")?;
+        check("remote_deadline_ms", remote.deadline_ms, 1, DAY_MS, "milliseconds")?;
+        check("recompute_us", remote.recompute_us.unwrap_or(1), 1, u64::MAX >> 1, "microseconds")?;
+        check("remote_index_bytes", remote.index_bytes, 1 << 16, u64::MAX >> 1, "bytes")
     }
 
     fn validate_host(&self) -> Result<()> {
@@ -188,7 +204,13 @@ mod tests {
     #[test]
     fn every_wrong_setting_is_named() {
         type Spoil = fn(Config) -> Config;
-        let cases: [(&str, Spoil); 42] = [
+        let cases: [(&str, Spoil); 48] = [
+            ("remote", |c| c.remote("s3://bucket".to_owned())),
+            ("remote_upload_bytes_per_s", |c| c.remote_upload_bytes_per_s(0)),
+            ("remote_interval_s", |c| c.remote_interval_s(0)),
+            ("remote_deadline_ms", |c| c.remote_deadline_ms(0)),
+            ("recompute_us", |c| c.recompute_us(0)),
+            ("remote_index_bytes", |c| c.remote_index_bytes(1)),
             ("block_bytes", |c| c.block_bytes(0)),
             ("block_bytes", |c| c.block_bytes((1 << 30) + 1)),
             ("block_bytes", |c| c.block_bytes(usize::MAX)),

@@ -171,6 +171,8 @@ pub struct Index {
     tops: restore::Tops,
     /// The clock at the end of recovery.
     restored_at: u64,
+    /// Blocks in their second use, after [`note_reused`](Index::note_reused).
+    reused: Option<Vec<BlockKey>>,
     /// Which blocks are worth a write to disk, after [`value_writes`](Index::value_writes).
     values: Option<Box<WriteValues>>,
 }
@@ -203,6 +205,7 @@ impl Index {
             blocks: 0,
             tops: restore::Tops::default(),
             restored_at: 0,
+            reused: None,
             values: None,
         }
     }

@@ -7,6 +7,9 @@ use super::{
 };
 use crate::block::{BlockKey, Tier};
 
+/// Blocks in their second use that are noted at most.
+const REUSED_MAX: usize = 1 << 14;
+
 /// The low half of the clock, but never [`NONE`].
 fn as_date(clock: u64) -> u32 {
     (clock as u32).min(NONE - 1)
@@ -93,7 +96,23 @@ impl Index {
         let from = entry.used();
         let to = Used { last: clock, uses: from.uses.max(recalled).saturating_add(1).min(USES_MAX) };
         entry.set_used(to);
+        if to.uses == 2
+            && let Some(reused) = self.reused.as_mut().filter(|reused| reused.len() < REUSED_MAX)
+        {
+            let key = self.entries[id.0 as usize].key;
+            reused.push(key);
+        }
         self.reorder(id, from);
+    }
+
+    /// Notes from now on which blocks are used for the second time.
+    pub fn note_reused(&mut self) {
+        self.reused = Some(Vec::new());
+    }
+
+    /// Takes the blocks that were used for the second time since the last call, the first thousands of them.
+    pub fn take_reused(&mut self) -> Vec<BlockKey> {
+        self.reused.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// A use by the end of a pin or a fill, not by a call. Where requests are counted it does not count, unless it is

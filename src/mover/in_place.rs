@@ -185,6 +185,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<()> {
         if self.end_write(key, id, None, written).await? {
             self.shared.metrics.stores.add(1);
+            self.shared.note_stored(key);
             self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
         }
         Ok(())

@@ -27,6 +27,9 @@ mod promote;
 mod read;
 mod records;
 mod region;
+mod remote;
+mod remote_listing;
+mod remote_upload;
 mod results;
 mod route;
 mod shutdown;
@@ -185,6 +188,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let deadlines = tokio::task::spawn_local(Rc::clone(&self).deadline_loop());
         let spin = tokio::task::spawn_local(Rc::clone(&self).spin_loop());
         let raise = tokio::task::spawn_local(Rc::clone(&self).raise_loop());
+        let remote = self.start_remote();
         loop {
             let may_start = self.active.get() < self.shared.config.limits.movements_max;
             tokio::select! {
@@ -201,6 +205,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 () = self.settled.notified(), if !may_start => {}
             }
         }
+        self.end_remote(remote);
         let result = self.drain(urgent).await;
         for task in [write_back, deadlines, spin, raise] {
             task.abort();
@@ -223,7 +228,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match command {
             Command::Promote { key, to: Tier::Host } => self.spawn(this.promote_to_host(key)),
             Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
-            Command::Promote { to: Tier::Disk, .. } => unreachable!("copies to disk are writes"),
+            Command::Promote { to: Tier::Disk | Tier::Remote, .. } => unreachable!("copies to disk are writes"),
             Command::Load { jobs, reply } => self.spawn(async move {
                 reply(this.load(jobs).await);
             }),

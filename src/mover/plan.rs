@@ -82,6 +82,8 @@ pub(super) enum Step<S: Storage, C: CopyEngine> {
     Wait(Missing),
     /// No tier in service has the block.
     Gone,
+    /// No tier of the node has the block, and the remote tier offers it. Whether it is counted as a use.
+    Remote(Use),
     /// It is in memory, pinned.
     Pinned(Pin),
     /// It is on disk, pinned.
@@ -226,6 +228,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         usage: Use,
     ) -> Result<Step<S, C>> {
         let (promotion, source) = self.shared.promote_locked(state, key, Tier::Host, class, usage)?;
+        if matches!(promotion, Promotion::Miss) && self.shared.remote.as_ref().is_some_and(|remote| remote.offers(key))
+        {
+            return Ok(Step::Remote(usage));
+        }
         if usage == Use::Now {
             let metrics = &self.shared.metrics;
             state.count(source.map_or(&metrics.misses, |tier| &metrics.tier(tier).hits), 1);

@@ -104,11 +104,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         step: Step<S, C>,
         verifier: Verifier,
     ) -> Outcome {
-        let mut step = step;
+        let (mut step, mut was_asked) = (step, false);
         loop {
             let Flight { outcome, is_joined, begun } = match step {
                 Step::Flight(flight) => flight,
                 Step::Pinned(pin) => return Ok(Some(pin)),
+                Step::Remote(usage) => {
+                    // Once: what was evicted again at once is a miss.
+                    if was_asked {
+                        self.shared.metrics.misses.add(u64::from(usage == Use::Now));
+                        return Ok(None);
+                    }
+                    was_asked = true;
+                    let usage = Box::pin(self.shared.bring(key, usage)).await;
+                    step = self.begin_to_host(&mut self.shared.lock(), key, class, usage)?;
+                    continue;
+                }
                 _ => return Ok(None),
             };
             if let Some(fill) = begun {

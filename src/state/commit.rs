@@ -79,16 +79,17 @@ impl Shared {
         filling: Filling,
         checksum: u64,
     ) -> Result<Committed> {
-        self.commit_if(key, parent, filling, checksum, || true)
+        self.commit_if(key, parent, filling, checksum, Route::CallerToHost, || true)
     }
 
-    /// As [`commit`](Self::commit), if `is_wanted` is true under the lock.
+    /// As [`commit`](Self::commit), of a block that came by `route`, if `is_wanted` is true under the lock.
     pub(crate) fn commit_if(
         self: &Arc<Self>,
         key: &BlockKey,
         parent: Option<&BlockKey>,
         filling: Filling,
         checksum: u64,
+        route: Route,
         is_wanted: impl FnOnce() -> bool,
     ) -> Result<Committed> {
         let mut state = self.lock();
@@ -111,10 +112,13 @@ impl Shared {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
         }
-        self.metrics.stored(is_new, self.config.block_bytes, |count, n| count.add_locked(n, &mut *state));
+        self.metrics.stored(is_new, route, self.config.block_bytes, |count, n| count.add_locked(n, &mut *state));
         let committed = self.apply_policy(&mut state, id, key);
         drop(state);
-        self.metrics.stored(is_new, self.config.block_bytes, Count::export);
+        self.metrics.stored(is_new, route, self.config.block_bytes, Count::export);
+        if is_new && route == Route::CallerToHost {
+            self.note_stored(key);
+        }
         committed
     }
 

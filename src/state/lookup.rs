@@ -18,6 +18,8 @@ pub(crate) enum Found<P> {
     Hit(Pin),
     /// Resident in another tier only. The promotion that was requested, if the channel had room for the command.
     Elsewhere(Option<(Promotion, P)>),
+    /// Resident nowhere, and offered by the remote tier. Not counted yet.
+    Remote,
     /// Resident nowhere.
     Miss,
 }
@@ -68,7 +70,7 @@ impl Shared {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
-        let Some(id) = state.index.find(key) else { return Ok(self.miss(state)) };
+        let Some(id) = state.index.find(key) else { return Ok(self.miss(state, key)) };
         if let Some(slot) = state.index.pin_used(id, tier) {
             self.reconsider(&mut state, id);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
@@ -104,11 +106,14 @@ impl Shared {
             self.metrics.looked_up(source);
             return Ok(Found::Elsewhere(Some((promotion, room))));
         }
-        Ok(self.miss(state))
+        Ok(self.miss(state, key))
     }
 
-    /// Counts a miss.
-    fn miss<P>(&self, mut state: Locked<'_>) -> Found<P> {
+    /// Counts a miss, unless the remote tier offers the block.
+    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> Found<P> {
+        if self.remote.as_ref().is_some_and(|remote| remote.offers(key)) {
+            return Found::Remote;
+        }
         self.metrics.misses.add_locked(1, &mut *state);
         drop(state);
         self.metrics.misses.export(1);
@@ -282,6 +287,7 @@ impl State {
             Tier::Device => self.device_service.reads(),
             Tier::Host => true,
             Tier::Disk => self.disk_service.reads(),
+            Tier::Remote => false,
         }
     }
 }

@@ -19,6 +19,7 @@ mod limits;
 mod lock;
 mod lookup;
 mod refusals;
+mod remote;
 mod report;
 mod requests;
 mod retire;
@@ -120,6 +121,8 @@ pub(crate) struct Shared {
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
     pub(crate) lenders: Lenders,
+    /// The tier beyond the node, if there is one.
+    pub(crate) remote: Option<Arc<crate::remote::Remote>>,
     /// Host slots that callers have reserved and not committed.
     pub(crate) reservations: AtomicU64,
     /// Host slots that are parked.
@@ -159,6 +162,7 @@ impl Shared {
         metrics: Metrics,
     ) -> Self {
         let begun = Arc::default();
+        let remote = remote::of(&config, &mut index);
         let slots = [u64::from(config.device_slots()), u64::from(config.host_slots()), config.disk_slots()];
         for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
             index.limit_kept(tier, usize::try_from(slots / KEPT_PART).unwrap_or(usize::MAX));
@@ -193,6 +197,7 @@ impl Shared {
             device,
             metrics,
             lenders: Lenders::new(),
+            remote,
             reservations: AtomicU64::new(0),
             parked: AtomicU32::new(0),
             registered: Arc::default(),
@@ -312,7 +317,7 @@ impl State {
     pub(crate) fn check_service(&self, tier: Tier) -> Result<()> {
         match tier {
             Tier::Disk => self.disk_service.check_writes("disk"),
-            Tier::Device | Tier::Host => self.check_device(tier),
+            Tier::Device | Tier::Host | Tier::Remote => self.check_device(tier),
         }
     }
 

@@ -115,7 +115,7 @@ impl Shared {
             state.check_service(tier)?;
             let urgency = match tier {
                 Tier::Disk => state.holder_urgency(purpose),
-                Tier::Device | Tier::Host => state.urgency(purpose),
+                _ => state.urgency(purpose),
             };
             // While a request waits no slot is available: the last unlock would have granted it.
             if let Some(slot) = self.take_slot(&mut state, tier) {
@@ -287,7 +287,7 @@ impl Shared {
         let (reservations, slots, setting) = match tier {
             Tier::Device => (0, self.config.device_slots(), "device_blocks"),
             Tier::Host => (self.reservations.load(Ordering::Relaxed), self.host_slots(), "host_blocks"),
-            Tier::Disk => return None,
+            Tier::Disk | Tier::Remote => return None,
         };
         let names = self.config.names_of_sizes();
         let setting = names.iter().find(|(blocks, _)| *blocks == setting).map_or(setting, |(_, bytes)| bytes);

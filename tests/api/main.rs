@@ -15,5 +15,6 @@ mod layers;
 mod loans;
 mod out_of_service;
 mod refusals;
+mod remote;
 mod uses;
 mod workers;

@@ -1,0 +1,77 @@
+//! Settings of the remote tier.
+
+use std::{fmt, sync::Arc};
+
+use super::choices::RemotePolicy;
+use crate::remote::RemoteStore;
+
+/// Settings of the remote tier: a store beyond the node.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct RemoteConfig {
+    /// Where the store is: `s3://bucket/prefix` or `redis://host:6379/0`, say. What opens the cache makes it a
+    /// [`store`](Self::store), as the service, the command and the Python package do. None: no remote tier.
+    pub url: Option<String>,
+    /// The store itself.
+    pub store: Option<RemoteHandle>,
+    /// Which blocks are written to the store. Whatever it says, every block of the store is offered.
+    pub policy: RemotePolicy,
+    /// Bytes that the store may have of this namespace. Beyond that this cache deletes the oldest objects, at its
+    /// listings. `None`: it deletes nothing.
+    pub bytes: Option<u64>,
+    /// Bytes a second that may be written to the store. At least 1.
+    pub upload_bytes_per_s: u64,
+    /// Seconds between two listings of the store, by which blocks of other nodes become known. 1 to 86,400.
+    pub interval_s: u64,
+    /// Milliseconds after which a read or a write of an object has failed, with its repetitions. Callers that wait for
+    /// its blocks miss them then. 1 to 86,400,000.
+    pub deadline_ms: u64,
+    /// Microseconds that it takes to compute a block. Where bringing blocks takes longer by the last measurements, the
+    /// remote tier offers none, and tries again now and then. `None`: it is not compared.
+    pub recompute_us: Option<u64>,
+    /// Bytes of memory for what is known of the store: 60 to 70 for a block, and some 200 for an object. Objects beyond
+    /// that are not offered. At least 65,536.
+    pub index_bytes: u64,
+}
+
+impl Default for RemoteConfig {
+    fn default() -> Self {
+        RemoteConfig {
+            url: None,
+            store: None,
+            policy: RemotePolicy::default(),
+            bytes: None,
+            upload_bytes_per_s: 128 << 20,
+            interval_s: 60,
+            deadline_ms: 10_000,
+            recompute_us: None,
+            index_bytes: 1 << 30,
+        }
+    }
+}
+
+/// A store beyond the node, as settings have it.
+#[derive(Clone)]
+pub struct RemoteHandle(Arc<dyn RemoteStore>);
+
+impl RemoteHandle {
+    pub(super) fn new(store: Arc<dyn RemoteStore>) -> Self {
+        RemoteHandle(store)
+    }
+
+    pub(crate) fn store(&self) -> Arc<dyn RemoteStore> {
+        Arc::clone(&self.0)
+    }
+}
+
+impl PartialEq for RemoteHandle {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl fmt::Debug for RemoteHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RemoteHandle({})", self.0.capabilities().scheme)
+    }
+}

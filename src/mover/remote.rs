@@ -1,0 +1,209 @@
+//! Blocks from the remote tier: read in few ranges, verified, and stored in host memory as any new block.
+//!
+//! A batch that fails, or takes longer than its deadline, is a miss for all who wait for what it did not bring.
+
+use std::{cell::Cell, panic::AssertUnwindSafe, rc::Rc, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use futures_util::{FutureExt, StreamExt, stream, stream::FuturesUnordered};
+use tokio::{
+    sync::Semaphore,
+    task::{JoinHandle, spawn_local},
+    time::{Instant, sleep, timeout},
+};
+
+use super::Mover;
+use crate::{
+    block::{Route, Tier},
+    checksum::checksum,
+    device::CopyEngine,
+    io::Storage,
+    remote::{self, Batch, Read, Remote, RemoteError, RemoteFuture, Wanted},
+    state::{Committed, Filling, Purpose},
+};
+
+/// Repetitions of a request that the store throttled or did not answer.
+const REPEATS_MAX: u32 = 2;
+
+/// The longest wait before the first repetition; it doubles with each.
+const REPEAT_AFTER: Duration = Duration::from_millis(50);
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Starts the tasks of the remote tier, if there is one.
+    pub(super) fn start_remote(self: &Rc<Self>) -> Vec<JoinHandle<()>> {
+        let Some(remote) = &self.shared.remote else { return Vec::new() };
+        let (this, remote) = (|| Rc::clone(self), || Arc::clone(remote));
+        vec![
+            spawn_local(this().remote_loop(remote())),
+            spawn_local(this().remote_listing_loop(remote())),
+            spawn_local(this().remote_upload_loop(remote())),
+        ]
+    }
+
+    /// Ends what is under way for the remote tier: a close waits for nothing of it.
+    pub(super) fn end_remote(&self, tasks: Vec<JoinHandle<()>>) {
+        tasks.iter().for_each(JoinHandle::abort);
+        if let Some(remote) = &self.shared.remote {
+            remote.close();
+        }
+    }
+
+    /// Brings what is wanted, until it is dropped.
+    pub(super) async fn remote_loop(self: Rc<Self>, remote: Arc<Remote>) {
+        let reads = Rc::new(Semaphore::new(remote.capabilities().requests_in_flight.max(1) as usize));
+        let mut batches = FuturesUnordered::new();
+        loop {
+            while let Some((batch, planned)) = remote.next_batch() {
+                batches.push(self.bring_batch(&remote, &reads, batch, planned));
+            }
+            tokio::select! {
+                biased;
+                () = remote.wake.notified() => {}
+                Some(()) = batches.next() => {}
+            }
+        }
+    }
+
+    /// Brings the blocks of a batch, and answers all who wait for one.
+    async fn bring_batch(self: &Rc<Self>, remote: &Arc<Remote>, turns: &Semaphore, batch: Batch, planned: Vec<Read>) {
+        let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
+        let read = async |read: Read| {
+            let turn = turns.acquire().await.expect("it is not closed");
+            match self.read_blocks(remote, &read, batch.is_awaited, &brought).await {
+                Ok(()) => {}
+                Err(error) => failed.set(Some(error)),
+            }
+            drop(turn);
+        };
+        let all = stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {});
+        let deadline = Duration::from_millis(self.shared.config.remote.deadline_ms);
+        // A store is users' code: its panic ends a batch, and no more.
+        let ended = timeout(deadline, AssertUnwindSafe(all).catch_unwind()).await;
+        let failed = match ended {
+            Ok(Ok(())) => failed.take(),
+            Ok(Err(panic)) => {
+                std::mem::forget(panic);
+                Some(RemoteError::Unavailable("the store's code panicked".into()))
+            }
+            Err(_) => Some(RemoteError::Unavailable(format!("no answer within {deadline:?} (`remote_deadline_ms`)"))),
+        };
+        match &failed {
+            None => remote.ended(Ok(brought.get()), began),
+            Some(error) => remote.ended(Err(error), began),
+        }
+        if let Some(error) = failed {
+            self.shared.metrics.remote_errors.add(1);
+            tracing::debug!(%error, blocks = batch.keys.len(), "blocks were not brought from the remote store");
+        }
+        self.shared.metrics.remote_missed.add((batch.keys.len() - brought.get()) as u64);
+        batch.keys.iter().for_each(|key| remote.answer(key, false));
+    }
+
+    /// Reads a range of an object, and stores its blocks.
+    async fn read_blocks(
+        self: &Rc<Self>,
+        remote: &Arc<Remote>,
+        read: &Read,
+        is_awaited: bool,
+        brought: &Cell<usize>,
+    ) -> Result<(), RemoteError> {
+        let began = Instant::now();
+        let parts = match repeated(remote, || remote.store().read(&read.object, read.range.clone())).await {
+            Ok(parts) => parts,
+            // Another node deleted it, or a rule of the store.
+            Err(RemoteError::NotFound) => {
+                remote.forget_object(&read.object);
+                self.shared.metrics.remote_stale.add(1);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        let (found, expected) = (parts.iter().map(Bytes::len).sum::<usize>() as u64, read.range.end - read.range.start);
+        if found != expected {
+            remote.forget_object(&read.object);
+            self.shared.metrics.remote_invalid.add(read.blocks.len() as u64);
+            let (found, expected) = (format!("{found} bytes"), format!("{expected} bytes"));
+            return Err(RemoteError::Invalid { found, expected });
+        }
+        self.shared.metrics.remote_reads.add(1);
+        for wanted in &read.blocks {
+            let bytes = remote::slice(&parts, wanted.known.offset - read.range.start, remote.space.block_bytes);
+            if self.store_brought(remote, wanted, bytes, is_awaited, began).await {
+                brought.set(brought.get() + 1);
+                remote.answer(&wanted.known.key, true);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a block into a host slot, verifies it there, and makes it visible; false if it is not right, not wanted
+    /// any longer, or finds no slot.
+    async fn store_brought(
+        self: &Rc<Self>,
+        remote: &Arc<Remote>,
+        wanted: &Wanted,
+        bytes: Vec<Bytes>,
+        is_awaited: bool,
+        began: Instant,
+    ) -> bool {
+        let Wanted { known, parent } = *wanted;
+        let filling = match is_awaited {
+            true => self.shared.acquire(Tier::Host, Purpose::Call).await.ok(),
+            false => self.shared.acquire_now(Tier::Host),
+        };
+        let Some(filling) = filling else { return false };
+        let (sum, filling) = self.fill(filling, bytes).await;
+        let Some(filling) = filling else { return false };
+        if sum != known.checksum {
+            drop(filling);
+            remote.forget(&known.key);
+            self.shared.metrics.remote_invalid.add(1);
+            tracing::warn!(key = ?known.key, "a block of the remote store has another checksum than its object says");
+            return false;
+        }
+        let is_wanted = || !remote.is_removed(&known.key);
+        let committed =
+            self.shared.commit_if(&known.key, parent.as_ref(), filling, sum, Route::RemoteToHost, is_wanted);
+        if let Ok(Committed::Write(write, _nobody)) = committed {
+            self.spawn(Rc::clone(self).write(write));
+        }
+        self.shared.metrics.timed(Route::RemoteToHost, began.elapsed());
+        !remote.is_removed(&known.key)
+    }
+
+    /// Copies what was read into a slot, and computes its checksum: on a worker, if there is one.
+    async fn fill(&self, filling: Filling, bytes: Vec<Bytes>) -> (u64, Option<Filling>) {
+        let block_bytes = self.shared.config.block_bytes;
+        let mut filling = filling;
+        let copy = move || {
+            let mut at = 0;
+            for part in bytes {
+                filling.bytes_mut()[at..at + part.len()].copy_from_slice(&part);
+                at += part.len();
+            }
+            (checksum(filling.bytes()), Some(filling))
+        };
+        if self.workers.take(block_bytes as u64) {
+            // What panicked has dropped the slot.
+            return self.workers.run(block_bytes as u64, copy).await.unwrap_or((0, None));
+        }
+        // The other tasks get a turn after each block.
+        let filled = copy();
+        crate::io::yield_now().await;
+        filled
+    }
+}
+
+/// A request, and its repetitions.
+pub(super) async fn repeated<T>(remote: &Remote, request: impl Fn() -> RemoteFuture<T>) -> Result<T, RemoteError> {
+    let mut repeats = 0;
+    loop {
+        match request().await {
+            Err(RemoteError::Throttled(_) | RemoteError::Unavailable(_)) if repeats < REPEATS_MAX => {
+                sleep(remote.jittered(REPEAT_AFTER * (1 << repeats))).await;
+                repeats += 1;
+            }
+            ended => return ended,
+        }
+    }
+}

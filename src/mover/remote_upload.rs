@@ -1,0 +1,174 @@
+//! Blocks that go to the remote store: behind everything that a caller awaits, as many bytes a second as the settings
+//! say, a run of one chain's blocks in one object.
+
+use std::{collections::BTreeMap, panic::AssertUnwindSafe, rc::Rc, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::{Mover, read::Verifier, remote::repeated};
+use crate::{
+    block::{BlockKey, Route},
+    device::CopyEngine,
+    io::Storage,
+    remote::{Created, Object, Remote, RemoteError},
+    state::Class,
+};
+
+/// How long the task waits for more blocks of a chain, after the first.
+const GATHER: Duration = Duration::from_millis(200);
+
+/// How often the task looks for blocks that were used again.
+const LOOK_AFTER: Duration = Duration::from_secs(1);
+
+/// Blocks that are looked up under one lock.
+const PER_LOCK: usize = 64;
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Writes what is queued, until it is dropped.
+    pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
+        loop {
+            // No event tells of a second use.
+            let is_told = timeout(LOOK_AFTER, remote.wake_uploads.notified()).await.is_ok();
+            if is_told {
+                sleep(GATHER).await;
+            }
+            let reused = self.shared.lock().index.take_reused();
+            self.shared.note_reused(reused.into_iter());
+            for (parent, run) in self.chain_runs(&remote, remote.take_uploads()).await {
+                // A store is users' code: its panic ends a write, and no more.
+                let written = AssertUnwindSafe(self.upload(&remote, parent, &run)).catch_unwind().await;
+                if let Ok(Err(error)) = &written {
+                    tracing::debug!(%error, blocks = run.len(), "blocks were not written to the remote store");
+                }
+                if !matches!(written.map_err(std::mem::forget), Ok(Ok(()))) {
+                    self.shared.metrics.remote_errors.add(1);
+                    self.shared.metrics.remote_unsent.add(run.len() as u64);
+                }
+            }
+        }
+    }
+
+    /// Blocks as runs of their chains, each with the key before it, and no longer than an object.
+    async fn chain_runs(&self, remote: &Remote, keys: Vec<BlockKey>) -> Vec<(Option<BlockKey>, Vec<BlockKey>)> {
+        let mut parents = BTreeMap::new();
+        for keys in keys.chunks(PER_LOCK) {
+            {
+                let state = self.shared.lock();
+                // One that is gone since is not written.
+                let ids = keys.iter().filter_map(|key| Some((*key, state.index.find(key)?)));
+                parents.extend(ids.map(|(key, id)| (key, state.index.parent_key(id))));
+            }
+            crate::io::yield_now().await;
+        }
+        runs(&parents, remote.space.blocks_of(remote.capabilities().object_bytes))
+    }
+
+    /// Writes an object of these blocks, those that are still there.
+    async fn upload(
+        self: &Rc<Self>,
+        remote: &Remote,
+        parent: Option<BlockKey>,
+        run: &[BlockKey],
+    ) -> Result<(), RemoteError> {
+        let began = Instant::now();
+        let mut blocks = Vec::with_capacity(run.len());
+        for key in run {
+            match self.copy_of(key).await {
+                Some((checksum, bytes)) => blocks.push((*key, checksum, bytes)),
+                // What follows it would be another run.
+                None => break,
+            }
+        }
+        self.shared.metrics.remote_unsent.add((run.len() - blocks.len()) as u64);
+        let Some((first, ..)) = blocks.first() else { return Ok(()) };
+        let (name, count) = (remote.space.name(first), blocks.len());
+        let parts = remote.space.encode(parent.as_ref(), blocks);
+        let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
+        let created = self.in_time(repeated(remote, || remote.store().create(&name, parts.clone()))).await?;
+        let object = Object { name, bytes, modified: None };
+        match created {
+            Created::Now => {
+                let table = remote.space.decode(&object.name, &parts[0], bytes)?;
+                self.shared.metrics.remote_writes.add(1);
+                for _ in 0..count {
+                    self.shared.metrics.moved(Route::HostToRemote, self.shared.config.block_bytes, began.elapsed());
+                }
+                if !remote.enter(&object.name, table) {
+                    self.shared.metrics.remote_unlisted.add(1);
+                }
+            }
+            // Another node's, whose length a listing tells.
+            Created::Already => self.learn(remote, &object.name).await?,
+        }
+        let rate = self.shared.config.remote.upload_bytes_per_s;
+        sleep(Duration::from_secs_f64(bytes as f64 / rate as f64)).await;
+        Ok(())
+    }
+
+    /// Enters an object that another node has written.
+    async fn learn(&self, remote: &Remote, name: &str) -> Result<(), RemoteError> {
+        let page = self.in_time(repeated(remote, || remote.store().list(name, None))).await?;
+        if let Some(object) = page.objects.iter().find(|object| object.name == name) {
+            self.enter_object(remote, object).await;
+        }
+        Ok(())
+    }
+
+    /// A block's bytes and checksum, from whichever tier of the node has it: a copy, so that a store holds no slot.
+    async fn copy_of(self: &Rc<Self>, key: &BlockKey) -> Option<(u64, Bytes)> {
+        let pin = self.obtain_host(key, Class::Background, Verifier::Workers).await.ok()??;
+        let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
+        let bytes = self.shared.config.block_bytes as u64;
+        let copy = move || Bytes::copy_from_slice(pin.bytes());
+        if self.workers.take(bytes) {
+            return Some((checksum, self.workers.run(bytes, copy).await?));
+        }
+        let copied = copy();
+        crate::io::yield_now().await;
+        Some((checksum, copied))
+    }
+}
+
+/// Keys with their parents, as runs of at most `most` blocks: each key follows its parent where that is among them and
+/// has no other child before it.
+fn runs(parents: &BTreeMap<BlockKey, Option<BlockKey>>, most: usize) -> Vec<(Option<BlockKey>, Vec<BlockKey>)> {
+    let mut child = BTreeMap::new();
+    for (key, parent) in parents {
+        if let Some(parent) = parent.filter(|parent| parents.contains_key(parent)) {
+            child.entry(parent).or_insert(*key);
+        }
+    }
+    let is_first =
+        |(key, parent): &(&BlockKey, &Option<BlockKey>)| parent.is_none_or(|parent| child.get(&parent) != Some(key));
+    let mut runs = Vec::new();
+    for (first, parent) in parents.iter().filter(is_first) {
+        let chain = std::iter::successors(Some(*first), |key| child.get(key).copied()).collect::<Vec<_>>();
+        let mut before = *parent;
+        for run in chain.chunks(most) {
+            runs.push((before, run.to_vec()));
+            before = run.last().copied();
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_follow_chains_and_fill_objects() {
+        let key = |n: u8| BlockKey::new([n; 32]);
+        // 1 - 2 - 3 - 4 - 5, and 2 - 9; 7 follows a block that is not among them.
+        let parents: BTreeMap<_, _> =
+            [(1, None), (2, Some(1)), (3, Some(2)), (4, Some(3)), (5, Some(4)), (9, Some(2)), (7, Some(6))]
+                .map(|(n, parent)| (key(n), parent.map(key)))
+                .into();
+        let found = runs(&parents, 3);
+        let expected = [(None, vec![1, 2, 3]), (Some(3), vec![4, 5]), (Some(6), vec![7]), (Some(2), vec![9])];
+        let expected = expected.map(|(parent, run)| (parent.map(key), run.into_iter().map(key).collect::<Vec<_>>()));
+        assert_eq!(found, expected);
+    }
+}

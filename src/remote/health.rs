@@ -1,0 +1,235 @@
+//! Whether the store is worth asking: it answers, and it brings blocks sooner than they are computed.
+//!
+//! What is measured is what callers feel: the time from a request for some blocks to the last of them in host memory.
+//! A line through the latest measurements, time over blocks, says how long other requests would take. Pure data: times
+//! are since the cache was opened.
+
+use std::time::Duration;
+
+/// Requests that may fail in a row before the store counts as away.
+const FAILURES_MAX: u32 = 3;
+
+/// The least and the longest time between two trials of a store that is offered no more.
+const TRIAL_AFTER: Duration = Duration::from_secs(1);
+const TRIAL_AFTER_MAX: Duration = Duration::from_secs(60);
+
+/// What an older measurement weighs beside the next one.
+const DECAY: f64 = 0.8;
+
+/// The health of a store.
+#[derive(Debug, Default)]
+pub(crate) struct Health {
+    failures: u32,
+    /// Why the last request failed.
+    failure: String,
+    line: Line,
+    /// How long computing a block takes, in seconds.
+    recompute: Option<f64>,
+    trial: Trial,
+    /// Trials in a row that did not help.
+    trials: u32,
+}
+
+/// How the store is tried again while it offers nothing.
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
+enum Trial {
+    /// It offers blocks, or did until now.
+    #[default]
+    None,
+    /// The next request may begin from this time on.
+    From(Duration),
+    /// One is under way.
+    UnderWay,
+}
+
+impl Health {
+    pub(crate) fn new(recompute_us: Option<u64>) -> Self {
+        Health { recompute: recompute_us.map(|us| us as f64 / 1e6), ..Health::default() }
+    }
+
+    /// Whether so many blocks, to be brought together, are offered now.
+    pub(crate) fn offers(&mut self, blocks: usize, now: Duration) -> bool {
+        if !self.is_away() && !self.is_slow(blocks) {
+            return true;
+        }
+        match self.trial {
+            Trial::None => {
+                self.trial = Trial::From(now + self.pause());
+                false
+            }
+            Trial::From(time) => now >= time,
+            Trial::UnderWay => false,
+        }
+    }
+
+    /// Notes that blocks are asked for.
+    pub(crate) fn begin(&mut self) {
+        if matches!(self.trial, Trial::From(_)) {
+            self.trial = Trial::UnderWay;
+        }
+    }
+
+    /// Notes the end of what [`begin`](Self::begin) began: so many blocks in `took`, or why there are none.
+    pub(crate) fn ended(&mut self, result: Result<(usize, Duration), String>, now: Duration) {
+        let blocks = match result {
+            Ok((0, _)) => 0,
+            Ok((blocks, took)) => {
+                self.failures = 0;
+                if self.trial == Trial::UnderWay {
+                    // What was measured before it stood down says nothing of now.
+                    self.line = Line::default();
+                }
+                self.line.add(blocks as f64, took.as_secs_f64());
+                blocks
+            }
+            Err(failure) => {
+                self.failures = self.failures.saturating_add(1);
+                self.failure = failure;
+                0
+            }
+        };
+        if !self.is_away() && !self.is_slow(blocks.max(1)) {
+            (self.trial, self.trials) = (Trial::None, 0);
+        } else if self.trial == Trial::UnderWay {
+            self.trials += 1;
+            self.trial = Trial::From(now + self.pause());
+        }
+    }
+
+    /// Why the store is not asked, if it is not.
+    pub(crate) fn reason(&self) -> Option<String> {
+        if self.is_away() {
+            return Some(format!("{} requests in a row failed, the last one: {}", self.failures, self.failure));
+        }
+        let (one, recompute) = (self.line.at(1.0)?, self.recompute?);
+        let wrong = format!(
+            "bringing a block takes {:.1} ms by the last measurements, expected less than the {:.1} ms of computing it",
+            one * 1e3,
+            recompute * 1e3
+        );
+        self.is_slow(1).then_some(wrong)
+    }
+
+    fn is_away(&self) -> bool {
+        self.failures >= FAILURES_MAX
+    }
+
+    fn is_slow(&self, blocks: usize) -> bool {
+        let expected = self.line.at(blocks as f64);
+        expected.zip(self.recompute).is_some_and(|(expected, recompute)| expected > recompute * blocks as f64)
+    }
+
+    fn pause(&self) -> Duration {
+        TRIAL_AFTER.saturating_mul(1 << self.trials.min(6)).min(TRIAL_AFTER_MAX)
+    }
+}
+
+/// A line through points by least squares, in which older points weigh less.
+#[derive(Debug, Default)]
+struct Line {
+    weight: f64,
+    x: f64,
+    y: f64,
+    xx: f64,
+    xy: f64,
+}
+
+impl Line {
+    fn add(&mut self, x: f64, y: f64) {
+        for (sum, new) in
+            [(&mut self.weight, 1.0), (&mut self.x, x), (&mut self.y, y), (&mut self.xx, x * x), (&mut self.xy, x * y)]
+        {
+            *sum = *sum * DECAY + new;
+        }
+    }
+
+    /// The line's height; `None` without points. It rises, and begins at 0 or above. Where all points are about as far,
+    /// it goes through their mean and 0.
+    fn at(&self, x: f64) -> Option<f64> {
+        if self.weight == 0.0 {
+            return None;
+        }
+        let (mean_x, mean_y) = (self.x / self.weight, self.y / self.weight);
+        let variance = self.xx / self.weight - mean_x * mean_x;
+        let covariance = self.xy / self.weight - mean_x * mean_y;
+        let steepest = mean_y / mean_x;
+        let slope =
+            if variance > 0.01 * mean_x * mean_x { (covariance / variance).clamp(0.0, steepest) } else { steepest };
+        Some(mean_y + slope * (x - mean_x))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_line_tells_latency_from_throughput() {
+        let mut line = Line::default();
+        assert_eq!(line.at(1.0), None);
+        line.add(10.0, 0.5);
+        assert_eq!(line.at(20.0), Some(1.0), "one point, and the origin");
+        for _ in 0..20 {
+            [1.0, 64.0, 8.0].into_iter().for_each(|x| line.add(x, 0.020 + 0.001 * x));
+        }
+        let at = line.at(100.0).expect("points");
+        assert!((at - 0.120).abs() < 0.001, "{at}");
+    }
+
+    #[test]
+    fn a_slow_store_offers_long_runs_only_and_comes_back_after_a_trial() {
+        let mut health = Health::new(Some(1_000));
+        assert!(health.offers(1, MS), "nothing is measured");
+        for blocks in [1, 100, 1, 100, 1, 100] {
+            health.ended(Ok((blocks, 50 * MS + MS * blocks as u32 / 10)), MS);
+        }
+        assert!(!health.offers(8, MS) && health.offers(100, MS), "{health:?}");
+        assert!(health.reason().is_some_and(|reason| reason.contains("computing")), "{health:?}");
+        for _ in 0..20 {
+            health.ended(Ok((100, 1000 * MS)), MS);
+        }
+        assert!(!health.offers(100, MS), "it became slow: {health:?}");
+        let mut now = TRIAL_AFTER + 2 * MS;
+        let mut trials = 0;
+        while !(health.offers(100, now) && health.trial == Trial::None) {
+            if health.offers(100, now) {
+                trials += 1;
+                health.begin();
+                assert!(!health.offers(100, now), "one trial at a time");
+                health.ended(Ok((100, 20 * MS)), now);
+            }
+            now += 100 * MS;
+        }
+        assert_eq!((trials, health.reason()), (1, None), "a trial that is fast is enough");
+    }
+
+    #[test]
+    fn a_store_that_is_away_is_tried_less_and_less_often() {
+        let mut health = Health::new(None);
+        for _ in 0..FAILURES_MAX {
+            assert!(health.offers(1, MS));
+            health.begin();
+            health.ended(Err("refused".into()), MS);
+        }
+        assert!(health.reason().expect("away").contains("refused"));
+        let mut tried = Vec::new();
+        for now in (0..300).map(Duration::from_secs) {
+            if health.offers(1, now) {
+                health.begin();
+                health.ended(Err("refused".into()), now);
+                tried.push(now.as_secs());
+            }
+        }
+        assert!(
+            tried.len() >= 8 && tried.len() < 12 && tried[tried.len() - 1] - tried[tried.len() - 2] == 60,
+            "{tried:?}"
+        );
+        let now = Duration::from_secs(1000);
+        assert!(health.offers(1, now));
+        health.begin();
+        health.ended(Ok((1, MS)), now);
+        assert!(health.offers(1, now) && health.reason().is_none());
+    }
+}

@@ -1,0 +1,333 @@
+//! Which blocks the store has, as far as this cache knows.
+//!
+//! Objects are written once, so what was read of one stays true until it is deleted: then a read finds nothing, which
+//! is a miss, and the object is forgotten.
+
+use std::ops::Range;
+
+use hashbrown::HashTable;
+use slab::Slab;
+
+use crate::{block::BlockKey, index::KeyHasher};
+
+/// A block of an object: its place in the object's table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    pub(crate) object: u32,
+    pub(crate) at: u32,
+}
+
+/// A block, as the table of its object has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Known {
+    pub(crate) key: BlockKey,
+    pub(crate) offset: u64,
+    pub(crate) checksum: u64,
+}
+
+/// An object, as its table has it: a run of one chain's blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) name: Box<str>,
+    /// The key before the first block in its chain.
+    pub(crate) parent: Option<BlockKey>,
+    pub(crate) blocks: Box<[Known]>,
+    /// The number of the latest listing that had it, or during which it was entered.
+    pub(crate) seen: u64,
+}
+
+/// One range of an object to be read, and the blocks in it: consecutive ones.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Read {
+    pub(crate) object: Box<str>,
+    pub(crate) range: Range<u64>,
+    pub(crate) blocks: Vec<Wanted>,
+}
+
+/// A block to be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) known: Known,
+    pub(crate) parent: Option<BlockKey>,
+}
+
+/// Tables that the keys are spread over: one that grows moves its entries under the lock.
+const SHARDS: usize = 256;
+
+/// Bytes between two blocks of an object that are read with them.
+const GAP_MAX: u64 = 4096;
+
+/// The map of a namespace.
+///
+/// A block takes 48 bytes in its object and 9 to 19 in the table by key; an object takes its name and some 100 bytes
+/// more.
+pub(crate) struct Presence {
+    objects: Slab<Run>,
+    by_key: Box<[HashTable<Place>]>,
+    by_name: HashTable<u32>,
+    hasher: KeyHasher,
+    /// Bytes of the objects.
+    object_bytes: usize,
+    /// What all may take.
+    bytes_max: usize,
+}
+
+impl Presence {
+    pub(crate) fn new(hasher: KeyHasher, bytes_max: usize) -> Self {
+        Presence {
+            objects: Slab::new(),
+            by_key: (0..SHARDS).map(|_| HashTable::new()).collect(),
+            by_name: HashTable::new(),
+            hasher,
+            object_bytes: 0,
+            bytes_max,
+        }
+    }
+
+    /// Blocks that are known, each counted once for each object that has it.
+    pub(crate) fn len(&self) -> usize {
+        self.by_key.iter().map(HashTable::len).sum()
+    }
+
+    /// Objects that are known.
+    pub(crate) fn objects(&self) -> usize {
+        self.objects.len()
+    }
+
+    /// Bytes of memory that the map takes.
+    pub(crate) fn bytes(&self) -> usize {
+        let tables: usize = self.by_key.iter().map(HashTable::allocation_size).sum();
+        let tables = tables + self.by_name.allocation_size();
+        self.object_bytes + self.objects.capacity() * (size_of::<Run>() + size_of::<usize>()) + tables
+    }
+
+    pub(crate) fn contains(&self, key: &BlockKey) -> bool {
+        self.find(key).is_some()
+    }
+
+    pub(crate) fn knows(&self, name: &str) -> bool {
+        self.by_name.find(self.hash_name(name), |&id| &*self.objects[id as usize].name == name).is_some()
+    }
+
+    /// Enters an object, unless it is known or the map is full; true if it is known from now on.
+    pub(crate) fn enter(&mut self, run: Run) -> bool {
+        if self.knows(&run.name) {
+            return true;
+        }
+        let bytes = run_bytes(&run);
+        // A table that grows holds twice its entries.
+        let grown = run.blocks.len().max(1) * 2 * (size_of::<Place>() + 1);
+        if self.bytes() + bytes + grown > self.bytes_max {
+            return false;
+        }
+        let id = u32::try_from(self.objects.vacant_key()).expect("the map is full before");
+        let keys: Vec<BlockKey> = run.blocks.iter().map(|block| block.key).collect();
+        let name_hash = self.hash_name(&run.name);
+        self.object_bytes += bytes;
+        self.objects.insert(run);
+        let Presence { objects, by_key, by_name, hasher, .. } = self;
+        for (at, key) in keys.iter().enumerate() {
+            let place = Place { object: id, at: at as u32 };
+            let hash = hasher.hash(key);
+            by_key[shard(hash)].insert_unique(hash, place, |place| hasher.hash(&key_of(objects, *place)));
+        }
+        by_name.insert_unique(name_hash, id, |&id| hash_name(hasher, &objects[id as usize].name));
+        true
+    }
+
+    /// Forgets an object: it is gone from the store, or is not what it should be.
+    pub(crate) fn forget_object(&mut self, name: &str) {
+        let hash = self.hash_name(name);
+        let Presence { objects, by_key, by_name, hasher, object_bytes, .. } = self;
+        let found = by_name.find_entry(hash, |&id| &*objects[id as usize].name == name);
+        let Ok(found) = found else { return };
+        let id = found.remove().0;
+        for (at, block) in objects[id as usize].blocks.iter().enumerate() {
+            let place = Place { object: id, at: at as u32 };
+            let hash = hasher.hash(&block.key);
+            if let Ok(found) = by_key[shard(hash)].find_entry(hash, |other| *other == place) {
+                found.remove();
+            }
+        }
+        *object_bytes -= run_bytes(&objects.remove(id as usize));
+    }
+
+    /// Forgets a block in every object. The objects stay known, so the next listing does not bring it back.
+    pub(crate) fn forget(&mut self, key: &BlockKey) {
+        let Presence { objects, by_key, hasher, .. } = self;
+        let hash = hasher.hash(key);
+        while let Ok(found) = by_key[shard(hash)].find_entry(hash, |place| key_of(objects, *place) == *key) {
+            found.remove();
+        }
+    }
+
+    /// Forgets every block, as [`forget`](Self::forget) does one.
+    pub(crate) fn forget_all(&mut self) {
+        self.by_key.iter_mut().for_each(HashTable::clear);
+    }
+
+    /// Notes that a listing has an object; false if it is not known.
+    pub(crate) fn see(&mut self, name: &str, listing: u64) -> bool {
+        let found = self.by_name.find(self.hash_name(name), |&id| &*self.objects[id as usize].name == name).copied();
+        found.map(|id| self.objects[id as usize].seen = listing).is_some()
+    }
+
+    /// Forgets the objects that the listing of this number does not have; how many.
+    pub(crate) fn forget_unseen(&mut self, listing: u64) -> usize {
+        let unseen = self.objects.iter().map(|(_, run)| run).filter(|run| run.seen < listing);
+        let unseen: Vec<Box<str>> = unseen.map(|run| run.name.clone()).collect();
+        unseen.iter().for_each(|name| self.forget_object(name));
+        unseen.len()
+    }
+
+    /// The reads that bring these blocks: of each object those that follow one another with nothing between them, up to
+    /// `bytes_max` in one read. The keys that are not there come back.
+    pub(crate) fn plan(&self, keys: &[BlockKey], block_bytes: u64, bytes_max: u64) -> (Vec<Read>, Vec<BlockKey>) {
+        let mut places = Vec::with_capacity(keys.len());
+        let mut unknown = Vec::new();
+        for key in keys {
+            match self.find(key) {
+                Some(place) => places.push(place),
+                None => unknown.push(*key),
+            }
+        }
+        places.sort_unstable();
+        places.dedup();
+        let mut reads: Vec<(Place, Read)> = Vec::new();
+        for place in places {
+            let run = &self.objects[place.object as usize];
+            let known = run.blocks[place.at as usize];
+            let parent = place.at.checked_sub(1).map_or(run.parent, |before| Some(run.blocks[before as usize].key));
+            let wanted = Wanted { known, parent };
+            let end = known.offset + block_bytes;
+            match reads.last_mut() {
+                Some((last, read))
+                    if last.object == place.object
+                        && known.offset >= read.range.end
+                        && known.offset - read.range.end < GAP_MAX
+                        && end - read.range.start <= bytes_max =>
+                {
+                    read.range.end = end;
+                    read.blocks.push(wanted);
+                    *last = place;
+                }
+                _ => {
+                    let read = Read { object: run.name.clone(), range: known.offset..end, blocks: vec![wanted] };
+                    reads.push((place, read));
+                }
+            }
+        }
+        (reads.into_iter().map(|(_, read)| read).collect(), unknown)
+    }
+
+    /// Where a block is: in any of the objects that have it.
+    fn find(&self, key: &BlockKey) -> Option<Place> {
+        let hash = self.hasher.hash(key);
+        self.by_key[shard(hash)].find(hash, |place| key_of(&self.objects, *place) == *key).copied()
+    }
+
+    fn hash_name(&self, name: &str) -> u64 {
+        hash_name(&self.hasher, name)
+    }
+}
+
+/// The table of a hash. The tables themselves use its low bits and the highest seven.
+fn shard(hash: u64) -> usize {
+    (hash >> 40) as usize % SHARDS
+}
+
+fn key_of(objects: &Slab<Run>, place: Place) -> BlockKey {
+    objects[place.object as usize].blocks[place.at as usize].key
+}
+
+/// The hash of a name: of its bytes, folded into a key.
+fn hash_name(hasher: &KeyHasher, name: &str) -> u64 {
+    let mut folded = [0; 32];
+    for chunk in name.as_bytes().chunks(32) {
+        let mut words = [0; 32];
+        words[..chunk.len()].copy_from_slice(chunk);
+        let carried = hasher.hash(&BlockKey::new(folded)).to_le_bytes();
+        folded = words;
+        folded.iter_mut().zip(carried).for_each(|(byte, carried)| *byte ^= carried);
+    }
+    hasher.hash(&BlockKey::new(folded))
+}
+
+/// Bytes of an object beside its place in the slab.
+fn run_bytes(run: &Run) -> usize {
+    run.name.len() + run.blocks.len() * size_of::<Known>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u64 = 10_000;
+
+    fn key(n: u64) -> BlockKey {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&n.to_le_bytes());
+        BlockKey::new(bytes)
+    }
+
+    /// An object of the blocks of these numbers.
+    fn run(name: &str, numbers: std::ops::Range<u64>) -> Run {
+        let first = numbers.start;
+        let known = |n: u64| Known { key: key(n), offset: 10 + (n - first) * BLOCK, checksum: n };
+        Run { name: name.into(), parent: first.checked_sub(1).map(key), blocks: numbers.map(known).collect(), seen: 1 }
+    }
+
+    fn presence() -> Presence {
+        Presence::new(KeyHasher::new(7), 1 << 30)
+    }
+
+    #[test]
+    fn blocks_that_follow_one_another_are_one_read_and_know_their_parents() {
+        let mut presence = presence();
+        assert!(presence.enter(run("a", 0..8)) && presence.enter(run("b", 8..16)));
+        let (reads, unknown) = presence.plan(&[2, 3, 4, 6, 8, 9, 99, 3].map(key), BLOCK, 100_000);
+        let found: Vec<_> = reads.iter().map(|read| (&*read.object, read.range.clone(), read.blocks.len())).collect();
+        assert_eq!(found, [("a", 20_010..50_010, 3), ("a", 60_010..70_010, 1), ("b", 10..20_010, 2)]);
+        assert_eq!(unknown, [key(99)]);
+        assert_eq!(reads[0].blocks[0].parent, Some(key(1)));
+        assert_eq!(reads[2].blocks[0].parent, Some(key(7)), "of another object");
+        let (reads, _) = presence.plan(&(0..8).map(key).collect::<Vec<_>>(), BLOCK, 30_000);
+        assert_eq!(reads.len(), 3, "no read is longer than that");
+    }
+
+    #[test]
+    fn a_block_of_two_objects_is_there_until_both_are_gone() {
+        let mut presence = presence();
+        assert!(presence.enter(run("a", 0..3)) && presence.enter(run("b", 2..4)));
+        assert_eq!((presence.len(), presence.objects()), (5, 2));
+        presence.forget_object("a");
+        assert!(presence.contains(&key(2)) && !presence.contains(&key(1)));
+        assert!(presence.see("b", 2) && !presence.see("a", 2));
+        assert_eq!(presence.forget_unseen(2), 0);
+        assert_eq!(presence.forget_unseen(3), 1);
+        assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
+        // What is forgotten is not found, and does not come back while its object is known.
+        assert!(presence.enter(run("c", 0..3)));
+        presence.forget(&key(1));
+        assert!(presence.enter(run("c", 0..3)) && !presence.contains(&key(1)) && presence.contains(&key(2)));
+        presence.forget_object("c");
+        assert_eq!(presence.len(), 0);
+    }
+
+    #[test]
+    fn a_block_takes_70_bytes_at_most_and_the_map_no_more_than_it_may() {
+        for (blocks, objects, most) in [(64, 4000u64, 75), (1, 40_000, 400)] {
+            let mut presence = presence();
+            for n in 0..objects {
+                let name = format!("kvhoist1/{}/{}", key(0), key(n));
+                assert!(presence.enter(run(&name, n * blocks..(n + 1) * blocks)));
+            }
+            let each = presence.bytes() / presence.len();
+            println!("{blocks} blocks an object: {each} bytes a block");
+            assert!((48..most).contains(&each), "{each} bytes a block, {blocks} in an object");
+        }
+        let mut presence = Presence::new(KeyHasher::new(7), 64 << 10);
+        let entered = (0..1000).take_while(|n| presence.enter(run(&n.to_string(), n * 8..n * 8 + 8))).count();
+        assert!(entered > 50 && presence.bytes() <= 64 << 10, "{entered} objects, {} bytes", presence.bytes());
+    }
+}

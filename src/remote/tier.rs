@@ -1,0 +1,310 @@
+//! The remote tier, as callers and the reactor share it: what is there, what is wanted, what goes up.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use tokio::{
+    sync::{Notify, oneshot},
+    time::Instant,
+};
+
+use super::{
+    format::{Space, Table},
+    health::Health,
+    presence::{Presence, Read, Run},
+    store::{Capabilities, RemoteError, RemoteStore},
+    uploads::Uploads,
+    wanted::{Batch, Wanted},
+};
+use crate::{block::BlockKey, index::KeyHasher, sync::Mutex};
+
+/// What one read brings at most. A store of small values says so by the size of its objects.
+const READ_BYTES_MAX: u64 = 16 << 20;
+
+/// The remote tier of a cache.
+pub(crate) struct Remote {
+    store: Arc<dyn RemoteStore>,
+    pub(crate) space: Space,
+    limits: Limits,
+    state: Mutex<State>,
+    /// Wakes the task that brings blocks.
+    pub(crate) wake: Notify,
+    /// Wakes the task that writes blocks.
+    pub(crate) wake_uploads: Notify,
+    opened: Instant,
+}
+
+/// Limits of the remote tier.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    pub(crate) index_bytes: u64,
+    pub(crate) recompute_us: Option<u64>,
+    /// Blocks that may be wanted at a time: by calls that wait, and by all.
+    pub(crate) awaited_max: usize,
+    pub(crate) background_max: usize,
+    pub(crate) waiters_max: usize,
+    /// Blocks that may wait to be written.
+    pub(crate) uploads_max: usize,
+}
+
+/// What is known of a store.
+#[derive(Debug, Default)]
+pub(crate) struct Figures {
+    /// Blocks, each counted once for each object that has it.
+    pub(crate) blocks: u64,
+    pub(crate) objects: u64,
+    /// Memory that this takes.
+    pub(crate) index_bytes: u64,
+    /// Whether its blocks are offered.
+    pub(crate) offers: bool,
+    /// Why they are not, if it is so.
+    pub(crate) standing_down: Option<String>,
+}
+
+struct State {
+    presence: Presence,
+    wanted: Wanted,
+    health: Health,
+    uploads: Uploads,
+    is_closed: bool,
+    /// Listings that have begun.
+    listings: u64,
+}
+
+impl Remote {
+    pub(crate) fn new(store: Arc<dyn RemoteStore>, space: Space, limits: Limits, hasher: KeyHasher) -> Self {
+        let state = State {
+            presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
+            wanted: Wanted::default(),
+            health: Health::new(limits.recompute_us),
+            uploads: Uploads::new(limits.uploads_max),
+            is_closed: false,
+            listings: 0,
+        };
+        Remote {
+            store,
+            space,
+            limits,
+            state: Mutex::new(state),
+            wake: Notify::new(),
+            wake_uploads: Notify::new(),
+            opened: Instant::now(),
+        }
+    }
+
+    pub(crate) fn store(&self) -> &dyn RemoteStore {
+        &*self.store
+    }
+
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        self.store.capabilities()
+    }
+
+    /// Bytes of one read at most.
+    pub(crate) fn read_bytes_max(&self) -> u64 {
+        self.capabilities().object_bytes.clamp(self.space.block_bytes, READ_BYTES_MAX.max(self.space.block_bytes))
+    }
+
+    /// Blocks that the store has, as far as is known.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.state.lock().presence.len() as u64
+    }
+
+    /// What is known of the store now.
+    pub(crate) fn figures(&self) -> Figures {
+        let State { presence, health, .. } = &*self.state.lock();
+        Figures {
+            blocks: presence.len() as u64,
+            objects: presence.objects() as u64,
+            index_bytes: presence.bytes() as u64,
+            offers: health.reason().is_none(),
+            standing_down: health.reason(),
+        }
+    }
+
+    /// Whether a block is offered now.
+    pub(crate) fn offers(&self, key: &BlockKey) -> bool {
+        let mut state = self.state.lock();
+        if state.is_closed || !state.presence.contains(key) {
+            return false;
+        }
+        state.wanted.contains(key) || state.health.offers(1, self.opened.elapsed())
+    }
+
+    /// How many of the leading `keys` the store has and offers together; 0 or all of them.
+    pub(crate) fn offered<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) -> usize {
+        let mut state = self.state.lock();
+        let State { presence, health, is_closed, .. } = &mut *state;
+        let there = keys.take_while(|key| presence.contains(key)).count();
+        let is_offered = there > 0 && !*is_closed && health.offers(there, self.opened.elapsed());
+        if is_offered { there } else { 0 }
+    }
+
+    /// Has those of the `keys` brought that the store has and nobody wants yet, as long as there is room; how many.
+    pub(crate) fn want(&self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool) -> usize {
+        let blocks = self.want_locked(&mut self.state.lock(), keys, is_awaited);
+        if blocks > 0 {
+            self.wake.notify_one();
+        }
+        blocks
+    }
+
+    fn want_locked(&self, state: &mut State, keys: impl Iterator<Item = BlockKey>, is_awaited: bool) -> usize {
+        let most = if is_awaited { self.limits.awaited_max } else { self.limits.background_max };
+        let room = most.saturating_sub(state.wanted.len());
+        let State { presence, wanted, .. } = &*state;
+        let mut keys: Vec<BlockKey> =
+            keys.filter(|key| presence.contains(key) && !wanted.contains(key)).take(room).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let blocks = keys.len();
+        if blocks == 0 || state.is_closed || !state.health.offers(blocks, self.opened.elapsed()) {
+            return 0;
+        }
+        state.health.begin();
+        state.wanted.push(Batch { keys, is_awaited });
+        blocks
+    }
+
+    /// Waits for a block that is wanted, or is from now on; `None` if it is not offered.
+    pub(crate) fn bring(&self, key: &BlockKey) -> Option<oneshot::Receiver<bool>> {
+        // Under one lock: the block may come as soon as it is wanted.
+        let mut state = self.state.lock();
+        let begun = self.want_locked(&mut state, [*key].into_iter(), true);
+        let receiver = state.wanted.join(key, self.limits.waiters_max);
+        drop(state);
+        if begun > 0 {
+            self.wake.notify_one();
+        }
+        receiver
+    }
+
+    /// The next blocks to be brought, by reads; the keys that are not there any more have been answered.
+    pub(crate) fn next_batch(&self) -> Option<(Batch, Vec<Read>)> {
+        let mut state = self.state.lock();
+        let batch = state.wanted.pop()?;
+        let (reads, unknown) = state.presence.plan(&batch.keys, self.space.block_bytes, self.read_bytes_max());
+        drop(state);
+        unknown.iter().for_each(|key| self.answer(key, false));
+        Some((batch, reads))
+    }
+
+    /// Whether a block that is being brought was removed since.
+    pub(crate) fn is_removed(&self, key: &BlockKey) -> bool {
+        self.state.lock().wanted.is_removed(key)
+    }
+
+    /// Tells those who wait for a block whether it is there.
+    pub(crate) fn answer(&self, key: &BlockKey, is_there: bool) {
+        let waiters = self.state.lock().wanted.end(key);
+        // After the unlock: wakers are callers' code.
+        waiters.into_iter().for_each(|waiter| _ = waiter.send(is_there));
+    }
+
+    /// Notes the end of a batch: so many blocks, since `began`, or why there are none.
+    pub(crate) fn ended(&self, result: Result<usize, &RemoteError>, began: Instant) {
+        let result = result.map(|blocks| (blocks, began.elapsed())).map_err(ToString::to_string);
+        self.state.lock().health.ended(result, self.opened.elapsed());
+    }
+
+    /// A listing begins; its number.
+    pub(crate) fn begin_listing(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.listings += 1;
+        state.listings
+    }
+
+    /// Notes that a listing has an object; false if it is not known.
+    pub(crate) fn see(&self, name: &str, listing: u64) -> bool {
+        self.state.lock().presence.see(name, listing)
+    }
+
+    /// Enters an object; false if there is no room.
+    pub(crate) fn enter(&self, name: &str, table: Table) -> bool {
+        let mut state = self.state.lock();
+        let Table { parent, blocks } = table;
+        let seen = state.listings;
+        state.presence.enter(Run { name: name.into(), parent, blocks, seen })
+    }
+
+    /// Forgets the objects that the listing of this number does not have.
+    pub(crate) fn forget_unseen(&self, listing: u64) -> usize {
+        self.state.lock().presence.forget_unseen(listing)
+    }
+
+    pub(crate) fn forget_object(&self, name: &str) {
+        self.state.lock().presence.forget_object(name);
+    }
+
+    /// Forgets a block, of which the store has no good copy.
+    pub(crate) fn forget(&self, key: &BlockKey) {
+        self.state.lock().presence.forget(key);
+    }
+
+    /// A caller removes a block: it is not brought any more, nor stored if it is on its way, nor written.
+    pub(crate) fn remove(&self, key: &BlockKey) {
+        let mut state = self.state.lock();
+        state.presence.forget(key);
+        state.wanted.remove(key);
+    }
+
+    /// As [`remove`](Self::remove), of every block.
+    pub(crate) fn remove_all(&self) {
+        let mut state = self.state.lock();
+        state.presence.forget_all();
+        state.wanted.remove_all();
+    }
+
+    /// Queues blocks to be written; how many found no room.
+    pub(crate) fn queue_uploads(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
+        let mut state = self.state.lock();
+        let State { presence, uploads, is_closed, .. } = &mut *state;
+        if *is_closed {
+            return 0;
+        }
+        let refused = keys.filter(|key| !presence.contains(key) && !uploads.push(key)).count();
+        let is_empty = uploads.is_empty();
+        drop(state);
+        if !is_empty {
+            self.wake_uploads.notify_one();
+        }
+        refused
+    }
+
+    /// Takes all blocks that are to be written and are not there by now.
+    pub(crate) fn take_uploads(&self) -> Vec<BlockKey> {
+        let mut state = self.state.lock();
+        let State { presence, uploads, .. } = &mut *state;
+        let keys = uploads.take();
+        keys.into_iter().filter(|key| !presence.contains(key)).collect()
+    }
+
+    /// Ends every wait; nothing is offered any more.
+    pub(crate) fn close(&self) {
+        let mut state = self.state.lock();
+        state.is_closed = true;
+        let waiters = state.wanted.end_all();
+        drop(state);
+        drop(waiters);
+    }
+
+    /// A wait of this time and up to half of it more: nodes that wait for the same do not wait equally long.
+    pub(crate) fn jittered(&self, time: Duration) -> Duration {
+        time + time.mul_f64(f64::from(self.opened.elapsed().subsec_nanos() % 1000) / 2000.0)
+    }
+}
+
+/// A part of what was read, in as many pieces as it came in, without a copy.
+pub(crate) fn slice(parts: &[Bytes], start: u64, len: u64) -> Vec<Bytes> {
+    let (mut at, end) = (0, start + len);
+    let mut slices = Vec::new();
+    for part in parts {
+        let part_end = at + part.len() as u64;
+        let (from, to) = (start.max(at), end.min(part_end));
+        if from < to {
+            slices.push(part.slice((from - at) as usize..(to - at) as usize));
+        }
+        at = part_end;
+    }
+    slices
+}

@@ -1,0 +1,131 @@
+//! What callers and movements ask of the remote tier.
+
+use std::sync::Arc;
+
+use super::{Shared, Use};
+use crate::{
+    block::{BlockKey, Tier},
+    config::{Config, RemotePolicy},
+    index::Index,
+    remote::{Figures, Limits, Remote, Space},
+    shield::shield,
+};
+
+/// Blocks that are looked up under one lock: some tens of microseconds.
+const LOOKED_UP_UNDER_ONE_LOCK: usize = 256;
+
+/// The remote tier that the settings want.
+pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
+    let store = config.remote.store.as_ref()?.store();
+    if config.remote.policy == RemotePolicy::Reused {
+        index.note_reused();
+    }
+    let limits = Limits {
+        index_bytes: config.remote.index_bytes,
+        recompute_us: config.remote.recompute_us,
+        awaited_max: config.limits.movements_max as usize,
+        background_max: config.limits.background_max as usize,
+        waiters_max: config.limits.waiters_max as usize,
+        uploads_max: config.limits.background_max as usize,
+    };
+    let space = Space::new(&config.namespace, config.block_bytes as u64);
+    Some(Arc::new(Remote::new(store, space, limits, index.hasher().clone())))
+}
+
+impl Shared {
+    /// What is known of the remote store; nothing without one.
+    pub(crate) fn remote_figures(&self) -> Figures {
+        self.remote.as_ref().map(|remote| remote.figures()).unwrap_or_default()
+    }
+
+    /// Waits until the remote tier has brought a block into host memory, and counts the hit if the use is not counted
+    /// yet; how the look-up that follows counts. Where it is not brought, it may have come with another call.
+    pub(crate) async fn bring(&self, key: &BlockKey, usage: Use) -> Use {
+        let receiver = self.remote.as_ref().and_then(|remote| remote.bring(key));
+        let is_there = match receiver {
+            Some(receiver) => shield(receiver).await.unwrap_or(false),
+            None => false,
+        };
+        if is_there && usage == Use::Now {
+            self.metrics.looked_up(Some(Tier::Remote));
+            return Use::Counted;
+        }
+        usage
+    }
+
+    /// Has a block that was stored written to the remote store, if all are.
+    pub(crate) fn note_stored(&self, key: &BlockKey) {
+        if self.config.remote.policy == RemotePolicy::Stored {
+            self.send_remote(std::iter::once(*key));
+        }
+    }
+
+    /// Has blocks that are to be kept, or were used again, written to the remote store, if such blocks are.
+    pub(crate) fn note_reused(&self, keys: impl Iterator<Item = BlockKey>) {
+        if self.config.remote.policy == RemotePolicy::Reused {
+            self.send_remote(keys);
+        }
+    }
+
+    fn send_remote(&self, keys: impl Iterator<Item = BlockKey>) {
+        if let Some(remote) = &self.remote {
+            self.metrics.remote_unsent.add(remote.queue_uploads(keys) as u64);
+        }
+    }
+
+    /// Has the blocks of a call that no tier of the node has brought together, as far as the remote tier offers them;
+    /// how many.
+    pub(crate) fn want_remote(&self, keys: &[BlockKey], is_awaited: bool) -> usize {
+        let Some(remote) = self.remote.as_ref().filter(|remote| remote.blocks() > 0) else { return 0 };
+        let mut wanted = Vec::new();
+        for keys in keys.chunks(LOOKED_UP_UNDER_ONE_LOCK) {
+            let state = self.lock();
+            let is_away = |key: &&BlockKey| state.index.find(key).and_then(|id| state.served_tier(id)).is_none();
+            wanted.extend(keys.iter().filter(is_away).copied());
+        }
+        remote.want(wanted.into_iter(), is_awaited)
+    }
+
+    /// The tiers of a chain's leading blocks, as a request for them begins: those of the node and what the remote tier
+    /// offers. None once the cache is closed.
+    pub(crate) fn match_prefix(&self, keys: &[BlockKey]) -> Vec<Tier> {
+        let mut state = self.lock();
+        if state.check_open().is_err() {
+            return Vec::new();
+        }
+        state.index.begin_request(keys.len());
+        let mut tiers = state.match_prefix(keys);
+        drop(state);
+        self.match_further(keys, tiers.len(), |tier| tiers.push(tier));
+        tiers
+    }
+
+    /// The length of [`match_prefix`](Self::match_prefix). Without a remote tier it allocates nothing.
+    pub(crate) fn match_len(&self, keys: &[BlockKey]) -> usize {
+        let mut state = self.lock();
+        if state.check_open().is_err() {
+            return 0;
+        }
+        state.index.begin_request(keys.len());
+        let resident = state.match_len(keys);
+        drop(state);
+        self.match_further(keys, resident, |_| {})
+    }
+
+    /// The number of leading blocks, of which a tier of the node has the first `matched`: with those that the remote
+    /// tier offers behind them, and those that follow these. Adds their tiers.
+    fn match_further(&self, keys: &[BlockKey], mut matched: usize, mut add: impl FnMut(Tier)) -> usize {
+        let Some(remote) = &self.remote else { return matched };
+        while matched < keys.len() {
+            let offered = remote.offered(keys[matched..].iter());
+            let local = if offered == 0 { Vec::new() } else { self.lock().match_prefix(&keys[matched + offered..]) };
+            (0..offered).for_each(|_| add(Tier::Remote));
+            local.iter().for_each(|tier| add(*tier));
+            matched += offered + local.len();
+            if local.is_empty() {
+                break;
+            }
+        }
+        matched
+    }
+}

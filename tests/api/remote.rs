@@ -1,0 +1,288 @@
+//! The tier beyond the node: what one cache wrote to a store another serves, and never a wrong byte.
+
+use crate::common;
+
+use std::{sync::Arc, time::Duration};
+
+use common::{
+    config, directory, key, payload,
+    remote_store::{MemoryStore, Trouble},
+};
+use kvhoist::{BlockKey, Cache, Config, Memory, RemotePolicy, Segment, StorageKind, Tier, remote::RemoteError};
+
+const BLOCK_BYTES: usize = 4096;
+const BLOCKS: u64 = 20;
+
+fn settings(store: &Arc<MemoryStore>) -> Config {
+    let config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(64).remote_interval_s(1);
+    config.remote_store(Arc::clone(store) as _).remote_policy(RemotePolicy::Stored).remote_deadline_ms(500)
+}
+
+async fn open(config: Config) -> Cache {
+    Cache::open(config).await.expect("open")
+}
+
+fn keys() -> Vec<BlockKey> {
+    (0..BLOCKS).map(key).collect()
+}
+
+/// Waits for what the cache does in the background, a minute at most.
+async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let began = std::time::Instant::now();
+    while !is_so().await {
+        assert!(began.elapsed() < Duration::from_secs(60), "{what}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Has a cache write a chain to the store, and ends it.
+async fn write_chain(store: &Arc<MemoryStore>) {
+    let cache = open(settings(store)).await;
+    let mut parent = None;
+    for n in 0..BLOCKS {
+        cache.store(&key(n), parent.as_ref(), &payload(n, BLOCK_BYTES)).await.expect("stored");
+        parent = Some(key(n));
+    }
+    store.wait(|store| store.bytes() > BLOCKS as usize * BLOCK_BYTES).await;
+    eventually("written", async || cache.stats().tier(Tier::Remote).resident == BLOCKS).await;
+    cache.close().await.expect("closed");
+}
+
+/// A cache that knows what the store has.
+async fn reader(store: &Arc<MemoryStore>, change: impl FnOnce(Config) -> Config) -> Cache {
+    let cache = open(change(settings(store))).await;
+    eventually("listed", async || cache.stats().tier(Tier::Remote).resident == BLOCKS).await;
+    cache
+}
+
+async fn assert_serves(cache: &Cache, n: u64) {
+    let block = cache.fetch(&key(n)).await.expect("no error").expect("brought");
+    assert_eq!(block[..], payload(n, BLOCK_BYTES), "block {n}");
+}
+
+#[tokio::test]
+async fn what_one_cache_stored_another_serves_in_few_reads_after_the_first_is_gone() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    assert_eq!(store.objects().len(), 3, "two full objects, and the rest");
+
+    let cache = reader(&store, |config| config).await;
+    let tables = store.reads();
+    assert_eq!(tables, 3, "a table of each object; their writer knew them");
+    assert_eq!(cache.match_prefix(&keys()), [Tier::Remote; BLOCKS as usize]);
+    assert_eq!(store.reads(), tables, "a look-up asks nobody");
+    for (n, block) in cache.fetch_many(&keys()).await.into_iter().enumerate() {
+        let block = block.expect("no error").expect("brought");
+        assert_eq!(block[..], payload(n as u64, BLOCK_BYTES));
+    }
+    assert_eq!(store.reads(), tables + 3, "a read an object");
+    let stats = cache.stats();
+    // A block that came with an earlier one before it was asked for is a hit of host memory.
+    let hits = stats.tier(Tier::Remote).hits + stats.tier(Tier::Host).hits;
+    assert_eq!((hits, stats.misses, stats.stores), (BLOCKS, 0, 0), "{stats:?}");
+    assert_eq!(stats.tier(Tier::Remote).bytes_out, BLOCKS * BLOCK_BYTES as u64);
+    assert_eq!(cache.match_prefix(&keys()), [Tier::Host; BLOCKS as usize]);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn what_is_brought_goes_to_disk_and_a_block_that_many_want_is_read_once() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let directory = directory();
+    let with_disk = |before: Config| -> Config {
+        let mut config = config(&directory, StorageKind::Auto, 64, 64).block_bytes(BLOCK_BYTES);
+        (config.remote, config.namespace) = (before.remote, before.namespace);
+        config
+    };
+    let cache = reader(&store, with_disk).await;
+    let tables = store.reads();
+    store.set(Trouble::Slow(Duration::from_millis(50)));
+    let calls: Vec<_> = (0..32)
+        .map(|_| {
+            let cache = cache.clone();
+            tokio::spawn(async move { assert_serves(&cache, 3).await })
+        })
+        .collect();
+    for call in calls {
+        call.await.expect("served");
+    }
+    assert_eq!(store.reads(), tables + 1);
+    cache.sync().await.expect("written");
+    assert_eq!(cache.stats().tier(Tier::Disk).resident, 1);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn loads_and_prefetches_bring_blocks_too() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    assert_eq!(cache.prefetch(&keys()[..4]).expect("open"), 4);
+    eventually("prefetched", async || cache.match_prefix(&keys()[..4]) == [Tier::Host; 4]).await;
+    let mut pool = vec![0; BLOCKS as usize * BLOCK_BYTES];
+    // SAFETY: the pool lives until the region is unregistered, and nobody touches it during the load.
+    let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    let region = cache.register(memory).await.expect("registered");
+    let places: Vec<_> =
+        pool.chunks_mut(BLOCK_BYTES).map(|part| vec![Segment { ptr: part.as_mut_ptr(), len: BLOCK_BYTES }]).collect();
+    let loaded = cache.load_into(&keys(), &places).await.expect("valid");
+    cache.unregister(&region).await.expect("unregistered");
+    assert!(loaded.iter().all(|loaded| matches!(loaded, Ok(true))), "{loaded:?}");
+    for (n, block) in pool.chunks(BLOCK_BYTES).enumerate() {
+        assert_eq!(block, payload(n as u64, BLOCK_BYTES));
+    }
+    let stats = cache.stats();
+    assert_eq!((stats.hit_ratio(), stats.misses), (1.0, 0));
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn wrong_bytes_are_a_miss_and_are_forgotten() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    store.set(Trouble::Corrupts(7));
+    assert!(cache.fetch(&key(3)).await.expect("no error").is_none());
+    store.set(Trouble::CutsOff);
+    assert!(cache.fetch(&key(9)).await.expect("no error").is_none());
+    store.set(Trouble::None);
+    let stats = cache.stats();
+    assert_eq!((stats.misses, stats.remote_missed), (2, 2), "{stats:?}");
+    assert!(stats.remote_invalid >= 2, "{stats:?}");
+    assert_eq!(cache.match_prefix(&keys()).len(), 3, "the block is offered no more");
+    assert_serves(&cache, 4).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn an_object_that_is_gone_is_a_miss_and_one_that_is_not_an_object_is_passed_over() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.remote_interval_s(3600)).await;
+    let objects = store.objects();
+    store.delete_all();
+    assert!(cache.fetch(&key(3)).await.expect("no error").is_none());
+    assert_eq!(cache.stats().remote_stale, 1);
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, BLOCKS - 8, "all blocks of the object are forgotten");
+    cache.close().await.expect("closed");
+
+    // The second object under the name of the first, a cut one, a changed table, and noise.
+    store.put(objects[0].0.clone(), objects[1].1.clone());
+    store.put(objects[1].0.clone(), objects[1].1.slice(..objects[1].1.len() - 1));
+    let mut changed = objects[2].1.to_vec();
+    changed[140] ^= 1;
+    store.put(objects[2].0.clone(), changed.into());
+    store.put(objects[2].0.clone() + "x", "noise".into());
+    let cache = open(settings(&store)).await;
+    eventually("listed", async || cache.stats().remote_invalid >= 4).await;
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, 0);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_removed_block_does_not_come_back() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    // Removed while it is on its way.
+    store.set(Trouble::Slow(Duration::from_millis(100)));
+    let before = store.reads();
+    let fetch = tokio::spawn({
+        let cache = cache.clone();
+        async move { cache.fetch(&key(2)).await.expect("no error").is_none() }
+    });
+    eventually("asked for", async || store.reads() > before).await;
+    assert!(!cache.remove(&key(2)).await.expect("removed"), "it was in no tier of the node");
+    store.set(Trouble::None);
+    assert!(fetch.await.expect("ended"), "what was read before the removal is not served");
+    let listings = |store: &MemoryStore| store.objects().len();
+    assert_eq!(listings(&store), 3);
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    assert!(!cache.contains(&key(2)), "a listing does not bring it back");
+    assert!(cache.contains(&key(3)));
+    cache.clear().await.expect("cleared");
+    assert_eq!(cache.match_len(&keys()), 0);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_store_that_is_away_is_a_miss_then_nobody_waits_for_it_and_it_comes_back() {
+    let troubles = [
+        Trouble::Hangs,
+        Trouble::Fails(RemoteError::Refused("403".into())),
+        Trouble::Fails(RemoteError::Throttled("503".into())),
+        Trouble::Panics,
+    ];
+    for trouble in troubles {
+        let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+        write_chain(&store).await;
+        let cache = reader(&store, |config| config.remote_interval_s(3600)).await;
+        store.set(trouble.clone());
+        for n in 0..3 {
+            assert!(cache.fetch(&key(n)).await.expect("a miss, and no error").is_none(), "{trouble:?}");
+            eventually("noted", async || cache.stats().remote_errors > n).await;
+        }
+        eventually("noted", async || !cache.stats().remote_offers).await;
+        let stats = cache.stats();
+        assert!(stats.remote_standing_down.is_some() && !stats.remote_offers, "{trouble:?} {stats:?}");
+        assert_eq!(cache.match_len(&keys()), 0, "{trouble:?}");
+        let asked = store.reads();
+        cache.store(&key(100), None, &payload(100, BLOCK_BYTES)).await.expect("stored");
+        assert_serves(&cache, 100).await;
+        assert!(cache.fetch(&key(5)).await.expect("no error").is_none());
+        assert_eq!(store.reads(), asked, "{trouble:?}: nobody asks it");
+        store.set(Trouble::None);
+        eventually("tried again", async || cache.fetch(&key(6)).await.expect("no error").is_some()).await;
+        eventually("offered again", async || cache.stats().remote_offers).await;
+        let block = cache.fetch(&key(7)).await.expect("no error");
+        assert!(block.is_some(), "{trouble:?} {:?}", cache.stats());
+        drop(block);
+        cache.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_is_slower_than_computing_stands_down_and_comes_back() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.recompute_us(10_000).remote_interval_s(3600)).await;
+    store.set(Trouble::Slow(Duration::from_millis(100)));
+    assert_eq!(cache.match_len(&keys()), BLOCKS as usize, "nothing is measured");
+    assert_serves(&cache, 0).await;
+    eventually("measured", async || !cache.stats().remote_offers).await;
+    assert_eq!(cache.match_len(&keys()[1..]), 0);
+    assert!(cache.fetch(&key(1)).await.expect("no error").is_none());
+    let reason = cache.stats().remote_standing_down.expect("it stands down");
+    assert!(reason.contains("10.0 ms of computing it"), "{reason}");
+    store.set(Trouble::None);
+    let mut n = 1;
+    eventually("offered again", async || {
+        n = n % (BLOCKS - 1) + 1;
+        cache.fetch(&key(n)).await.expect("no error");
+        cache.stats().remote_offers
+    })
+    .await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn blocks_used_twice_or_kept_are_written_and_no_others() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    let cache = open(settings(&store).remote_policy(RemotePolicy::Reused)).await;
+    for n in 0..6 {
+        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+    }
+    for n in [1, 3] {
+        cache.match_len(&[key(n)]);
+        assert_serves(&cache, n).await;
+    }
+    cache.keep(&[key(5)], Duration::from_secs(60));
+    store.wait(|store| store.objects().len() >= 3).await;
+    eventually("written", async || cache.stats().tier(Tier::Remote).resident == 3).await;
+    assert_eq!(
+        [0, 1, 2, 3, 4, 5].map(|n| store.objects().iter().any(|(name, _)| name.ends_with(&key(n).to_string()))),
+        [false, true, false, true, false, true]
+    );
+    cache.close().await.expect("closed");
+}

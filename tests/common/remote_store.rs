@@ -1,0 +1,171 @@
+//! A remote store in memory, which a test can slow down, take away, and have lie.
+
+use std::{
+    collections::BTreeMap,
+    ops::Range,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use kvhoist::remote::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, RemoteStore};
+use tokio::sync::watch;
+
+/// Objects of a page of a listing: few, so that listings have several pages.
+const PAGE: usize = 3;
+
+#[derive(Default)]
+struct State {
+    objects: BTreeMap<String, Bytes>,
+    reads: Vec<(String, Range<u64>)>,
+    trouble: Trouble,
+}
+
+/// What goes wrong with each request from now on.
+#[derive(Debug, Clone, Default)]
+pub enum Trouble {
+    #[default]
+    None,
+    /// It takes this long.
+    Slow(Duration),
+    /// It never ends.
+    Hangs,
+    /// It fails so.
+    Fails(RemoteError),
+    /// Reads have a wrong byte, at this place from their end.
+    Corrupts(usize),
+    /// Reads have a byte less.
+    CutsOff,
+    /// The code of the store panics.
+    Panics,
+}
+
+/// A store in memory.
+pub struct MemoryStore {
+    object_bytes: u64,
+    state: Arc<Mutex<State>>,
+    /// The number of requests that have ended.
+    changes: watch::Sender<u64>,
+}
+
+impl MemoryStore {
+    pub fn new(object_bytes: u64) -> Arc<Self> {
+        Arc::new(MemoryStore { object_bytes, state: Arc::default(), changes: watch::channel(0).0 })
+    }
+
+    pub fn set(&self, trouble: Trouble) {
+        self.state.lock().expect("no panic").trouble = trouble;
+    }
+
+    /// The reads so far, also those that failed.
+    pub fn reads(&self) -> usize {
+        self.state.lock().expect("no panic").reads.len()
+    }
+
+    pub fn objects(&self) -> Vec<(String, Bytes)> {
+        self.state.lock().expect("no panic").objects.clone().into_iter().collect()
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.objects().iter().map(|(_, bytes)| bytes.len()).sum()
+    }
+
+    pub fn put(&self, name: String, bytes: Bytes) {
+        self.state.lock().expect("no panic").objects.insert(name, bytes);
+    }
+
+    pub fn delete_all(&self) {
+        self.state.lock().expect("no panic").objects.clear();
+    }
+
+    /// Waits until `is_so` after some request.
+    pub async fn wait(&self, is_so: impl Fn(&Self) -> bool) {
+        let mut changes = self.changes.subscribe();
+        while !is_so(self) {
+            let changed = tokio::time::timeout(Duration::from_secs(60), changes.changed()).await;
+            changed.expect("within a minute").expect("the store is here");
+        }
+    }
+
+    fn request<T: Send + 'static>(
+        &self,
+        run: impl FnOnce(&mut State) -> Result<T, RemoteError> + Send + 'static,
+    ) -> RemoteFuture<T> {
+        let (state, changes) = (Arc::clone(&self.state), self.changes.clone());
+        Box::pin(async move {
+            let trouble = state.lock().expect("no panic").trouble.clone();
+            match trouble {
+                Trouble::Slow(time) => tokio::time::sleep(time).await,
+                Trouble::Hangs => std::future::pending().await,
+                Trouble::Fails(error) => return Err(error),
+                Trouble::Panics => panic!("the store, on purpose"),
+                Trouble::None | Trouble::Corrupts(_) | Trouble::CutsOff => {}
+            }
+            let result = run(&mut state.lock().expect("no panic"));
+            changes.send_modify(|changes| *changes += 1);
+            result
+        })
+    }
+}
+
+impl RemoteStore for MemoryStore {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { scheme: "memory", object_bytes: self.object_bytes, requests_in_flight: 4 }
+    }
+
+    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
+        let object = object.to_owned();
+        self.state.lock().expect("no panic").reads.push((object.clone(), range.clone()));
+        self.request(move |state| {
+            let bytes = state.objects.get(&object).ok_or(RemoteError::NotFound)?;
+            let mut bytes = bytes.slice(range.start as usize..range.end as usize).to_vec();
+            match state.trouble {
+                Trouble::Corrupts(from_end) => {
+                    let at = bytes.len().saturating_sub(1 + from_end);
+                    bytes[at] ^= 1;
+                }
+                Trouble::CutsOff => _ = bytes.pop(),
+                _ => {}
+            }
+            // In parts, with a border in a block.
+            let bytes = Bytes::from(bytes);
+            let middle = bytes.len() / 2 + 1;
+            Ok(vec![bytes.slice(..middle.min(bytes.len())), bytes.slice(middle.min(bytes.len())..)])
+        })
+    }
+
+    fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created> {
+        let object = object.to_owned();
+        self.request(move |state| {
+            if state.objects.contains_key(&object) {
+                return Ok(Created::Already);
+            }
+            state.objects.insert(object, parts.concat().into());
+            Ok(Created::Now)
+        })
+    }
+
+    fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page> {
+        let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
+        self.request(move |state| {
+            let named = state.objects.iter().filter(|(name, _)| name.starts_with(&prefix));
+            let mut later = named.filter(|(name, _)| after.as_ref().is_none_or(|after| *name > after));
+            let object = |(name, bytes): (&String, &Bytes)| Object {
+                name: name.clone(),
+                bytes: bytes.len() as u64,
+                modified: None,
+            };
+            let objects: Vec<Object> = later.by_ref().take(PAGE).map(object).collect();
+            let next = later.next().and_then(|_| objects.last()).map(|last| last.name.clone());
+            Ok(Page { objects, next })
+        })
+    }
+
+    fn delete(&self, objects: &[String]) -> RemoteFuture<()> {
+        let objects = objects.to_vec();
+        self.request(move |state| {
+            objects.iter().for_each(|object| _ = state.objects.remove(object));
+            Ok(())
+        })
+    }
+}
