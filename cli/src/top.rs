@@ -184,7 +184,7 @@ impl Figure<'_> {
         let stats = space.stats.as_ref()?;
         Some(Figure {
             namespace: &space.namespace,
-            hits: Tier::ALL.iter().map(|&tier| stats.tier(tier).hits).sum(),
+            hits: Tier::WITH_REMOTE.iter().map(|&tier| stats.tier(tier).hits).sum(),
             misses: stats.misses,
             stores: stats.stores,
             evictions: Tier::ALL.iter().map(|&tier| stats.tier(tier).evictions).sum(),

@@ -135,8 +135,8 @@ impl Wire for Tier {
 
     fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
         let byte = u8::get(reader, what)?;
-        let tier = Tier::ALL.get(usize::from(byte)).copied();
-        tier.ok_or_else(|| malformed(what, byte, format!("0 to {}", Tier::COUNT - 1)))
+        let tier = Tier::WITH_REMOTE.get(usize::from(byte)).copied();
+        tier.ok_or_else(|| malformed(what, byte, format!("0 to {}", Tier::WITH_REMOTE.len() - 1)))
     }
 }
 

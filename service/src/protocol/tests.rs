@@ -35,7 +35,7 @@ pub(super) fn fault() -> impl Strategy<Value = ServiceFault> {
 }
 
 pub(super) fn tiers() -> impl Strategy<Value = Vec<Tier>> {
-    vec(select(&Tier::ALL[..]), 0..100)
+    vec(select(&Tier::WITH_REMOTE[..]), 0..100)
 }
 
 /// What maps of figures have: numbers, a word, words that may be missing, and maps.
