@@ -2,6 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    collections::BTreeSet,
     fmt,
     rc::Rc,
     time::Duration,
@@ -44,7 +45,8 @@ pub struct Context {
 impl Context {
     pub fn new(plan: Plan, verbose: bool) -> Rc<Self> {
         let writes_through = plan.config.disk.write_policy == WritePolicy::WriteThrough;
-        let model = Model::new(plan.universe.len(), plan.store_keeps(), writes_through);
+        let comes_back = plan.remote.is_some();
+        let model = Model::new(plan.universe.len(), plan.store_keeps(), writes_through, comes_back);
         let late = RefCell::new(Rng::new(plan.rng.clone().next_u64() ^ 0x1a7e_0000_0000_0000));
         Rc::new(Context {
             plan,
@@ -166,8 +168,12 @@ impl Context {
         let mut began = self.model.borrow().sync_begins();
         // Of a released block that was dropped unwritten, device memory may have a copy, which no sync writes.
         let is_told = self.plan.config.device_slots() == 0 || cache.stats().released_unwritten == 0;
+        // What only the store beyond the node has is not written to disk.
+        let on_node: Option<BTreeSet<_>> = self.plan.remote.is_some().then(|| cache.keys().collect());
         for (block, began) in began.iter_mut().enumerate() {
-            began.visible = is_told && cache.contains(&self.plan.universe.key(block));
+            let key = self.plan.universe.key(block);
+            began.visible =
+                is_told && on_node.as_ref().map_or_else(|| cache.contains(&key), |keys| keys.contains(&key));
         }
         began
     }

@@ -107,6 +107,8 @@ pub struct Model {
     writes_through: bool,
     /// An acknowledged store stays.
     keeps: bool,
+    /// A removed block may be found again: a store beyond the node has it.
+    comes_back: bool,
     /// Syncs that reported refused writes so far.
     reports: u64,
     /// Counts what begins.
@@ -114,8 +116,9 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn new(blocks: usize, keeps: bool, writes_through: bool) -> Self {
-        Model { blocks: vec![State::default(); blocks], keeps, writes_through, reports: 0, clock: Cell::new(0) }
+    pub fn new(blocks: usize, keeps: bool, writes_through: bool, comes_back: bool) -> Self {
+        let blocks = vec![State::default(); blocks];
+        Model { blocks, keeps, writes_through, comes_back, reports: 0, clock: Cell::new(0) }
     }
 
     pub fn begin(&self, block: usize) -> Began {
@@ -132,7 +135,7 @@ impl Model {
             reports: self.reports,
             doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
-            must_miss: state.absent,
+            must_miss: state.absent && !self.comes_back,
             visible: false,
         }
     }

@@ -1,8 +1,8 @@
 //! What a seed decides before anything runs.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use crate::sim::{FaultRates, Rng};
+use crate::sim::{FaultRates, Rng, SimRemote};
 use kvhoist::{Config, DiskPath, Eviction, Layout, WritePolicy, internals::io::IO_ALIGN};
 
 pub use crate::call::Call;
@@ -60,6 +60,8 @@ pub struct Plan {
     pub calls_each: u64,
     pub habits: Habits,
     pub trial: Option<Trial>,
+    /// The store beyond the node.
+    pub remote: Option<Arc<SimRemote>>,
     /// What the disk refuses, of its own accord.
     pub refusal: Option<Refusal>,
     /// Two caches open the store at the same time.
@@ -133,6 +135,7 @@ impl Plan {
             memory_shift,
             universe,
             trial,
+            remote: None,
             refusal: None,
             second_opener: false,
             second_close: false,

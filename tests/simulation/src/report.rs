@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::sim::{CopyCounts, Counts, FaultKind};
-use kvhoist::internals::io::OpKind;
+use kvhoist::{Route, Stats, internals::io::OpKind};
 
 use crate::plan::Call;
 
@@ -66,6 +66,18 @@ pub struct Report {
     pub evictions: u64,
     /// Blocks read from disk that were not what they should be.
     pub checksum_failures: u64,
+    /// Requests to stores beyond the node.
+    pub remote_requests: u64,
+    /// Of these, answers that were wrong.
+    pub remote_lies: u64,
+    /// Blocks that they brought.
+    pub remote_brought: u64,
+    /// Blocks and tables that were found to be wrong.
+    pub remote_invalid: u64,
+    /// Objects that were found to be gone.
+    pub remote_stale: u64,
+    /// Lives in which such a store was asked no more for a time.
+    pub remote_away: u64,
     /// Operations that the disks began.
     pub disk_operations: u64,
     /// Copies begun.
@@ -91,6 +103,14 @@ impl Report {
         }
     }
 
+    /// Adds what a cache found of a store beyond the node.
+    pub(crate) fn found_remote(&mut self, stats: &Stats) {
+        self.remote_brought += stats.route_blocks(Route::RemoteToHost);
+        self.remote_invalid += stats.remote_invalid;
+        self.remote_stale += stats.remote_stale;
+        self.remote_away += u64::from(stats.remote_standing_down.is_some());
+    }
+
     /// Adds another run's numbers.
     pub fn add(&mut self, other: &Report) {
         for (mine, theirs) in self.numbers_mut().into_iter().zip(other.clone().numbers_mut()) {
@@ -103,7 +123,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 31] {
+    fn numbers_mut(&mut self) -> [&mut u64; 37] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -132,11 +152,33 @@ impl Report {
             &mut self.pins_refused,
             &mut self.evictions,
             &mut self.checksum_failures,
+            &mut self.remote_requests,
+            &mut self.remote_lies,
+            &mut self.remote_brought,
+            &mut self.remote_invalid,
+            &mut self.remote_stale,
+            &mut self.remote_away,
             &mut self.disk_operations,
             &mut self.copies,
             &mut self.copy_failures,
             &mut self.device_checksums,
         ]
+    }
+}
+
+impl Report {
+    fn fmt_remote(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "stores beyond the node: {} requests, {} lies, {} blocks brought, {} found wrong, {} objects gone, away in \
+             {} lives",
+            self.remote_requests,
+            self.remote_lies,
+            self.remote_brought,
+            self.remote_invalid,
+            self.remote_stale,
+            self.remote_away
+        )
     }
 }
 
@@ -186,6 +228,7 @@ impl fmt::Display for Report {
              {} evictions in all tiers, {} tables of buffers not pinned",
             self.read_only, self.retired, self.quarantined, self.checksum_failures, self.evictions, self.pins_refused
         )?;
+        self.fmt_remote(f)?;
         write!(f, "{} disk operations, faults:", self.disk_operations)?;
         const KINDS: [&str; FaultKind::COUNT] = ["error", "no space", "short", "bit flip", "lost", "astray", "stall"];
         for kind in [OpKind::Read, OpKind::Write, OpKind::Sync] {

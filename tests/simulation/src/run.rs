@@ -107,6 +107,10 @@ fn run_lives(plan: Plan, verbose: bool) -> Result<Report, String> {
         Some(what) => Err(what),
         None => {
             let mut report = context.report.borrow().clone();
+            if let Some(remote) = &plan.remote {
+                let counts = remote.counts();
+                (report.remote_requests, report.remote_lies) = (counts.requests, counts.lies);
+            }
             report.digest = context.digest();
             Ok(report)
         }

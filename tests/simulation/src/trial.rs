@@ -1,11 +1,12 @@
 //! Situations that calls drawn one by one reach too seldom. Seeds from [`TRIAL_SEEDS`] on are runs of one of them: a
 //! run as any other seed makes it, bent by draws of its own. Those from [`PROMPT_SEEDS`] on are [`Trial::PromptReads`],
-//! those from [`MEMORY_SEEDS`] on [`Trial::Memory`].
+//! those from [`MEMORY_SEEDS`] on [`Trial::Memory`], those from
+//! [`REMOTE_SEEDS`] on [`Trial::Remote`].
 
 use std::time::Duration;
 
-use crate::sim::{Fault, FaultRates, Rng, Sim};
-use kvhoist::{Capacity, DiskPath, WritePolicy, internals::io::OpKind};
+use crate::sim::{Fault, FaultRates, RemoteRates, Rng, Sim, SimRemote};
+use kvhoist::{Capacity, DiskPath, RemotePolicy, WritePolicy, internals::io::OpKind};
 
 use crate::{
     plan::{Call, Level, Plan, pick},
@@ -20,6 +21,9 @@ pub const PROMPT_SEEDS: u64 = 4_000_000;
 
 /// Seeds from here on are runs of [`Trial::Memory`].
 pub const MEMORY_SEEDS: u64 = 5_000_000;
+
+/// Seeds from here on are runs of [`Trial::Remote`].
+pub const REMOTE_SEEDS: u64 = 5_500_000;
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -46,6 +50,9 @@ pub enum Trial {
     /// Callers have several regions, which they register, have pinned, load into and take back; the kernel refuses to
     /// pin some of them, or the arena. There is another cache, whose leases and regions are refused.
     Memory,
+    /// There is a store beyond the node, which outlives the lives and lies. What it brings is right or missing, and the
+    /// node keeps its promises.
+    Remote,
 }
 
 /// What the disk refuses in a life of [`Trial::Refusals`].
@@ -88,6 +95,7 @@ impl Trial {
     pub fn of(seed: u64) -> Option<Self> {
         const ALL: [Trial; 4] = [Trial::Walks, Trial::Refusals, Trial::DroppedStores, Trial::Removals];
         match seed {
+            REMOTE_SEEDS.. => Some(Trial::Remote),
             MEMORY_SEEDS.. => Some(Trial::Memory),
             PROMPT_SEEDS.. => Some(Trial::PromptReads),
             TRIAL_SEEDS.. => Some(ALL[(seed % ALL.len() as u64) as usize]),
@@ -105,6 +113,7 @@ impl Trial {
             Trial::DroppedStores => dropped_stores(plan, rng),
             Trial::Removals => removals(plan, rng),
             Trial::Memory => memory(plan, rng),
+            Trial::Remote => remote(plan, rng),
         }
         plan.config.validate().expect("every choice is within its limits");
         plan.second_opener = rng.chance(0.4);
@@ -224,4 +233,46 @@ fn memory(plan: &mut Plan, rng: &mut Rng) {
     plan.disk_latency_max = Duration::from_millis(pick(rng, &[1, 3, 20]));
     weigh(plan, &[(Call::Regions, 20), (Call::Strangers, 3), (Call::Store, 10), (Call::StoreFrom, 5)]);
     weigh(plan, &[(Call::Lend, 8), (Call::Submit, 8)]);
+}
+
+fn remote(plan: &mut Plan, rng: &mut Rng) {
+    plan.lives = 3;
+    plan.calls_each = rng.between(20, 60);
+    let mut rate = |of: &[f64]| pick(rng, of);
+    let rates = RemoteRates {
+        error: rate(&[0.0, 0.0, 0.05, 0.3, 1.0]),
+        hang: rate(&[0.0, 0.0, 0.02, 0.2]),
+        lie: rate(&[0.0, 0.05, 0.3, 1.0]),
+        stale: rate(&[0.0, 0.2, 1.0]),
+        delete: rate(&[0.0, 0.0, 0.05]),
+        slow_hour: rate(&[0.0, 0.0, 0.02]),
+    };
+    let latency_max = Duration::from_millis(pick(rng, &[0, 1, 10, 100]));
+    let block_bytes = plan.config.block_bytes as u64;
+    let object_bytes = block_bytes * pick(rng, &[1, 2, 4, 8]);
+    let store = SimRemote::new(rng.next_u64(), rates, latency_max, object_bytes);
+    let policies = [RemotePolicy::Stored, RemotePolicy::Stored, RemotePolicy::Reused, RemotePolicy::Never];
+    plan.config = plan
+        .config
+        .clone()
+        .remote_store(store.clone())
+        .remote_policy(pick(rng, &policies))
+        .remote_interval_s(pick(rng, &[1, 1, 60]))
+        .remote_deadline_ms(pick(rng, &[20, 500, 10_000]))
+        .recompute_us(pick(rng, &[None, None, Some(500), Some(50_000)]))
+        .remote_bytes(pick(rng, &[None, None, Some(12 * block_bytes)]))
+        .remote_index_bytes(pick(rng, &[1 << 16, 1 << 30]));
+    // Little room on the node: what it evicts the store may still have.
+    plan.config.host.capacity = Capacity::Blocks(pick(rng, &[4, 8, 16]));
+    if rng.chance(0.5) {
+        plan.config.disk.paths.clear();
+        plan.config.disk.write_budget = None;
+        plan.config.disk.write_policy = WritePolicy::WriteThrough;
+    }
+    plan.habits.pause = 0.5;
+    plan.habits.cancel = pick(rng, &[0.0, 0.05, 0.3]);
+    plan.habits.extra = pick(rng, &[0.0, 0.2]);
+    plan.remote = Some(store);
+    weigh(plan, &[(Call::Store, 10), (Call::Fetch, 20), (Call::Match, 5), (Call::Prefetch, 5), (Call::Load, 8)]);
+    weigh(plan, &[(Call::FetchMany, 5), (Call::Compute, 5), (Call::Walk, 0), (Call::Remove, pick(rng, &[0, 2]))]);
 }

@@ -3,8 +3,8 @@
 use std::{collections::BTreeSet, ops::Range};
 
 use kvhoist_simulation::{
-    LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, SERVICE_SEEDS, STRAIGHT_SEEDS, TRIAL_SEEDS, run, run_bytes,
-    sim::Rng,
+    LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, REMOTE_SEEDS, Report, SERVICE_SEEDS, STRAIGHT_SEEDS, TRIAL_SEEDS, run,
+    run_bytes, sim::Rng,
 };
 
 /// Seeds in which something was wrong once, and what.
@@ -38,6 +38,7 @@ fn seeds() -> Vec<Range<u64>> {
             (TRIAL_SEEDS, 300),
             (PROMPT_SEEDS, 100),
             (MEMORY_SEEDS, 100),
+            (REMOTE_SEEDS, 200),
         ];
         return families.map(|(first, seeds)| first..first + seeds).into();
     };
@@ -80,6 +81,10 @@ fn every_answer_is_what_the_model_allows() {
         sum.retired,
         sum.quarantined,
         sum.pins_refused,
+        sum.remote_brought,
+        sum.remote_invalid,
+        sum.remote_stale,
+        sum.remote_away,
     ];
     assert!(ends.into_iter().all(|count| count > 0), "{sum}");
 }
@@ -114,7 +119,9 @@ fn seeds_that_found_something_find_it_no_more() {
 
 #[test]
 fn the_same_seed_gives_the_same_run() {
-    for seed in [1, 2, 3, 5, 8, 13, SERVICE_SEEDS + 1, SERVICE_SEEDS + 2, SERVICE_SEEDS + 5] {
+    for seed in
+        [1, 2, 3, 5, 8, 13, REMOTE_SEEDS + 1, REMOTE_SEEDS + 2, SERVICE_SEEDS + 1, SERVICE_SEEDS + 2, SERVICE_SEEDS + 5]
+    {
         let [first, second] = [run(seed, false), run(seed, false)].map(|result| result.expect("a sound run"));
         assert!(first == second, "seed {seed}: {:016x} and {:016x}", first.digest, second.digest);
     }

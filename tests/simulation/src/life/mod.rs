@@ -85,6 +85,7 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     let mut pool = Pool::default();
     let remains = sim::block_on(async {
         context.begin_life();
+        plan.remote.iter().for_each(|remote| remote.begin_life());
         let controller =
             tokio::task::spawn_local(release_stalled(world.clone(), rng.fork(), plan.config.limits.deadline_ms));
         let remains = Life { context: Rc::clone(context), world: world.clone(), rng }.live(&mut pool).await;
@@ -367,6 +368,7 @@ impl Life {
         report.checksum_failures += stats.checksum_failures;
         report.pins_refused += self.world.storage.pins_refused();
         report.evictions += Tier::ALL.iter().map(|&tier| stats.tier(tier).evictions).sum::<u64>();
+        report.found_remote(&stats);
         self.context.claims(cache, &self.world)
     }
 

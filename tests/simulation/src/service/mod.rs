@@ -40,8 +40,10 @@ pub fn run(seed: u64, verbose: bool) -> Result<Report, String> {
     let failure = Rc::new(RefCell::new(None));
     let machine = Machine::new(&plan, rng.fork(), Rc::clone(&failure));
     let result = sim::block_on(async {
-        let models =
-            plan.spaces.iter().map(|space| RefCell::new(Model::new(space.universe.len(), true, !plan.by_value())));
+        let models = plan
+            .spaces
+            .iter()
+            .map(|space| RefCell::new(Model::new(space.universe.len(), true, !plan.by_value(), false)));
         let run = Rc::new(Run {
             models: models.collect(),
             plan,

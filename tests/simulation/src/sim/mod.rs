@@ -25,11 +25,13 @@
 //! neither the index nor the movements take chance from anywhere else.
 
 mod copy;
+mod remote;
 mod storage;
 mod workers;
 mod world;
 
 pub use copy::{CopyCounts, CopyOptions, SimCopy};
+pub use remote::{RemoteCounts, RemoteRates, SimRemote};
 pub use storage::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Memory, Rng, SECTOR_BYTES, Sim, SimOptions};
 pub use world::World;
 
