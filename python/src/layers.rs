@@ -56,14 +56,18 @@ impl PyLayerLoad {
     }
 
     /// Waits for a layer: a stream of the CUDA device does, if one is named and there is such a device, else this call.
+    /// Before a stream waits for a layer this call waits for the layer before it, as `LayerLoad::stream_wait` asks.
     #[pyo3(signature = (layer, stream=None))]
     fn wait(&self, py: Python<'_>, layer: usize, stream: Option<usize>) -> PyResult<()> {
         let load = self.0.get(py)?;
-        let waited = match stream {
-            // SAFETY: the caller's promise, as documented: a stream of the device that exists during the call.
-            Some(stream) if load.has_streams() => unsafe { load.stream_wait(layer, stream) },
-            _ => wait::interruptible(py, load.layer(layer))?.map(|_| ()),
-        };
+        let stream = stream.filter(|_| load.has_streams());
+        let on_host = if stream.is_some() { layer.checked_sub(1) } else { Some(layer) };
+        if let Some(layer) = on_host {
+            wait::interruptible(py, load.layer(layer))?.map_err(|error| errors::to_python(py, &error))?;
+        }
+        let Some(stream) = stream else { return Ok(()) };
+        // SAFETY: the caller's promise, as documented: a stream of the device that exists during the call.
+        let waited = unsafe { load.stream_wait(layer, stream) };
         waited.map_err(|error| errors::to_python(py, &error))
     }
 
