@@ -19,6 +19,7 @@ use crate::{
     device::CopyEngine,
     io::Storage,
     remote::{self, Batch, Read, Remote, RemoteError, RemoteFuture, Wanted},
+    shield::caught,
     state::{Committed, Filling, Purpose},
 };
 
@@ -91,12 +92,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             None => remote.ended(Ok(brought.get()), began),
             Some(error) => remote.ended(Err(error), began),
         }
-        if let Some(error) = failed {
-            self.shared.metrics.remote_errors.add(1);
-            tracing::debug!(%error, blocks = batch.keys.len(), "blocks were not brought from the remote store");
-        }
         self.shared.metrics.remote_missed.add((batch.keys.len() - brought.get()) as u64);
         batch.keys.iter().for_each(|key| remote.answer(key, false));
+        if let Some(error) = failed {
+            self.shared.metrics.remote_errors.add(1);
+            // A subscriber that panics must not end the task that brings blocks.
+            _ = caught(|| tracing::debug!(%error, "blocks were not brought from the remote store"));
+        }
     }
 
     /// Reads a range of an object, and stores its blocks.

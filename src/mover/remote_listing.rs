@@ -10,6 +10,7 @@ use crate::{
     device::CopyEngine,
     io::Storage,
     remote::{Object, Remote, RemoteError},
+    shield::caught,
 };
 
 /// Objects that one request deletes: what S3 takes.
@@ -22,13 +23,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             // A store is users' code: its panic ends a listing, and no more.
             let listed = AssertUnwindSafe(self.list_remote(&remote)).catch_unwind().await;
-            match listed.map_err(std::mem::forget) {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => {
-                    self.shared.metrics.remote_errors.add(1);
-                    tracing::warn!(%error, "the remote store was not listed: what other nodes write stays unknown");
-                }
-                Err(()) => tracing::error!("the remote store's code panicked in a listing"),
+            let failed = match listed.map_err(std::mem::forget) {
+                Ok(Ok(())) => None,
+                Ok(Err(error)) => Some(error),
+                Err(()) => Some(RemoteError::Unavailable("the store's code panicked".into())),
+            };
+            if let Some(error) = failed {
+                self.shared.metrics.remote_errors.add(1);
+                // A subscriber that panics must not end this task.
+                _ = caught(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));
             }
             sleep(remote.jittered(interval)).await;
         }
@@ -84,6 +87,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Reads the table of an object, and enters it. One that is not what it should be is passed over.
     pub(super) async fn enter_object(&self, remote: &Remote, object: &Object) {
+        if remote.is_full() {
+            return self.shared.metrics.remote_unlisted.add(1);
+        }
         match self.in_time(read_table(remote, object)).await {
             Ok(true) | Err(RemoteError::NotFound) => {}
             Ok(false) => self.shared.metrics.remote_unlisted.add(1),

@@ -10,9 +10,11 @@ use tokio::time::{Instant, sleep, timeout};
 use super::{Mover, read::Verifier, remote::repeated};
 use crate::{
     block::{BlockKey, Route},
+    config::RemotePolicy,
     device::CopyEngine,
     io::Storage,
     remote::{Created, Object, Remote, RemoteError},
+    shield::caught,
     state::Class,
 };
 
@@ -29,23 +31,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes what is queued, until it is dropped.
     pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
         loop {
-            // No event tells of a second use.
-            let is_told = timeout(LOOK_AFTER, remote.wake_uploads.notified()).await.is_ok();
-            if is_told {
+            if self.shared.config.remote.policy == RemotePolicy::Reused {
+                // No event tells of a second use.
+                _ = timeout(LOOK_AFTER, remote.wake_uploads.notified()).await;
+                let reused = self.shared.lock().index.take_reused();
+                self.shared.note_reused(reused.into_iter());
+            } else {
+                remote.wake_uploads.notified().await;
                 sleep(GATHER).await;
             }
-            let reused = self.shared.lock().index.take_reused();
-            self.shared.note_reused(reused.into_iter());
             for (parent, run) in self.chain_runs(&remote, remote.take_uploads()).await {
                 // A store is users' code: its panic ends a write, and no more.
                 let written = AssertUnwindSafe(self.upload(&remote, parent, &run)).catch_unwind().await;
-                if let Ok(Err(error)) = &written {
-                    tracing::debug!(%error, blocks = run.len(), "blocks were not written to the remote store");
-                }
-                if !matches!(written.map_err(std::mem::forget), Ok(Ok(()))) {
-                    self.shared.metrics.remote_errors.add(1);
-                    self.shared.metrics.remote_unsent.add(run.len() as u64);
-                }
+                let Some(error) = written.map_or_else(panicked, Result::err) else { continue };
+                self.shared.metrics.remote_errors.add(1);
+                self.shared.metrics.remote_unsent.add(run.len() as u64);
+                // A subscriber that panics must not end this task.
+                _ = caught(|| tracing::debug!(%error, "blocks were not written to the remote store"));
             }
         }
     }
@@ -129,6 +131,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         crate::io::yield_now().await;
         Some((checksum, copied))
     }
+}
+
+/// The error of a store whose code panicked.
+fn panicked<T>(panic: T) -> Option<RemoteError> {
+    std::mem::forget(panic);
+    Some(RemoteError::Unavailable("the store's code panicked".into()))
 }
 
 /// Keys with their parents, as runs of at most `most` blocks: each key follows its parent where that is among them and

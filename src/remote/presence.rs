@@ -70,6 +70,8 @@ pub(crate) struct Presence {
     object_bytes: usize,
     /// What all may take.
     bytes_max: usize,
+    /// An object found no room, and none was forgotten since.
+    is_full: bool,
 }
 
 impl Presence {
@@ -81,6 +83,7 @@ impl Presence {
             hasher,
             object_bytes: 0,
             bytes_max,
+            is_full: false,
         }
     }
 
@@ -101,6 +104,11 @@ impl Presence {
         self.object_bytes + self.objects.capacity() * (size_of::<Run>() + size_of::<usize>()) + tables
     }
 
+    /// Whether an object would find no room: its table need not be read.
+    pub(crate) fn is_full(&self) -> bool {
+        self.is_full
+    }
+
     pub(crate) fn contains(&self, key: &BlockKey) -> bool {
         self.find(key).is_some()
     }
@@ -118,6 +126,7 @@ impl Presence {
         // A table that grows holds twice its entries.
         let grown = run.blocks.len().max(1) * 2 * (size_of::<Place>() + 1);
         if self.bytes() + bytes + grown > self.bytes_max {
+            self.is_full = true;
             return false;
         }
         let id = u32::try_from(self.objects.vacant_key()).expect("the map is full before");
@@ -138,7 +147,7 @@ impl Presence {
     /// Forgets an object: it is gone from the store, or is not what it should be.
     pub(crate) fn forget_object(&mut self, name: &str) {
         let hash = self.hash_name(name);
-        let Presence { objects, by_key, by_name, hasher, object_bytes, .. } = self;
+        let Presence { objects, by_key, by_name, hasher, .. } = self;
         let found = by_name.find_entry(hash, |&id| &*objects[id as usize].name == name);
         let Ok(found) = found else { return };
         let id = found.remove().0;
@@ -149,7 +158,9 @@ impl Presence {
                 found.remove();
             }
         }
-        *object_bytes -= run_bytes(&objects.remove(id as usize));
+        self.is_full = false;
+        let forgotten = objects.remove(id as usize);
+        self.object_bytes -= run_bytes(&forgotten);
     }
 
     /// Forgets a block in every object. The objects stay known, so the next listing does not bring it back.

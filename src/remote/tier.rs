@@ -232,6 +232,11 @@ impl Remote {
         self.state.lock().presence.forget_unseen(listing)
     }
 
+    /// Whether an object would find no room.
+    pub(crate) fn is_full(&self) -> bool {
+        self.state.lock().presence.is_full()
+    }
+
     pub(crate) fn forget_object(&self, name: &str) {
         self.state.lock().presence.forget_object(name);
     }

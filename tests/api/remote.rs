@@ -171,7 +171,7 @@ async fn an_object_that_is_gone_is_a_miss_and_one_that_is_not_an_object_is_passe
     store.put(objects[0].0.clone(), objects[1].1.clone());
     store.put(objects[1].0.clone(), objects[1].1.slice(..objects[1].1.len() - 1));
     let mut changed = objects[2].1.to_vec();
-    changed[140] ^= 1;
+    changed[165] ^= 1; // of the first block's checksum
     store.put(objects[2].0.clone(), changed.into());
     store.put(objects[2].0.clone() + "x", "noise".into());
     let cache = open(settings(&store)).await;
