@@ -89,6 +89,12 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
         let tier = stats.tier(tier);
         table.row(name, format!("{} hits, {} of {} slots resident", tier.hits, tier.resident, tier.slots));
     }
+    let remote = stats.tier(Tier::Remote);
+    if remote.resident + remote.hits + remote.bytes_in > 0 || stats.remote_standing_down.is_some() {
+        let text =
+            format!("{} hits, {} blocks known in {} objects", remote.hits, remote.resident, stats.remote_objects);
+        table.row("remote", text);
+    }
     table.row("misses", stats.misses);
     table.row("stores", stats.stores);
     table.row("written to disk", show_bytes(stats.tier(Tier::Disk).bytes_in));
@@ -114,6 +120,9 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     }
     if let Some(trouble) = stats.disk_trouble() {
         table.row("disk trouble", plain(trouble));
+    }
+    if let Some(reason) = &stats.remote_standing_down {
+        table.row("remote offers nothing", plain(reason));
     }
 }
 

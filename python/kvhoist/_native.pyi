@@ -288,7 +288,7 @@ class Cache:
         self, keys: Sequence[_Key], addresses: Any, sizes: Sequence[int], layer_of: Sequence[int]
     ) -> LayerLoad: ...
     def tiers(self, keys: Sequence[_Key]) -> list[str]:
-        """The fastest tier of each leading resident block: ``"device"``, ``"host"`` or ``"disk"``. No I/O, no use
+        """The fastest tier of each leading resident block: ``"device"``, ``"host"``, ``"disk"`` or ``"remote"``. No I/O, no use
         counted."""
     def hold(self, keys: Sequence[_Key], most: int) -> Held:
         """Holds those of the blocks that are in host memory, ``most`` at most, until they are released.

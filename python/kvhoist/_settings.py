@@ -42,6 +42,14 @@ class EngineSettings(TypedDict, total=False):
     blocking_threads: int
     quarantine_max: int
     disk_failures_max: int
+    remote: str | None
+    remote_policy: str
+    remote_bytes: _Size | None
+    remote_upload_bytes_per_s: _Size
+    remote_interval_s: int
+    remote_deadline_ms: int
+    recompute_us: int | None
+    remote_index_bytes: _Size
     read_bytes_in_flight_max: _Size
     write_bytes_in_flight_max: _Size
     movements_max: int

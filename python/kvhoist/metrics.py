@@ -6,7 +6,7 @@
 ...     page = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
 [True]
 >>> [line[line.index('tier'):] for line in page.splitlines() if line.startswith('kvhoist_resident_blocks{cache="example"')]
-['tier="device"} 0', 'tier="host"} 1', 'tier="disk"} 0']
+['tier="device"} 0', 'tier="host"} 1', 'tier="disk"} 0', 'tier="remote"} 0']
 
 In a program that has metrics already, an engine above all, the collector puts these beside its own::
 
