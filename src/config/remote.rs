@@ -17,7 +17,8 @@ pub struct RemoteConfig {
     /// Which blocks are written to the store. Whatever it says, every block of the store is offered.
     pub policy: RemotePolicy,
     /// Bytes that the store may have of this namespace. Beyond that this cache deletes the oldest objects, at its
-    /// listings. `None`: it deletes nothing.
+    /// listings; where the store does not say how old they are, in the order of their names. `None`: it deletes
+    /// nothing.
     pub bytes: Option<u64>,
     /// Bytes a second that may be written to the store. At least 1.
     pub upload_bytes_per_s: u64,
