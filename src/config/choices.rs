@@ -60,7 +60,8 @@ impl Eviction {
     pub const ALL: &[Eviction] = &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse];
 }
 
-/// Which blocks are written to the remote tier, behind everything that a caller awaits.
+/// Which blocks are written to the remote tier, behind everything that a caller awaits. No `sync` and no `close` waits
+/// for that: what is still to be written at a close is not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
