@@ -17,7 +17,8 @@ use kvhoist::{
 };
 
 const BLOCK: usize = 64 << 10;
-const BLOCKS: usize = 32;
+/// The host tier and four pools, 5 MiB, are all pinned at a time: a user may lock 8 MiB where nobody has raised it.
+const BLOCKS: usize = 16;
 const POOL: usize = BLOCKS * BLOCK;
 
 /// Memory for all blocks.

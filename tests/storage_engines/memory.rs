@@ -12,7 +12,8 @@ pub const BUFFERED: FileId = FileId(1);
 /// Opened for reading only (real engines).
 pub const READ_ONLY: FileId = FileId(2);
 
-pub const ARENA_BYTES: usize = 4 << 20;
+/// A user may lock 8 MiB where nobody has raised it, and the kernel gives those of a ring that has ended back later.
+pub const ARENA_BYTES: usize = 2 << 20;
 
 /// Memory that ranges are lent from, and the registered region 0 of a ring.
 pub struct Arena {

@@ -3,11 +3,12 @@
 use std::{
     any::Any,
     fs::{File, OpenOptions},
+    ops::Deref,
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
     pin::pin,
     rc::Rc,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Waker},
 };
 
@@ -52,10 +53,26 @@ pub fn ring_engine(files: Vec<Arc<File>>, arena: &Arc<Arena>) -> io::Files {
     unsafe { io::Files::on_ring(files, vec![(arena.ptr, ARENA_BYTES)], keep_alive) }.expect("inside the runtime")
 }
 
+/// A ring. There is one at a time: together their arenas would exceed what a user may lock.
+pub struct Ring {
+    runtime: uring::Runtime,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Deref for Ring {
+    type Target = uring::Runtime;
+
+    fn deref(&self) -> &uring::Runtime {
+        &self.runtime
+    }
+}
+
 /// A ring, unless this system refuses rings; then the test has nothing to show.
-pub fn ring_runtime(entries: u32) -> Option<uring::Runtime> {
+pub fn ring_runtime(entries: u32) -> Option<Ring> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     match uring::runtime(entries, None) {
-        Ok(runtime) => Some(runtime),
+        Ok(runtime) => Some(Ring { runtime, _turn: turn }),
         Err(error) if std::env::var_os("KVHOIST_REQUIRE_URING").is_none() => {
             eprintln!("skipped: {error}");
             None

@@ -196,11 +196,11 @@ fn a_store_of_another_shape_is_refused_and_untouched() {
     assert!(fs::read(&store).expect("the store") == before, "a refused store is untouched");
 }
 
-/// A run with its standard output and errors at these places.
+/// A run with its standard output and errors at these places. Without warnings, such as that of a small RLIMIT_MEMLOCK.
 fn replay_to(args: &[&str], stdout: Stdio, stderr: Stdio) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvhoist"));
-    command.env("TMPDIR", env!("CARGO_TARGET_TMPDIR")).args(args).stdout(stdout).stderr(stderr);
-    command.spawn().expect("the command runs").wait_with_output().expect("it ends")
+    command.env("TMPDIR", env!("CARGO_TARGET_TMPDIR")).env("KVHOIST_LOG", "error").args(args);
+    command.stdout(stdout).stderr(stderr).spawn().expect("the command runs").wait_with_output().expect("it ends")
 }
 
 fn full() -> Stdio {
