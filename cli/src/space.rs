@@ -41,15 +41,17 @@ enum Command {
 /// Runs the subcommand.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let Command::Rm { socket, block_bytes, shared, name } = &args.command;
-    let sizes = sizes(&socket.status()?.spaces, name, *shared, *block_bytes);
+    let spaces = socket.status()?.spaces;
+    let sizes = sizes(&spaces, name, *shared, *block_bytes);
     match sizes[..] {
         [size] => {
             remove_space(&socket.path(), name, size, *shared)?;
             emit(&format!("kvhoist: removed {name:?} of {size}-byte blocks\n"))
         }
         [] => Err(Failure::usage(format!(
-            "space rm: found no such space at {}, expected one that `kvhoist status` lists",
-            shown(&socket.path())
+            "space rm: found no such space at {}, expected one that `kvhoist status` lists{}",
+            shown(&socket.path()),
+            others(&spaces, name)
         ))),
         _ => {
             let sizes: Vec<String> = sizes.iter().map(u64::to_string).collect();
@@ -67,6 +69,21 @@ fn sizes(spaces: &[SpaceStatus], name: &str, shared: bool, block_bytes: Option<u
     let named = spaces.iter().filter(|space| space.namespace == name && space.shared == shared);
     let sizes: BTreeSet<u64> = named.map(|space| space.block_bytes).collect();
     sizes.into_iter().filter(|size| block_bytes.is_none_or(|wanted| wanted as u64 == *size)).collect()
+}
+
+/// The spaces of this name that the flags leave out, for the end of a sentence.
+fn others(spaces: &[SpaceStatus], name: &str) -> String {
+    let named = spaces.iter().filter(|space| space.namespace == name);
+    let named: BTreeSet<String> = named
+        .map(|space| {
+            format!("{}-byte blocks{}", space.block_bytes, if space.shared { " that users share" } else { "" })
+        })
+        .collect();
+    if named.is_empty() {
+        return String::new();
+    }
+    let named: Vec<String> = named.into_iter().collect();
+    format!("; of this name it has one of {}: see --shared and --block-bytes", named.join(", one of "))
 }
 
 #[cfg(test)]
@@ -88,5 +105,11 @@ mod tests {
         assert_eq!(sizes(&spaces, "a", false, Some(4096)), [4096]);
         assert_eq!(sizes(&spaces, "a", true, None), [16384]);
         assert!(sizes(&spaces, "b", false, None).is_empty());
+        assert_eq!(others(&spaces, "b"), "");
+        let said = others(&spaces[2..], "a");
+        assert!(
+            said.contains("one of 16384-byte blocks that users share, one of 8192-byte blocks: see --shared"),
+            "{said}"
+        );
     }
 }

@@ -22,13 +22,16 @@ impl Spaces {
     /// Begins to remove a space, in a task of its own: the caller may go.
     fn begin_removal(self: &Rc<Self>, wanted: Wanted) -> Result<oneshot::Receiver<Result<(), Failure>>, Failure> {
         let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
-        let folder = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 }.folder();
+        let deed = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 };
+        let folder = deed.folder();
         let mut entries = self.entries.borrow_mut();
-        let Some(entry) = entries.get_mut(&folder) else {
-            let whose = if shared { "that users share" } else { "of this user" };
-            let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
-            return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
-        };
+        if !entries.contains_key(&folder) {
+            return Err(Failure::new(
+                ServiceFault::Argument,
+                none_such(&deed, entries.values().map(|entry| &entry.deed)),
+            ));
+        }
+        let entry = entries.get_mut(&folder).expect("it was found above, and the entries are borrowed since");
         // The folder of a space that is not shared is named after its user.
         let is_its = uid == entry.deed.uid || matches!(entry.state, State::Damaged(_)) && !shared;
         if !is_its && uid != own_uid() {
@@ -95,4 +98,22 @@ impl Spaces {
             drop(ended.await);
         }
     }
+}
+
+/// Why there is no such space to remove, with the spaces of that name that the caller may have meant.
+fn none_such<'a>(wanted: &Deed, deeds: impl Iterator<Item = &'a Deed>) -> String {
+    let of = |deed: &Deed| {
+        let whose = if deed.shared { "that users share".into() } else { format!("of user {}", deed.uid) };
+        format!("{whose} with {}-byte blocks", deed.block_bytes)
+    };
+    let named = deeds.filter(|deed| deed.namespace == wanted.namespace);
+    let named: Vec<String> = named.map(|deed| format!("one {}", of(deed))).collect();
+    let found = format!("space: found none of this name {}", of(wanted));
+    if named.is_empty() {
+        return found + "; `kvhoist status` lists them";
+    }
+    format!(
+        "{found}, but {}, expected one of these: a user removes only its own, so ask as that user",
+        named.join(" and ")
+    )
 }

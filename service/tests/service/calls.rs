@@ -212,7 +212,9 @@ fn a_space_is_removed_when_nobody_has_it() {
         other => panic!("{other:?}"),
     };
     assert_eq!(fault(remove("tests", BLOCK_BYTES as u64)), ServiceFault::Busy);
-    assert_eq!(fault(remove("tests", 4096)), ServiceFault::Argument);
+    let size = remove("tests", 4096).expect_err("a space has one block size");
+    assert!(size.to_string().contains(&format!("{BLOCK_BYTES}-byte blocks")), "{size}");
+    assert_eq!(fault(Err(size)), ServiceFault::Argument);
     assert_eq!(guest.load(0, 4).expect("a service"), [true; 4], "it stays");
     block_on(guest.client.close()).expect("closed");
     node.wait_for_clients(0);

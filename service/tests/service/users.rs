@@ -175,6 +175,13 @@ fn a_space_is_its_users_unless_users_share_it() {
     assert_eq!(member("load"), none);
     let said = named("rm shared");
     assert!(said.contains("Permission: space: found user 64001, expected 64002"), "{said}");
+    let root = remove_space(&config.socket, SPACE, BLOCK_BYTES as u64, false).expect_err("root has none of this name");
+    let bytes = format!("with {BLOCK_BYTES}-byte blocks");
+    for part in
+        [format!("none of this name of user 0 {bytes}"), format!("one of user 64001 {bytes}"), "as that user".into()]
+    {
+        assert!(root.to_string().contains(&part), "{part} in {root}");
+    }
     assert_eq!(named("rm"), "done");
     assert_eq!(member("rm shared"), "done");
     let left: Vec<(u32, bool)> =
