@@ -43,7 +43,9 @@ impl<R: BufRead> Lines<R> {
             let what = text.strip_suffix(&format!(" at line {} column {}", error.line(), error.column()));
             // A line that ends too early has its error in column 0 of the next one.
             let column = if error.is_eof() { self.line.trim_ascii_end().len() } else { error.column() };
-            format!("line {}, column {column}: {}; {expected}", self.number, what.unwrap_or(&text))
+            let what = what.unwrap_or(&text);
+            let found = if error.is_data() { what.to_owned() } else { format!("found no JSON ({what})") };
+            format!("line {}, column {column}: {found}; {expected}", self.number)
         })
     }
 

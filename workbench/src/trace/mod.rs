@@ -82,6 +82,8 @@ mod tests {
             assert_eq!(error.matches("line").count(), 1, "one number of a line: {error}");
             assert!(!error.contains("column 0"), "columns begin at 1: {error}");
         }
+        let text = parse(format!("{good}\nroot:x:0:0:root\n").as_bytes(), 1).expect_err("no JSON");
+        assert!(text.contains("column 1: found no JSON") && text.contains("a request is an object with"), "{text}");
         let chain = Chain::Listed(vec![0, 1]);
         assert_eq!(parse(good.as_bytes(), 1), Ok(vec![Request { timestamp: 0.0, chain }]));
         assert!(parse("".as_bytes(), 1).is_err());
