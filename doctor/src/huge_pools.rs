@@ -15,10 +15,12 @@ const ALL: [Advice; 3] = [
     Advice { engine: "vllm", since: [0, 0, 0], text: "mount -o remount,huge=advise /dev/shm before vLLM starts" },
 ];
 
-/// What puts the pool of this version of an engine into huge pages. An unknown version is taken for a new one.
+/// What puts the pool of this version of an engine into huge pages. An unknown version, such as that of a build from
+/// source (`0.0.0.dev1+g0123abc`), is taken for a new one.
 pub fn huge_pool_advice(engine: &str, version: &str) -> Option<&'static str> {
     let mut numbers = version.split(['.', '+']).map_while(|part| part.parse::<u32>().ok());
     let known = numbers.next().map(|major| [major, numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)]);
+    let known = known.filter(|known| *known != [0; 3] && !version.contains("dev"));
     let fits = |advice: &&Advice| advice.engine == engine && known.is_none_or(|known| known >= advice.since);
     ALL.iter().find(fits).map(|advice| advice.text)
 }
@@ -40,7 +42,8 @@ mod tests {
     #[test]
     fn each_version_of_an_engine_has_its_own_advice() {
         let threads = Some("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8");
-        for new in ["0.5.23", "0.5.23.post1", "0.6", "1.0.0", "unknown"] {
+        for new in ["0.5.23", "0.5.23.post1", "0.6", "1.0.0", "unknown", "", "0", "0.0.0.dev1+g0123abc", "0.5.17.dev3"]
+        {
             assert_eq!(huge_pool_advice("sglang", new), threads, "{new}");
         }
         for old in ["0.5.17", "0.5.22", "0.4"] {

@@ -76,7 +76,13 @@ def test_the_machine_is_as_large_as_it_is(store_dir):
 
 
 @pytest.mark.parametrize(
-    "version, advice", [("0.5.23", "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8"), ("0.5.17", "SGLANG_HUGEPAGE_SIZE=2MB")]
+    "version, advice",
+    [
+        ("0.5.23", "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8"),
+        ("0.0.0.dev1+g0123abc", "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8"),
+        ("", "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8"),
+        ("0.5.17", "SGLANG_HUGEPAGE_SIZE=2MB"),
+    ],
 )
 def test_a_pool_in_small_pages_is_warned_of_with_the_advice_for_this_version(version, advice, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__=version))
@@ -86,7 +92,7 @@ def test_a_pool_in_small_pages_is_warned_of_with_the_advice_for_this_version(ver
     warn_of_small_pages("kv", 1 << 30, 0.0)
     (record,) = caplog.records
     text = record.getMessage()
-    assert "found 0% of pool kv in huge pages" in text and text.endswith(f"start SGLang {version} with " + text.split(" with ")[-1])
+    assert "found 0% of pool kv in huge pages" in text and f"; start {f'SGLang {version}'.strip()} with SGLANG_" in text
     assert advice in text and "GLIBC_TUNABLES" not in text
 
 

@@ -83,6 +83,6 @@ def warn_of_small_pages(pool: str, pool_bytes: int, share: float | None) -> None
     version = str(getattr(sys.modules.get("sglang"), "__version__", ""))
     logger.warning(
         "kvhoist: found %.0f%% of pool %s in huge pages, expected nearly all of it: in small ones a drive's requests are split, "
-        "and pages move at about half of the speed; start SGLang %s with %s",
-        100 * share, pool, version, _native.huge_pool_advice("sglang", version),
+        "and pages move at about half of the speed; start %s with %s",
+        100 * share, pool, f"SGLang {version}".rstrip(), _native.huge_pool_advice("sglang", version),
     )  # fmt: skip
