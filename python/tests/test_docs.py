@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kvhoist import doctor
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -66,3 +70,36 @@ def test_the_site_has_every_page_once():
     beside = [page for page in listed if page.startswith("../")]
     assert all((DOCS / page).is_file() for page in beside)
     assert sorted(listed) == sorted(there | set(beside))
+
+
+#: The flags of launch lines and of the doctor that take an adapter's configuration, and whose it is.
+CONFIGURATIONS = {
+    "--hicache-storage-backend-extra-config": "sglang",
+    "--unified-cache-external-linker-config": "sglang",
+    "--kv-transfer-config": "vllm",
+    "--l2-adapter": "lmcache",
+    "--config": "sglang",
+}
+
+
+def configurations(page: Path) -> list[tuple[str, str]]:
+    """Each configuration that a page's commands have, as JSON, after its engine."""
+    found = []
+    for code in re.findall(r"^[ ]*```sh\n(.*?)^[ ]*```", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        for document in re.findall(r"<<'JSON'\n(.*?)^ *JSON$", code, flags=re.M | re.S):
+            found.append((page.stem, document))
+        words = shlex.split(code, comments=True)
+        pairs = zip(words, words[1:], strict=False)
+        found += [(CONFIGURATIONS[flag], word) for flag, word in pairs if flag in CONFIGURATIONS and word.startswith("{")]
+    return found
+
+
+@pytest.mark.parametrize(
+    "page,count", [("start/sglang", 2), ("start/vllm", 1), ("sglang", 4), ("vllm", 2), ("lmcache", 1)]
+)
+def test_the_pages_configurations_are_what_the_adapters_read(page, count):
+    found = configurations(DOCS / f"{page}.md")
+    assert len(found) == count, found
+    for engine, text in found:
+        settings, _ = doctor._settings(engine, json.loads(text), 1, None)
+        assert "/mnt/nvme" in str(getattr(settings, "store", settings).path)
