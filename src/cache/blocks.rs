@@ -4,16 +4,19 @@ use std::{iter, sync::Arc};
 
 use futures_util::{StreamExt, stream};
 
-use super::{Cache, Lease};
+use super::{Cache, Inner, Lease};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
-    mover::Command,
-    state::State,
+    mover::{Begun, Command, QueuedRead, Submitter},
+    state::{Class, Promotion, State, Use},
 };
 
 /// Blocks that [`Cache::clear`] forgets before other tasks of its caller's thread get a turn.
 const REMOVED_PER_TURN: usize = 256;
+
+/// Blocks that are prefetched under one lock: some microseconds.
+const PREFETCHED_PER_LOCK: usize = 8;
 
 impl Cache {
     /// Whether a block is resident in some tier that is in service, or offered by the remote tier; false once the cache
@@ -150,6 +153,82 @@ impl Cache {
         }
         let recorded = self.ask(|reply| Command::Forget { key: None, reply }).await;
         failed.or(recorded.err()).map_or(Ok(removed), Err)
+    }
+
+    /// Starts to bring blocks into host memory; returns how many movements it started.
+    ///
+    /// Reads that a caller awaits go first. With [`Config::background_max`](crate::Config::background_max) movements in
+    /// flight, or a full queue, the rest of the call is refused and counted. A block whose movement in flight cannot be
+    /// joined, because it is overdue or has [`Config::waiters_max`](crate::Config::waiters_max) waiters, is skipped.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let folder = tempfile::tempdir().expect("a folder");
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20)
+    /// #     .direct_io(kvhoist::DirectIo::Prefer).disk(folder.path(), 4 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// // A request is queued: its blocks are on the way while it waits.
+    /// cache.prefetch(&[key])?;
+    /// let block = cache.fetch(&key).await?;
+    /// # assert!(block.is_some());
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
+        self.inner.shared.lock().check_open()?;
+        let (mut started, mut left) = (0, keys);
+        while !left.is_empty() {
+            let part = &left[..left.len().min(PREFETCHED_PER_LOCK)];
+            let (began, taken) = self.prefetch_some(part)?;
+            (started, left) = (started + began, &left[taken..]);
+            if taken < part.len() {
+                self.inner.shared.metrics.background_refused.add(left.len() as u64);
+                break;
+            }
+        }
+        Ok(started + self.inner.shared.want_remote(keys, false))
+    }
+
+    /// Begins to bring blocks into host memory, under one lock. Returns how many movements have begun, and how many
+    /// blocks were not refused.
+    fn prefetch_some(&self, keys: &[BlockKey]) -> Result<(usize, usize)> {
+        let Inner { shared, commands, submitter, .. } = &**self.inner;
+        let (mut asleep, mut to_send) = (Vec::new(), Vec::new());
+        let (mut started, mut taken) = (0, 0);
+        let mut state = shared.lock();
+        for key in keys {
+            if state.flights.len() >= shared.config.limits.background_max as usize {
+                break;
+            }
+            let begin = |state: &mut State, id, waiter| {
+                let room = || commands.try_reserve().ok();
+                Submitter::begin(submitter.as_ref(), state, (key, id), (Tier::Host, Class::Background), waiter, room)
+            };
+            let requested = (Class::Background, Use::Announced);
+            match shared.promote_locked(&mut state, key, Tier::Host, requested, begin) {
+                // Nobody awaits it.
+                Ok((Promotion::Started(_, begun), _)) => {
+                    started += 1;
+                    match begun {
+                        Begun::Read(read, file) => asleep.push(read.submit(file)),
+                        Begun::Command(room) => to_send.push((room, *key)),
+                    }
+                }
+                Ok((Promotion::NotStarted, _)) => break,
+                Err(Error::Closed) => return Err(Error::Closed),
+                Ok((Promotion::Hit(pin), _)) => pin.release(&mut state),
+                // Nowhere, or on its way. An error is of that movement, and no other block's.
+                Ok(_) | Err(_) => {}
+            }
+            taken += 1;
+        }
+        drop(state);
+        asleep.into_iter().for_each(QueuedRead::wake);
+        to_send.into_iter().for_each(|(room, key)| room.send(Command::Promote { key, to: Tier::Host }));
+        Ok((started, taken))
     }
 
     /// Fetches many blocks at a time: one result per block, in order, each as of [`fetch`](Cache::fetch).

@@ -10,9 +10,10 @@ use crate::{
     checksum::checksum,
     config::Config,
     error::{Error, Result},
-    mover::{Command, DeviceRead, Urgent},
+    index::EntryId,
+    mover::{Begun, Command, DeviceRead, Submitter, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Committed, Found, Outcome, Promotion, Purpose, Use},
+    state::{BegunStore, Class, Committed, Found, Outcome, Promotion, Purpose, State, Use},
 };
 
 /// Room for a command in the reactor's channel.
@@ -188,54 +189,6 @@ impl Cache {
         self.inner.shared.match_len(keys)
     }
 
-    /// Starts to bring blocks into host memory; returns how many movements it started.
-    ///
-    /// Reads that a caller awaits go first. With [`Config::background_max`] movements in flight, or a full queue, the
-    /// rest of the call is refused and counted. A block whose movement in flight cannot be joined, because it is
-    /// overdue or has [`Config::waiters_max`] waiters, is passed over. A fetch that joins such a movement and is then
-    /// dropped may leave the block on disk.
-    ///
-    /// # Errors
-    /// [`Error::Closed`].
-    ///
-    /// ```
-    /// # kvhoist::block_on(async {
-    /// # let folder = tempfile::tempdir().expect("a folder");
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20)
-    /// #     .direct_io(kvhoist::DirectIo::Prefer).disk(folder.path(), 4 << 20).open().await?;
-    /// # let key = kvhoist::BlockKey::new([1; 32]);
-    /// # cache.store(&key, None, &[7; 4096]).await?;
-    /// // A request is queued: its blocks are on the way while it waits.
-    /// cache.prefetch(&[key])?;
-    /// let block = cache.fetch(&key).await?;
-    /// # assert!(block.is_some());
-    /// # cache.close().await }).expect("the example runs");
-    /// ```
-    pub fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
-        let shared = &self.inner.shared;
-        shared.lock().check_open()?;
-        let mut started = 0;
-        for (i, key) in keys.iter().enumerate() {
-            let has_room = shared.lock().flights.len() < self.config().limits.background_max as usize;
-            let Some(permit) = self.inner.commands.try_reserve().ok().filter(|_| has_room) else {
-                shared.metrics.background_refused.add((keys.len() - i) as u64);
-                break;
-            };
-            match shared.promote(key, Tier::Host, Class::Background, Use::Announced) {
-                Ok((Promotion::Started(nobody), _)) => {
-                    // First: the reactor would leave the block to a waiter, and a waiter that leaves gives it up.
-                    drop(nobody);
-                    permit.send(Command::Promote { key: *key, to: Tier::Host });
-                    started += 1;
-                }
-                Err(Error::Closed) => return Err(Error::Closed),
-                // Resident, or on its way. An error is of that movement, and no other block's.
-                Ok(_) | Err(_) => {}
-            }
-        }
-        Ok(started + shared.want_remote(keys, false))
-    }
-
     /// A block in device memory, promoted where it must be; `None` if it is nowhere.
     ///
     /// # Errors
@@ -295,14 +248,15 @@ impl Cache {
 
     /// Pins a block in `tier` for its caller, promoting it first where it must be.
     pub(super) async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
-        let asked = match self.inner.shared.look_up(key, tier, || self.inner.commands.try_reserve().ok())? {
+        let room = || self.inner.commands.try_reserve().ok();
+        let begin = |state: &mut State, id, waiter| self.begin(state, (key, id), tier, waiter, room);
+        let asked = match self.inner.shared.look_up(key, tier, Some(begin))? {
             Found::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(pin));
             }
             Found::Miss => return Ok(None),
-            Found::Remote => (None, self.inner.shared.bring(key, Use::Now).await),
-            Found::Elsewhere(None) => (None, Use::Now),
+            Found::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
             Found::Elsewhere(asked) => (asked, Use::Counted),
         };
         let pin = shield(self.promote(key, tier, asked)).await?;
@@ -312,44 +266,58 @@ impl Cache {
         Ok(pin)
     }
 
-    /// Promotes a block, or waits for its promotion: what was `asked` for, and room for the command, come first. Counts
-    /// the use that the other half says.
+    /// Begins the movement of a block for a waiter.
+    fn begin<'a>(
+        &'a self,
+        state: &mut State,
+        found: (&BlockKey, EntryId),
+        tier: Tier,
+        waiter: oneshot::Sender<Outcome>,
+        room: impl FnOnce() -> Option<Room<'a>>,
+    ) -> Option<Begun<Room<'a>>> {
+        Submitter::begin(self.inner.submitter.as_ref(), state, found, (tier, Class::Awaited), waiter, room)
+    }
+
+    /// Promotes a block, or waits for its promotion, which was asked for. Counts the use that the other half says.
     async fn promote(
         &self,
         key: &BlockKey,
         tier: Tier,
-        (mut asked, mut usage): (Option<(Promotion, Room<'_>)>, Use),
+        (asked, mut usage): (Promotion<Begun<Room<'_>>>, Use),
     ) -> Outcome {
         let shared = &self.inner.shared;
+        let mut asked = Some(asked);
         loop {
-            let (promotion, permit) = match asked.take() {
-                Some(asked) => asked,
-                None => {
-                    let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-                    let (promotion, source) = shared.promote(key, tier, Class::Awaited, usage)?;
+            let promotion = match asked.take() {
+                Some(Promotion::NotStarted) | None => {
+                    let room = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+                    let begin =
+                        |state: &mut State, id, waiter| self.begin(state, (key, id), tier, waiter, || Some(room));
+                    let requested = (Class::Awaited, usage);
+                    let (promotion, source) = shared.promote_locked(&mut shared.lock(), key, tier, requested, begin)?;
                     if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
                         shared.metrics.looked_up(source);
                     }
-                    (promotion, permit)
+                    promotion
                 }
+                Some(asked) => asked,
             };
             let (receiver, joined) = match promotion {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
-                Promotion::Miss => return Ok(None),
-                Promotion::Joined(receiver) => {
-                    drop(permit);
-                    (receiver, true)
-                }
-                Promotion::Started(receiver) => {
-                    permit.send(Command::Promote { key: *key, to: tier });
+                Promotion::Miss | Promotion::NotStarted => return Ok(None),
+                Promotion::Joined(receiver) => (receiver, true),
+                Promotion::Started(receiver, begun) => {
+                    match begun {
+                        Begun::Read(read, file) => read.submit(file).wake(),
+                        Begun::Command(room) => room.send(Command::Promote { key: *key, to: tier }),
+                    }
                     (receiver, false)
                 }
             };
-            match shared.settle(receiver).await {
+            match receiver.await.unwrap_or(Err(Error::Closed)) {
                 // The movement may have begun before the block was removed and stored anew: its miss is not ours.
-                Some(Ok(None)) if joined => {}
-                Some(outcome) => return outcome,
-                None => {}
+                Ok(None) if joined => {}
+                outcome => return outcome,
             }
         }
     }

@@ -6,13 +6,15 @@ use std::{
 };
 
 use bytes::Bytes;
+use tokio::sync::oneshot;
 
 use super::Cache;
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
     checksum::checksum,
     error::{Error, Result},
-    state::{Filling, Found, Pin, Shared},
+    index::EntryId,
+    state::{Filling, Found, Outcome, Pin, Shared, State},
 };
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
@@ -70,6 +72,9 @@ impl From<Lease> for Bytes {
 
 debug_fields!(Lease, lease => len: lease.len(), route: lease.route());
 
+/// Begins no movement.
+type BeginNothing = fn(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<()>;
+
 impl Cache {
     /// A lease on a block that is in host memory already; `None` for every other one. No I/O, and no wait.
     ///
@@ -85,7 +90,7 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub fn lease(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        match self.inner.shared.look_up::<()>(key, Tier::Host, || None)? {
+        match self.inner.shared.look_up(key, Tier::Host, None::<BeginNothing>)? {
             Found::Hit(pin) => Ok(Some(Lease::new(pin))),
             Found::Elsewhere(_) | Found::Remote | Found::Miss => Ok(None),
         }

@@ -41,7 +41,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use crate::{
     error::{Error, Result},
     fork::HomeBound,
-    mover::{Command, Urgent},
+    mover::{Command, Submitter, Urgent},
     shield::shield,
     state::{Pin, Shared},
 };
@@ -63,6 +63,8 @@ struct Inner {
     shared: Arc<Shared>,
     commands: mpsc::Sender<Command>,
     urgent: mpsc::UnboundedSender<Urgent>,
+    /// Where callers submit reads, if there are I/O threads for them.
+    submitter: Option<Arc<Submitter>>,
     end: watch::Receiver<Option<Result<()>>>,
     /// A permit for each read of a device block that may be under way.
     device_reads: Arc<Semaphore>,

@@ -11,7 +11,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::{Cache, Inner, deleted::Names, exported, regions::Regions, turns::Turns};
 use crate::{
-    block::Tier,
+    block::{FileId, Tier},
     config::{Config, Eviction, HeldFile},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads, format::record::Record},
@@ -22,7 +22,7 @@ use crate::{
     machine,
     memory::{Arena, huge},
     metrics::Metrics,
-    mover::{Command, Mover, Urgent},
+    mover::{Command, Mover, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
     shield::shield,
     state::Shared,
@@ -248,17 +248,23 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
     shared.registered.store(storage.registered(), Ordering::Release);
+    // A reactor that polls before it sleeps is to be used.
+    let pool = workers.pool().filter(|_| shared.config.spin_us == 0);
+    let files: Option<Vec<_>> = (0..members.len()).map(|at| storage.file(FileId(u16::try_from(at).ok()?))).collect();
+    let submitter = pool.cloned().zip(files);
     let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes, is_new);
     let movements_max = shared.config.limits.movements_max as usize;
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
+    let submitter = submitter.map(|(pool, files)| Submitter::new(Arc::clone(&shared), pool, files, urgent.clone()));
     let regions = Regions::new(Arc::clone(&shared.registered));
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {
         shared,
         commands: sender,
         urgent,
+        submitter,
         end: told,
         device_reads: Arc::new(Semaphore::new(movements_max)),
         regions,

@@ -47,12 +47,12 @@ pub struct Config {
     pub eviction_policy: Eviction,
     /// Threads that take reads, writes, checksums and copies of host memory off the reactor, so that one core does not
     /// bound them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process,
-    /// at most 8; none if there are two or fewer. Two of these for each drive then read and write; if a number is
-    /// given, direct I/O is not required, or the drives are unknown, all of them do. 0 to 256.
+    /// at most 8; if there are two or fewer, one, which only reads and writes. Two of these for each drive then read
+    /// and write; if a number is given, direct I/O is not required, or the drives are unknown, all do. 0 to 256.
     pub workers: Option<u32>,
     /// Microseconds for which the reactor polls for work before it sleeps. While a movement is in flight the reactor
-    /// then never sleeps, and occupies a core. Useful for single blocks from fast disks, most of all in a virtual
-    /// machine. 0 (sleep immediately) to 10,000.
+    /// then never sleeps, and occupies a core; callers leave all reads to it. Useful for single blocks from fast disks,
+    /// most of all in a virtual machine. 0 (sleep immediately) to 10,000.
     pub spin_us: u32,
     /// Host memory.
     pub host: HostConfig,
@@ -139,7 +139,8 @@ impl Config {
         let is_direct = self.disk.direct_io == DirectIo::Require;
         let wanted =
             drives.filter(|_| is_direct && self.workers.is_none()).map_or(u32::MAX, |drives| drives.saturating_mul(2));
-        wanted.min(self.worker_threads())
+        // One for the reads that callers submit, also where all else is the reactor's.
+        wanted.min(self.workers.unwrap_or(self.worker_threads().max(1)))
     }
 
     /// Bytes that reads and writes of the disk tier may have in flight, on all paths: a block moves, whatever its size.
@@ -195,7 +196,7 @@ mod tests {
     #[test]
     fn two_workers_transfer_for_each_drive_unless_their_number_is_given_or_more_would_copy() {
         let automatic = Config::default();
-        let all = automatic.worker_threads();
+        let all = automatic.worker_threads().max(1);
         for (drives, wanted) in [(0, 0), (1, 2), (3, 6), (64, 128)] {
             assert_eq!(automatic.transferring_threads(Some(drives)), all.min(wanted), "{drives} drives");
         }

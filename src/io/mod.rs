@@ -13,7 +13,7 @@ pub(crate) mod driver;
 mod files;
 mod memlock;
 #[cfg(test)]
-mod model;
+pub(crate) mod model;
 pub(crate) mod pool;
 mod resume;
 mod ring;
@@ -24,7 +24,9 @@ mod workers;
 
 pub use self::{files::Files, resume::in_parts, transfer::OpenFile, uring::yield_now};
 pub(crate) use self::{
+    pool::{Asleep, Pool},
     transfer::Transfer,
+    waiter::{Transferred, Waiter},
     workers::{ThreadPlan, Workers},
 };
 pub use crate::{

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::{
     driver::{Driver, Wake, Woken},
-    pool::Pool,
+    pool::{Pool, Step},
     transfer::{Completed, OpenFile, Transfer},
     waiter::Waiter,
 };
@@ -20,18 +20,59 @@ use crate::{
     urgency::Urgency,
 };
 
+/// A file of a model: nothing but memory.
+pub(crate) type Bytes = Arc<std::sync::Mutex<Vec<u8>>>;
+
 /// A ring whose transfers complete while its worker sleeps, or when the checker likes.
 struct Modelled {
     woken: Woken,
     /// Reads that it takes at once, and writes.
     transfers_max: usize,
+    /// What it reads and writes, if its transfers are to move bytes.
+    bytes: Option<Bytes>,
     in_flight: Vec<(OpKind, Completed<Waiter>)>,
     completed: VecDeque<Completed<Waiter>>,
 }
 
+/// Runs the only I/O thread of a pool, over a file of a model. It dies now and then, as by a panic, and another takes
+/// its place; what it had in flight is dropped then.
+pub(crate) fn run_io_thread(pool: &Pool, bytes: &Bytes) {
+    loop {
+        let mut driver = Modelled { bytes: Some(Arc::clone(bytes)), ..Modelled::new(2) };
+        pool.awake(0);
+        let mut unsubmitted = false;
+        while below(16) > 0 {
+            match pool.step(0, &mut driver, &mut unsubmitted) {
+                Step::Next => shuttle::thread::yield_now(),
+                Step::Sleep => {
+                    driver.sleep();
+                    unsubmitted = false;
+                    pool.awake(0);
+                }
+                Step::End => return,
+            }
+        }
+    }
+}
+
 impl Modelled {
     fn new(transfers_max: usize) -> Self {
-        Modelled { woken: Arc::default(), transfers_max, in_flight: Vec::new(), completed: VecDeque::new() }
+        let (in_flight, completed) = (Vec::new(), VecDeque::new());
+        Modelled { woken: Arc::default(), transfers_max, bytes: None, in_flight, completed }
+    }
+
+    /// Moves the bytes of a transfer.
+    fn make(&self, Transfer { kind, offset, buf, .. }: &Transfer) {
+        let Some(bytes) = &self.bytes else { return };
+        let mut bytes = bytes.lock().expect("nothing panics under it");
+        let in_file = &mut bytes[*offset as usize..][..buf.len()];
+        // SAFETY: by the contract of `Lent` the range is mapped, and the transfer's alone to write.
+        let in_memory = unsafe { std::slice::from_raw_parts_mut(buf.as_ptr(), buf.len()) };
+        match kind {
+            OpKind::Read => in_memory.copy_from_slice(in_file),
+            OpKind::Write => in_file.copy_from_slice(in_memory),
+            OpKind::Sync => {}
+        }
     }
 
     fn complete_one(&mut self) {
@@ -52,6 +93,7 @@ impl Driver for Modelled {
     }
 
     fn start(&mut self, transfer: Transfer, tag: Waiter) {
+        self.make(&transfer);
         self.in_flight.push((transfer.kind, Completed { buf: transfer.buf, result: Ok(()), tag }));
     }
 
@@ -124,7 +166,7 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
         let (waiter, transferred) = Waiter::new(4096);
         // Some are raised while they wait.
         let urgency = if n % 3 == 0 { Urgency::Awaited } else { Urgency::Background(u64::from(n)) };
-        pool.push_transfer(urgency, transfer, waiter);
+        pool.push_transfer(urgency, transfer, waiter).wake();
         pool.raise(&[u64::from(n / 2)], n == 5);
         let (answer, worked) = oneshot::channel();
         pool.push_work(0, Box::new(move || Box::new(move || answer.send(n).expect("it is awaited"))));

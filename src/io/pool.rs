@@ -1,15 +1,21 @@
-//! The queue between the reactor and its workers, and the loop of a worker.
+//! The queue between callers, the reactor and the workers, and the loop of a worker.
 
 #[cfg(test)]
 mod tests;
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use tokio::sync::Notify;
 
 use super::{
     driver::{Driver, Wake},
-    transfer::Transfer,
+    transfer::{Completed, Transfer},
     waiter::{self, Answer, Waiter},
 };
 use crate::{
@@ -28,9 +34,11 @@ pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
 /// A transfer that waits.
 type Queued = (Transfer, Waiter);
 
-/// State shared by the reactor and the threads.
+/// State shared by callers, the reactor and the threads.
 pub struct Pool {
     queue: Mutex<Queue>,
+    /// Whether something may be queued. False only where nothing is that a thread has not been told of.
+    any_queued: AtomicBool,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,
     /// Wakes the reactor for the first answer; it then takes all of them.
@@ -63,6 +71,16 @@ struct Sleeper {
     wake: Wake,
     /// What it could start.
     room: Room,
+}
+
+/// A sleeping worker that is to be woken, if one is.
+#[must_use]
+pub(crate) struct Asleep(Option<Sleeper>);
+
+impl Asleep {
+    pub(crate) fn wake(self) {
+        self.0.iter().for_each(|sleeper| sleeper.wake.wake());
+    }
 }
 
 /// What a worker could start.
@@ -99,7 +117,7 @@ struct Taken {
     work: Option<Work>,
 }
 
-/// The order is that of `mover/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;
+/// The order is that of `state/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;
 /// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
 impl Queue {
     /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
@@ -126,6 +144,10 @@ impl Queue {
             taken.unsummed = Some((transfer, waiter));
         }
         taken
+    }
+
+    fn is_empty(&self) -> bool {
+        self.work.is_empty() && self.reads.is_empty() && self.writes.is_empty() && self.unsummed.is_empty()
     }
 
     /// How many writes a worker with this room may start.
@@ -188,7 +210,12 @@ impl Pool {
             asleep: Vec::new(),
             closed: false,
         };
-        Pool { queue: Mutex::new(queue), answers: Mutex::new(Vec::new()), answered: Notify::new() }
+        Pool {
+            queue: Mutex::new(queue),
+            any_queued: AtomicBool::new(false),
+            answers: Mutex::new(Vec::new()),
+            answered: Notify::new(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -199,13 +226,16 @@ impl Pool {
         let mut queue = self.lock();
         queue.work.push_back((bytes, work));
         queue.bytes += bytes;
+        self.any_queued.store(true, Ordering::Relaxed);
         let sleeper = queue.sleeper(false);
         drop(queue);
         sleeper.iter().for_each(|sleeper| sleeper.wake.wake());
     }
 
-    pub(super) fn push_transfer(&self, urgency: Urgency, transfer: Transfer, waiter: Waiter) {
+    /// Queues a transfer. The caller wakes who is asleep, outside of its locks.
+    pub(crate) fn push_transfer(&self, urgency: Urgency, transfer: Transfer, waiter: Waiter) -> Asleep {
         let mut queue = self.lock();
+        self.any_queued.store(true, Ordering::Relaxed);
         queue.bytes += transfer.buf.len() as u64;
         let line = match transfer.kind {
             OpKind::Read => &mut queue.reads,
@@ -213,9 +243,7 @@ impl Pool {
             OpKind::Write | OpKind::Sync => &mut queue.writes,
         };
         line.push(urgency, (transfer, waiter));
-        let sleeper = queue.sleeper(true);
-        drop(queue);
-        sleeper.iter().for_each(|sleeper| sleeper.wake.wake());
+        Asleep(queue.sleeper(true))
     }
 
     /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
@@ -245,7 +273,7 @@ impl Pool {
     /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the driver has started transfers
     /// that it has not submitted.
     pub fn step(&self, worker: u32, driver: &mut impl Driver, unsubmitted: &mut bool) -> Step {
-        let Taken { transfers, unsummed, work } = self.lock().take(Room::of(driver), !driver.has_completed());
+        let Taken { transfers, unsummed, work } = self.take(driver);
         *unsubmitted |= !transfers.is_empty();
         transfers.into_iter().for_each(|(transfer, waiter)| driver.start(transfer, waiter));
         // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
@@ -262,10 +290,10 @@ impl Pool {
                     driver.start(transfer, waiter);
                     *unsubmitted = true;
                 }
-                Err(refused) => self.answer(waiter::answer(refused)),
+                Err(refused) => self.end(refused),
             }
         } else if let Some(ended) = driver.take_completed() {
-            self.answer(waiter::answer(ended));
+            self.end(ended);
         } else {
             return self.fall_asleep(worker, driver);
         }
@@ -303,6 +331,23 @@ impl Pool {
         queue.bytes -= lost.as_ref().map_or(0, |(bytes, _)| *bytes);
     }
 
+    /// What the worker takes from the queue, whose lock it takes only where something may be queued.
+    fn take(&self, driver: &impl Driver) -> Taken {
+        if !self.any_queued.load(Ordering::Relaxed) {
+            return Taken::default();
+        }
+        let mut queue = self.lock();
+        let taken = queue.take(Room::of(driver), !driver.has_completed());
+        self.any_queued.store(!queue.is_empty(), Ordering::Relaxed);
+        taken
+    }
+
+    fn end(&self, ended: Completed<Waiter>) {
+        if let Some(answer) = waiter::answer(ended) {
+            self.answer(answer);
+        }
+    }
+
     fn answer(&self, answer: Answer) {
         let mut answers = self.answers.lock();
         answers.push(answer);
@@ -323,7 +368,7 @@ impl Pool {
     }
 
     /// Closes the queue: workers end after the queued work.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         let asleep = {
             let mut queue = self.lock();
             queue.closed = true;

@@ -12,7 +12,7 @@ pub(super) type Answer = Box<dyn FnOnce() + Send>;
 
 /// The end of a transfer, whose memory has been dropped: the checksum of the requested number of bytes, if it was
 /// requested.
-pub(super) type Transferred = io::Result<Option<u64>>;
+pub(crate) type Transferred = io::Result<Option<u64>>;
 
 /// Receiver of a block that is being transferred.
 pub struct Waiter {
@@ -20,13 +20,27 @@ pub struct Waiter {
     pub(super) sum_bytes: usize,
     /// The checksum of a block that is being written.
     sum: Option<u64>,
-    answer: oneshot::Sender<Transferred>,
+    end: End,
+}
+
+/// Where the end of a transfer is told.
+enum End {
+    /// On the reactor.
+    Reactor(oneshot::Sender<Transferred>),
+    /// On the thread that has made it.
+    Here(Box<dyn FnOnce(Transferred) + Send>),
 }
 
 impl Waiter {
     pub(super) fn new(sum_bytes: usize) -> (Waiter, oneshot::Receiver<Transferred>) {
         let (answer, answered) = oneshot::channel();
-        (Waiter { sum_bytes, sum: None, answer }, answered)
+        (Waiter { sum_bytes, sum: None, end: End::Reactor(answer) }, answered)
+    }
+
+    /// Calls `end` on the thread that has made the transfer; drops it, when the kernel is done with the memory, if that
+    /// thread dies.
+    pub(crate) fn calling(sum_bytes: usize, end: impl FnOnce(Transferred) + Send + 'static) -> Waiter {
+        Waiter { sum_bytes, sum: None, end: End::Here(Box::new(end)) }
     }
 
     /// Bytes to checksum: after a read, before a write. 0: none.
@@ -62,12 +76,19 @@ pub(super) fn checksum_of(buf: &Lent, bytes: usize) -> u64 {
     checksum(unsafe { std::slice::from_raw_parts(buf.as_ptr().cast_const(), bytes.min(buf.len())) })
 }
 
-/// Checksums a block that was read, and returns an answer that sends the result.
-pub(super) fn answer(ended: Completed<Waiter>) -> Answer {
-    let Completed { buf, result, tag: Waiter { sum_bytes, sum, answer } } = ended;
+/// Checksums a block that was read, and tells its waiter: by an answer, where it waits on the reactor.
+pub(super) fn answer(ended: Completed<Waiter>) -> Option<Answer> {
+    let Completed { buf, result, tag: Waiter { sum_bytes, sum, end } } = ended;
     let result = result.map(|()| sum.or_else(|| (sum_bytes > 0).then(|| checksum_of(&buf, sum_bytes))));
     // On this thread, and caught: the memory of a movement that is gone may be the last owner of something that panics.
     _ = caught(move || drop(buf));
-    // The movement may be gone.
-    Box::new(move || drop(answer.send(result)))
+    match end {
+        // The movement may be gone.
+        End::Reactor(answer) => Some(Box::new(move || drop(answer.send(result)))),
+        End::Here(end) => {
+            // A panic is of this block alone.
+            _ = caught(|| end(result));
+            None
+        }
+    }
 }

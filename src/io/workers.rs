@@ -51,7 +51,7 @@ pub(crate) struct Workers {
 pub(crate) struct ThreadPlan {
     /// Threads for checksums and copies.
     pub(crate) workers: u32,
-    /// How many of these read and write too, each by a ring of its own, if the kernel allows it.
+    /// How many threads, these before others, read and write, each by a ring of its own, if the kernel allows it.
     pub(crate) rings: u32,
     /// Further threads, which read and write by system calls.
     pub(crate) callers: u32,
@@ -138,7 +138,7 @@ impl Workers {
         // Without such threads, callers are for the disk alone.
         let work_bytes_min = if computing == 0 { u64::MAX } else { WORK_BYTES_MIN };
         let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min, done };
-        let (count, rings) = (computing + callers, rings.min(computing));
+        let count = computing.max(rings) + callers;
         if count == 0 {
             return Ok(Rc::new(workers));
         }
@@ -228,6 +228,14 @@ impl Workers {
 }
 
 impl Workers {
+    /// The queue of the workers, if some of them read and write.
+    pub(crate) fn pool(&self) -> Option<&Arc<Pool>> {
+        match &self.kind {
+            Kind::Threads { pool, transfers: true, .. } => Some(pool),
+            _ => None,
+        }
+    }
+
     /// True if workers read and write.
     pub(crate) fn transfers(&self) -> bool {
         matches!(self.kind, Kind::Threads { transfers: true, .. })
@@ -248,7 +256,7 @@ impl Workers {
     pub(crate) async fn transfer(&self, urgency: Urgency, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
         let Kind::Threads { pool, transfers: true, .. } = &self.kind else { return None };
         let (waiter, answered) = Waiter::new(sum_bytes);
-        pool.push_transfer(urgency, transfer, waiter);
+        pool.push_transfer(urgency, transfer, waiter).wake();
         let transferred = answered.await.ok()?;
         self.done.add(1);
         Some(transferred)

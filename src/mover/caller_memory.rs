@@ -14,7 +14,6 @@ use super::{
     in_place::StoreStep,
     pages::CallPages,
     plan::{Step, Trip},
-    read::Verifier,
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::of_task,
     route::{self, Checked, Hop, Row, Shape, View, Want},
@@ -177,14 +176,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (outcome, job, is_copied) = match trip.row().checked {
             Checked::OnDevice => {
                 let offer = Offer::new(Some(Target::Memory(job)));
-                let outcome = self.to_host(key, Class::Awaited, step, Verifier::Device(offer.copy())).await;
+                let outcome = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await;
                 // Also after a failure: the owner may use the memory again once it has an answer.
                 let (Some(Target::Memory(job)), is_copied) = offer.withdraw().await? else {
                     unreachable!("a target comes back as the one that it was");
                 };
                 (outcome, job, is_copied)
             }
-            _ => (self.to_host(key, Class::Awaited, step, Verifier::Workers).await, job, false),
+            _ => (self.to_host(key, Class::Awaited, step, None).await, job, false),
         };
         let Some(pin) = outcome? else { return Ok(false) };
         if !is_copied {

@@ -7,10 +7,12 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::{
     progress::LayerJobs,
     region::{Job, RegionUse},
+    submit::PlannedRead,
 };
 use crate::{
     block::{BlockKey, Tier},
     error::Result,
+    io::Transferred,
     state::{PendingWrite, Pin},
 };
 
@@ -41,6 +43,8 @@ pub(crate) enum Urgent {
     Write(PendingWrite),
     /// Make the storage and the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
     GiveBack { region: RegionUse },
+    /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
+    EndRead(Box<PlannedRead>, Option<Transferred>),
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
     /// Finish the movements in flight, write dirty blocks, flush, and end. The caller waits for the end itself, and

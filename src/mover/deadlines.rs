@@ -19,13 +19,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             self.shared.watch.notified().await;
             let mut begun = VecDeque::new();
-            while self.active.get() > 0 || self.shared.has_slot_waiters() {
-                begun.push_back((self.shared.begun.load(Ordering::Relaxed), self.in_flight.given()));
+            loop {
+                begun.push_back((self.shared.begun.load(Ordering::Relaxed), self.shared.in_flight.given()));
                 sleep(self.shared.deadline() / LOOKS_PER_DEADLINE).await;
                 self.shared.looks.fetch_add(1, Ordering::Relaxed);
                 if begun.len() >= LOOKS_PER_DEADLINE as usize {
                     let (begun, given) = begun.pop_front().expect("not empty");
-                    self.in_flight.give_up_calls(given);
+                    self.shared.in_flight.give_up_calls(given);
                     let overdue = self.shared.give_up_overdue(begun);
                     if self.overdue.replace(overdue) != overdue {
                         // Commands may be refused now, or started again.
@@ -33,6 +33,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     }
                 }
                 self.shared.give_up_overdue_slots();
+                if !self.shared.is_watched(self.active.get() > 0) {
+                    break;
+                }
             }
             self.overdue.set(false);
         }

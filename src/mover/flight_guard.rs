@@ -77,8 +77,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // A panic under the lock has answered every waiter.
         let Some(mut state) = self.shared.lock_unless_broken() else { return };
         let flight = state.flights.get_mut(key, tier);
-        // It has ended, or waits for its verification.
-        if flight.is_none_or(|flight| flight.number != number || flight.unverified.is_some()) {
+        // It has ended.
+        if flight.is_none_or(|flight| flight.number != number) {
             return;
         }
         // Or its entry is gone: the block was removed, or given up.

@@ -10,7 +10,7 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    state::{Class, Committed, Message, State},
+    state::{Class, Committed, Outcome, State},
 };
 
 /// Dirty blocks that are listed under one lock: some tens of microseconds.
@@ -77,7 +77,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Starts the write of a dirty block, or joins the one in flight; `None` if there is nothing to wait for.
-    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Message>>> {
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Outcome>>> {
         let mut state = self.shared.lock();
         if !state.dirty.contains(key) && !state.flights.is_written(key) {
             return Ok(None);
@@ -126,7 +126,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let result = this.storage.sync(file).await;
             // First: a subscriber of the log may panic.
             flushing.end(&result);
-            this.shared.account(&this.failures, file, OpKind::Sync, &result);
+            this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);
             drop((turn, ended));
         });
         // The other end is dropped when it is done.

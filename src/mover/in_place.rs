@@ -62,7 +62,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, pin, job) = read.await;
         let sum = match result {
             Ok(sum) => {
-                self.shared.account(&self.failures, file, OpKind::Read, &Ok(()));
+                self.shared.account(&self.shared.failures, file, OpKind::Read, &Ok(()));
                 sum
             }
             // The memory is not mapped writable: the processor could not write to it either.
@@ -151,7 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let payload = unsafe { self.transfer(&permit, file, offset, &places, block_bytes, (job, filling)) };
         let (result, (job, filling)) = payload.await;
         drop(permit);
-        self.shared.account(&self.failures, file, OpKind::Write, &result);
+        self.shared.account(&self.shared.failures, file, OpKind::Write, &result);
         let write = DiskWrite { id, filling };
         let sum = match result {
             Ok(Some(sum)) => Ok(sum),

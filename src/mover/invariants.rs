@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use super::{Mover, in_flight::Kind};
+use super::Mover;
 use crate::{
     block::Tier,
     checksum::checksum,
     device::CopyEngine,
     index::EntryId,
     io::Storage,
-    state::{Shared, State},
+    state::{Kind, Shared, State},
 };
 
 /// Fails with a message unless the condition holds.
@@ -102,10 +102,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Checks what must hold on the reactor's side while nothing is in flight.
     pub(crate) fn check_idle(&self) -> Result<(), String> {
         for kind in [Kind::Read, Kind::Write] {
-            let bytes = self.in_flight.bytes(kind);
+            let bytes = self.shared.in_flight.bytes(kind);
             ensure!(bytes == 0, "{bytes} bytes in flight are counted for {kind:?}");
         }
-        ensure!(self.in_flight.waiting() == 0, "{} operations wait for their permit", self.in_flight.waiting());
+        ensure!(
+            self.shared.in_flight.waiting() == 0,
+            "{} operations wait for their permit",
+            self.shared.in_flight.waiting()
+        );
         let pages = self.records.borrow().len();
         ensure!(pages == 0, "{pages} record pages are being written");
         ensure!(self.answers.borrow().is_empty(), "{} answers are on their way", self.answers.borrow().len());

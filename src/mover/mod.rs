@@ -14,7 +14,6 @@ mod cufile_transfer;
 mod deadlines;
 mod flight_guard;
 mod flush;
-mod in_flight;
 mod in_place;
 #[cfg(feature = "sim")]
 mod invariants;
@@ -34,6 +33,9 @@ mod results;
 mod route;
 mod shutdown;
 mod speculative_copy;
+mod submit;
+#[cfg(test)]
+mod tests;
 mod write;
 mod write_budget;
 
@@ -42,6 +44,7 @@ pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 #[cfg(test)]
 pub(crate) use region::COMPARED;
 pub(crate) use region::{Job, RegionInner, RegionMemory, RegionUse};
+pub(crate) use submit::{Begun, QueuedRead, Submitter};
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -56,14 +59,14 @@ use tokio::{
     time::Instant,
 };
 
-use self::{in_flight::InFlight, pages::RecordPages, results::or_panicked, write_budget::WriteBudget};
+use self::{pages::RecordPages, results::or_panicked, write_budget::WriteBudget};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
     disk::PageId,
     error::{Error, Result},
     io::{Storage, Workers},
-    state::{Failures, FlightEnd, Message, Outcome, Shared},
+    state::{Failures, FlightEnd, Outcome, Shared},
 };
 
 /// The reactor's side of a cache.
@@ -76,7 +79,6 @@ pub(crate) struct Mover<S, C> {
     files: Vec<FileId>,
     /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
-    in_flight: InFlight,
     /// What may be written to the disk tier, where that is limited.
     write_budget: Option<RefCell<WriteBudget>>,
     /// When the cache was opened.
@@ -90,14 +92,12 @@ pub(crate) struct Mover<S, C> {
     /// Bytes checksummed on this thread since the last turn of other tasks.
     checksummed: Cell<usize>,
     /// Outcomes to be sent to their waiters.
-    answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
+    answers: RefCell<Vec<(oneshot::Sender<Outcome>, Outcome)>>,
     /// Write-backs in flight without a waiter.
     demoting: Cell<u32>,
     active: Cell<u32>,
     /// A movement is overdue: what cannot be started is refused.
     overdue: Cell<bool>,
-    /// One for each file: operations on blocks, and flushes.
-    failures: Vec<Failures>,
     /// One for each file: writes of records. Apart, because blocks and records are written together.
     record_failures: Vec<Failures>,
     /// One for each file.
@@ -146,9 +146,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let config = &shared.config;
         let files: Vec<FileId> =
             (0..config.disk.paths.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
-        let [read_bytes, write_bytes] = config.bytes_in_flight_max();
         Rc::new(Mover {
-            in_flight: InFlight::new(read_bytes, write_bytes),
             write_budget: config
                 .write_budget_bytes()
                 .map(|bytes| RefCell::new(WriteBudget::new(bytes, config.written_bytes(), is_new))),
@@ -162,7 +160,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             demoting: Cell::new(0),
             active: Cell::new(0),
             overdue: Cell::new(false),
-            failures: files.iter().map(|_| Failures::default()).collect(),
             record_failures: files.iter().map(|_| Failures::default()).collect(),
             flushes: files.iter().map(|_| Flush::new()).collect(),
             settled: Notify::new(),
@@ -218,7 +215,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             self.shared.raised.notified().await;
             let raised = std::mem::take(&mut self.shared.lock().raised);
-            self.in_flight.raise(&raised);
+            self.shared.in_flight.raise(&raised);
             self.workers.raise(&raised.flights, raised.holders);
         }
     }
@@ -270,6 +267,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(permit);
                 drop(reply.send(result));
             }),
+            Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
             // It is already closing.
             Urgent::Close => {}
         }
@@ -282,7 +280,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Answers the waiters of a flight that has ended, and starts the write that follows it.
     pub(super) fn answer_all(self: &Rc<Self>, (answers, next): FlightEnd) {
-        self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
+        self.answer(answers);
         if let Some(write) = next {
             self.spawn(Rc::clone(self).write(write));
         }
@@ -290,7 +288,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Answers waiters when the tasks that are ready now have run. Movements that completed together
     /// then wake their callers together: waking a thread costs more than most of what it then does.
-    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Message>, Message)>) {
+    fn answer(self: &Rc<Self>, answers: impl IntoIterator<Item = (oneshot::Sender<Outcome>, Outcome)>) {
         let first = {
             let mut waiting = self.answers.borrow_mut();
             let first = waiting.is_empty();
@@ -350,7 +348,6 @@ impl Drop for Ended {
             return;
         }
         self.0.close();
-        self.0.give_up_all_unverified();
         // Dropping the senders answers the waiters with `Error::Closed`.
         let flights = self.0.lock().flights.finish_all();
         drop(flights);

@@ -2,16 +2,14 @@
 
 use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
-use super::{
-    Mover,
-    in_flight::{Kind, Permit},
-};
+use super::Mover;
 use crate::{
     block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
     io::{Storage, Transfer, read_into, write_from},
     memory::{Guard, IoBuf, Readable},
+    state::{Kind, Permit},
     urgency::Urgency,
 };
 
@@ -206,7 +204,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Bytes of the operations in flight.
     pub(super) fn bytes_in_flight(&self) -> u64 {
-        self.in_flight.bytes(Kind::Read) + self.in_flight.bytes(Kind::Write)
+        self.shared.in_flight.bytes(Kind::Read) + self.shared.in_flight.bytes(Kind::Write)
     }
 
     /// The checksum of a block, on the reactor, with turns for other tasks between chunks.

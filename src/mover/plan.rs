@@ -7,7 +7,6 @@ use tokio::sync::oneshot;
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    in_flight::{Kind, Permit},
     route::{self, Hop, Otherwise, Row, Shape, View, Want},
 };
 use crate::{
@@ -15,7 +14,8 @@ use crate::{
     device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Class, Filling, Message, Pin, Promotion, Purpose, State, Use},
+    state::{Class, Filling, Kind, Outcome, Permit, Pin, Promotion, Purpose, State, Use},
+    urgency::Urgency,
 };
 
 /// A movement, and what it has taken so far.
@@ -44,6 +44,12 @@ pub(super) struct Taken {
 }
 
 impl Taken {
+    /// The host slot that a read fills, and how urgent it was when its permit was given.
+    pub(super) fn of_read(&self) -> (u32, Urgency) {
+        let (slot, permit) = self.slot.as_ref().zip(self.permit.as_ref()).expect("its plan has taken both");
+        (slot.slot(), permit.urgency())
+    }
+
     pub(super) fn slot(&mut self) -> Filling {
         self.slot.take().expect("its plan has taken one")
     }
@@ -76,6 +82,15 @@ pub(super) struct OnDisk {
     pub(super) checksum: u64,
 }
 
+impl OnDisk {
+    pub(super) fn of(state: &mut State, pin: Pin) -> Self {
+        let slots = state.disk_slots();
+        let (file, offset) = slots.locate(pin.slot());
+        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+        OnDisk { pin, file, offset, checksum }
+    }
+}
+
 /// The next step of a movement.
 pub(super) enum Step<S: Storage, C: CopyEngine> {
     /// Something is not to be had at once.
@@ -94,7 +109,7 @@ pub(super) enum Step<S: Storage, C: CopyEngine> {
 
 /// A movement to a host slot that another one waits for.
 pub(super) struct Flight<S: Storage, C: CopyEngine> {
-    pub(super) outcome: oneshot::Receiver<Message>,
+    pub(super) outcome: oneshot::Receiver<Outcome>,
     /// It had begun before.
     pub(super) is_joined: bool,
     /// To be carried out by who waits.
@@ -118,6 +133,12 @@ impl Trip {
     /// The load of a block to a caller's memory.
     pub(super) fn load(key: &BlockKey, shape: Shape) -> Self {
         Trip::new(key, Want::Load, None, shape, Use::Now)
+    }
+
+    /// The read of a block to a host slot, by a row that has been chosen.
+    pub(super) fn read(key: &BlockKey, row: &'static Row, slot: Filling, permit: Permit) -> Self {
+        let taken = Taken { slot: Some(slot), permit: Some(permit) };
+        Trip { taken, row: Some(row), ..Trip::to_slot(key, Tier::Host) }
     }
 
     fn new(key: &BlockKey, want: Want, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
@@ -213,10 +234,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if tier != Tier::Disk {
             return Step::Pinned(pin);
         }
-        let slots = state.disk_slots();
-        let (file, offset) = slots.locate(pin.slot());
-        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
-        Step::OnDisk(OnDisk { pin, file, offset, checksum })
+        Step::OnDisk(OnDisk::of(state, pin))
     }
 
     /// Pins a block in host memory, or waits for its movement there, which begins unless it has begun.
@@ -227,7 +245,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         class: Class,
         usage: Use,
     ) -> Result<Step<S, C>> {
-        let (promotion, source) = self.shared.promote_locked(state, key, Tier::Host, class, usage)?;
+        let begin = |state: &mut State, id, waiter| {
+            state.flights.begin(key, Tier::Host, id, class, waiter);
+            Some(())
+        };
+        let (promotion, source) = self.shared.promote_locked(state, key, Tier::Host, (class, usage), begin)?;
         if matches!(promotion, Promotion::Miss) && self.shared.remote.as_ref().is_some_and(|remote| remote.offers(key))
         {
             return Ok(Step::Remote(usage));
@@ -238,9 +260,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let (outcome, is_joined) = match promotion {
             Promotion::Hit(pin) => return Ok(Step::Pinned(pin)),
-            Promotion::Miss => return Ok(Step::Gone),
+            Promotion::Miss | Promotion::NotStarted => return Ok(Step::Gone),
             Promotion::Joined(outcome) => (outcome, true),
-            Promotion::Started(outcome) => (outcome, false),
+            Promotion::Started(outcome, ()) => (outcome, false),
         };
         // Also a flight that a caller began: its command may be queued behind movements like this one. A movement in
         // flight to a block that was stored since is carried out by its command.
@@ -284,7 +306,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Missing::Permit(kind) => {
                 let (urgency, bytes) = (state.holder_urgency(purpose), self.shared.config.slot_bytes() as u64);
-                let take = || self.in_flight.take_now(kind, urgency, bytes, || Some(())).map(|(permit, ())| permit);
+                let take = || self.shared.in_flight.take_now(kind, urgency, bytes);
                 taken.permit = taken.permit.take().or_else(take);
                 taken.permit.is_none()
             }
@@ -300,7 +322,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // Read here: a movement that is raised later is in the queue by then.
                 let urgency = self.shared.lock().holder_urgency(purpose);
                 let bytes = self.shared.config.slot_bytes() as u64;
-                let permit = self.in_flight.take(kind, urgency, bytes, matches!(purpose, Purpose::Call)).await;
+                let permit = self.shared.in_flight.take(kind, urgency, bytes, matches!(purpose, Purpose::Call)).await;
                 taken.permit = Some(permit.ok_or_else(|| self.shared.timeout("a turn of the disk"))?);
             }
         }

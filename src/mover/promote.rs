@@ -15,7 +15,7 @@ use super::{
 use crate::{
     block::{BlockKey, Route, Tier},
     device::CopyEngine,
-    error::Result,
+    error::{Error, Result},
     io::Storage,
     state::{Class, Outcome, Pin, Purpose, Use},
 };
@@ -51,7 +51,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             step = self.plan(&mut self.shared.lock(), &mut trip)?;
         }
         let offer = Offer::new(None);
-        let outcome = self.to_host(&trip.key, Class::Awaited, step, Verifier::Device(offer.copy())).await?;
+        let outcome = self.to_host(&trip.key, Class::Awaited, step, Some(offer.copy())).await?;
         let Some(source) = outcome else { return Ok(None) };
         if trip.is_suspect {
             self.blame_cufile();
@@ -126,11 +126,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // A task of its own: if the movement becomes overdue, this one continues without it.
                 self.spawn(Rc::clone(self).fill_host(*fill, verifier.clone()));
             }
-            match self.shared.settle(outcome).await {
+            match outcome.await.unwrap_or(Err(Error::Closed)) {
                 // The joined flight may have begun before the block was removed and stored again: look it up again.
-                Some(Ok(None)) if is_joined => {}
-                Some(outcome) => return outcome,
-                None => {}
+                Ok(None) if is_joined => {}
+                outcome => return outcome,
             }
             step = self.begin_to_host(&mut self.shared.lock(), key, class, Use::Counted)?;
         }

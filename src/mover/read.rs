@@ -11,36 +11,26 @@ use tokio::time::Instant;
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    in_flight::Permit,
     offload::Place,
     plan::{Fill, OnDisk, Step, Trip},
     speculative_copy::SpeculativeCopy,
+    submit::PlannedRead,
 };
 use crate::{
-    block::{BlockKey, OpKind, Route, Tier},
+    block::{BlockKey, FileId, OpKind, Route, Tier},
     device::CopyEngine,
     error::{Error, Result},
-    io::Storage,
+    io::{Storage, Transferred},
     memory::Readable,
-    state::{
-        Filling, Message, Outcome, Pin, Unverified, blames_disk,
-        verify::{self, Fault},
-    },
+    state::{Filling, Outcome, Permit, Pin, Unverified, blames_disk, verify::Fault},
 };
 
-/// Who verifies a block that is read to a host slot.
-#[derive(Clone)]
-pub(super) enum Verifier {
-    /// The worker that reads it, or the first of its waiters.
-    Waiters,
-    /// A worker, or the reactor.
-    Workers,
-    /// The device, after the copy to the memory that is offered there.
-    Device(Rc<SpeculativeCopy>),
-}
+/// The copy to the device that verifies a block there, where one is offered; otherwise the thread that reads it does,
+/// or the reactor.
+pub(super) type Verifier = Option<Rc<SpeculativeCopy>>;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Fills a host slot for the waiters of a flight, and leaves the verification to them.
+    /// Fills a host slot for the waiters of a flight.
     pub(super) async fn promote_to_host(self: Rc<Self>, key: BlockKey) {
         let guard = FlightGuard::new(&self, &key, Tier::Host, None);
         let mut trip = Trip::to_slot(&key, Tier::Host);
@@ -52,7 +42,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             self.begin_fill(&mut state, &mut trip)
         };
-        self.fill_host(Fill { guard, trip, step }, Verifier::Waiters).await;
+        self.fill_host(Fill { guard, trip, step }, None).await;
     }
 
     /// Fills a host slot, and ends its flight.
@@ -74,6 +64,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(error) => Err(error),
         };
         self.end_flight(&key, Tier::Host, outcome);
+    }
+
+    /// Ends a read that a caller had submitted: by what came of it, or reads the block again.
+    pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Option<Transferred>) {
+        let PlannedRead { mut trip, started, block, began } = *read;
+        let guard = FlightGuard::new(&self, &trip.key, Tier::Host, Some(started));
+        let Some(result) = result else {
+            return self.fill_host(Fill { guard, trip, step: Step::OnDisk(block) }, None).await;
+        };
+        drop(trip.taken.permit());
+        match self.read_ended(block.file, block.checksum, (result, block.pin, trip.taken.slot()), began) {
+            Ok(unverified) => self.verify_here(&trip.key, unverified).await,
+            Err(error) => self.end_flight(&trip.key, Tier::Host, Err(error)),
+        }
     }
 
     /// Reads a block from disk to memory that `to` keeps, with its checksum if a worker makes the transfer and
@@ -107,13 +111,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (filling, permit) = (trip.taken.slot(), trip.taken.permit());
         // A block on its way to a device that can compute checksums is verified there, once, after the copy.
         let sum_bytes = match verifier {
-            Verifier::Device(_) if self.copy.checksums() => 0,
+            Some(_) if self.copy.checksums() => 0,
             _ => self.shared.config.block_bytes,
         };
         let place = [self.place_of(filling.slot())];
         // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
-        let (result, pin, filling) = unsafe { self.read(block, permit, &place, filling, sum_bytes) }.await;
-        self.shared.account(&self.failures, file, OpKind::Read, &result);
+        let read = unsafe { self.read(block, permit, &place, filling, sum_bytes) }.await;
+        self.read_ended(file, checksum, read, started)
+    }
+
+    /// What a block is after a read to a host slot.
+    fn read_ended(
+        &self,
+        file: FileId,
+        checksum: u64,
+        (result, pin, filling): (Transferred, Pin, Filling),
+        started: Instant,
+    ) -> Result<Unverified> {
+        self.shared.account(&self.shared.failures, file, OpKind::Read, &result);
         match result {
             Ok(sum) => Ok(Unverified { source: pin, filling, checksum, sum, started }),
             Err(source) => {
@@ -129,22 +144,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Has a block in a host slot verified, makes it visible or gives it up, and ends its flight.
     async fn verify(self: &Rc<Self>, key: &BlockKey, unverified: Unverified, verifier: Verifier) {
-        let unverified = match verifier {
-            Verifier::Device(ahead) => return self.verify_on_device(key, unverified, &ahead).await,
-            Verifier::Waiters
-                if unverified.sum.is_none() && self.shared.config.block_bytes <= verify::BLOCK_BYTES_MAX =>
-            {
-                match self.shared.leave_unverified(key, unverified) {
-                    Ok(tickets) => {
-                        let messages = tickets.into_iter().map(|(waiter, ticket)| (waiter, Message::Verify(ticket)));
-                        return self.answer(messages.collect());
-                    }
-                    Err(unverified) => unverified,
-                }
-            }
-            _ => unverified,
-        };
-        self.verify_here(key, unverified).await;
+        match verifier {
+            Some(copy) => self.verify_on_device(key, unverified, &copy).await,
+            None => self.verify_here(key, unverified).await,
+        }
     }
 
     /// Verifies a block in a host slot by a worker or here, makes it visible or gives it up, and ends its flight.

@@ -47,9 +47,7 @@ pub(super) enum Hop {
 pub(super) enum Checked {
     /// It was verified before.
     Before,
-    /// The worker that reads it, or its first waiter.
-    ByWaiter,
-    /// A worker, or the reactor.
+    /// The thread that transfers it, or the reactor.
     ByWorker,
     /// The device, or the processor where the device cannot.
     OnDevice,
@@ -129,7 +127,7 @@ static HOST_SLOT: [Row; 3] = {
     use {Checked::*, Hop::*, Otherwise::*};
     [
         row(|v| v.has(Tier::Host), &[], Route::HostHit, Before, Fail),
-        row(|v| v.has(Tier::Disk), &[DiskToHost], Route::DiskToHost, ByWaiter, Fail),
+        row(|v| v.has(Tier::Disk), &[DiskToHost], Route::DiskToHost, ByWorker, Fail),
         row(|v| v.has(Tier::Device), &[DeviceToHost], Route::DeviceToHost, Before, Fail),
     ]
 };

@@ -18,15 +18,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
         self.shared.close();
         let refusals = self.shared.begin_report();
-        self.shared.give_up_all_unverified();
-        // A flight that has begun has its movement in flight or in the channel, or its caller is about to send it, or a
-        // caller verifies its block.
+        // A flight that has begun has its movement in flight or in the channel, or its caller is about to send or to
+        // submit it, or an I/O thread ends it.
         while self.active.get() > 0 || self.shared.lock().flights.len() > 0 {
             tokio::select! {
                 biased;
                 Some(request) = urgent.recv() => self.start_urgent(request),
                 () = self.settled.notified() => {}
-                () = self.shared.verified.notified() => {}
+                () = self.shared.ended.notified() => {}
             }
         }
         if self.files.is_empty() {

@@ -8,10 +8,8 @@ use tokio::time::Instant;
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    in_flight::Permit,
     offload::Place,
     plan::{Taken, WRITE},
-    read::Verifier,
     route::{self, Hop, View, Want},
 };
 use crate::{
@@ -20,7 +18,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, PendingWrite, Pin, Purpose, State},
+    state::{Class, Committed, DiskPlace, DiskWrite, PendingWrite, Permit, Pin, Purpose, State},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
@@ -56,7 +54,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let slot = write.filling.slot();
                 let mut state = self.lock();
                 if state.end_disk_write(write, None) {
-                    self.answer_all(self.shared.end_write(state, key, id, source, &Ok(None)));
+                    self.answer_all(self.shared.end_write(state, key, id, source, Ok(None)));
                     return Ok(true);
                 }
                 drop(state);
@@ -76,7 +74,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(()) => {}
         }
         let outcome = result.clone().map(|()| None);
-        self.answer_all(self.shared.end_write(self.lock(), key, id, source, &outcome));
+        self.answer_all(self.shared.end_write(self.lock(), key, id, source, outcome));
         result.map(|()| false)
     }
 
@@ -123,7 +121,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn write_through_host(self: &Rc<Self>, guard: &FlightGuard<S, C>) -> Result<Option<DiskWrite>> {
         let key = guard.key();
         let class = self.shared.lock().flights.class(key, Tier::Disk);
-        match self.obtain_host(key, class, Verifier::Workers).await? {
+        match self.obtain_host(key, class, None).await? {
             Some(host) => self.write_block(guard, &Arc::new(host)).await,
             None => Ok(None),
         }
@@ -175,7 +173,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let payload = unsafe { self.transfer(&permit, file, offset, places, 0, (guard, filling)) };
         let ((result, (_guard, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(permit);
-        self.shared.account(&self.failures, file, OpKind::Write, &result);
+        self.shared.account(&self.shared.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
         self.written(DiskWrite { id, filling }, result)
     }

@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{
-    Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Shared, State, Unverified, few::Few,
-};
+use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, State, few::Few};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::{Eviction, WritePolicy},
@@ -20,9 +18,9 @@ pub(crate) enum Committed {
     /// None: the policy is satisfied.
     Done,
     /// Wait for the outcome of a write that is in flight, or follows the movement in flight.
-    Wait(oneshot::Receiver<Message>),
+    Wait(oneshot::Receiver<Outcome>),
     /// Send the write to the reactor, and wait for its outcome.
-    Write(PendingWrite, oneshot::Receiver<Message>),
+    Write(PendingWrite, oneshot::Receiver<Outcome>),
 }
 
 /// The first step of a store.
@@ -36,7 +34,7 @@ pub(crate) enum BegunStore {
 }
 
 /// The end of a flight: the answers to its waiters, sent after the lock is released, and the write that follows.
-pub(crate) type FlightEnd = (Few<(oneshot::Sender<Message>, Outcome)>, Option<PendingWrite>);
+pub(crate) type FlightEnd = (Few<(oneshot::Sender<Outcome>, Outcome)>, Option<PendingWrite>);
 
 impl Shared {
     /// Begins a store: as [`store_known`](Self::store_known), and with a slot for a block whose bytes are needed.
@@ -232,7 +230,7 @@ impl Shared {
         match joined {
             Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
             // It is in no memory from which it could be written, or it comes from disk.
-            Joined::None | Joined::Unverified => Ok(Committed::Done),
+            Joined::None => Ok(Committed::Done),
             Joined::Full => {
                 Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"))
             }
@@ -256,36 +254,43 @@ impl Shared {
         self.end_flight_locked(&mut self.lock(), key, tier, outcome)
     }
 
-    /// Ends a read that has been verified, and its flight: under one lock if the block matched.
-    pub(crate) fn end_read(self: &Arc<Self>, key: &BlockKey, unverified: Unverified, matches: bool) -> FlightEnd {
-        if !matches {
-            let outcome = self.finish_read(unverified, false);
-            return self.end_flight(key, Tier::Host, outcome);
+    /// The answer to each waiter of a movement to `tier`: the first gets the movement's pin, each other one a new one.
+    fn answers(
+        self: &Arc<Self>,
+        state: &mut State,
+        waiters: Few<oneshot::Sender<Outcome>>,
+        tier: Tier,
+        outcome: Outcome,
+    ) -> Few<(oneshot::Sender<Outcome>, Outcome)> {
+        let pin = match outcome {
+            Ok(Some(pin)) => pin,
+            Ok(None) => return waiters.map(|waiter| (waiter, Ok(None))),
+            Err(error) => return waiters.map(|waiter| (waiter, Err(error.clone()))),
+        };
+        let (id, route, mut first) = (pin.id(), pin.route(), Some(pin));
+        let answers = waiters.map(|waiter| {
+            let pin = first.take().or_else(|| Pin::take(self, state, id, tier, route));
+            (waiter, Ok(pin))
+        });
+        if let Some(unwanted) = first {
+            unwanted.release(state);
         }
-        self.metrics.moved(Route::DiskToHost, self.config.block_bytes, unverified.started.elapsed());
-        let Unverified { source, filling, checksum, .. } = unverified;
-        let mut state = self.lock();
-        let pin = self.publish_locked(&mut state, source.id(), filling, checksum, Route::DiskToHost, source);
-        self.end_flight_locked(&mut state, key, Tier::Host, Ok(pin))
+        answers
     }
 
     /// As [`end_flight`](Self::end_flight), for a holder of the lock.
-    fn end_flight_locked(
+    pub(super) fn end_flight_locked(
         self: &Arc<Self>,
         state: &mut State,
         key: &BlockKey,
         tier: Tier,
         outcome: Outcome,
     ) -> FlightEnd {
-        let ended = self.answer_flight(state, key, tier, &outcome);
-        if let Ok(Some(pin)) = outcome {
-            pin.release(state);
+        if state.closed {
+            self.ended.notify_one();
         }
-        ended
-    }
-
-    fn answer_flight(self: &Arc<Self>, state: &mut State, key: &BlockKey, tier: Tier, outcome: &Outcome) -> FlightEnd {
         let Finished { waiters, next } = state.flights.finish(key, tier);
+        let failed = outcome.as_ref().err().cloned();
         let mut answers = self.answers(state, waiters, tier, outcome);
         let Some(mut next) = next else { return (answers, None) };
         // The result of the waiters for that write if none begins: the block was removed, or is on disk.
@@ -318,11 +323,11 @@ impl Shared {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
                 let started = state.flights.begin_started(key, Tier::Disk, id, class, next);
                 return (answers, Some(PendingWrite { key: *key, pin, started }));
-            } else if let (Tier::Host, Err(error)) = (tier, outcome) {
+            } else if let (Tier::Host, Some(error)) = (tier, failed) {
                 // It did not arrive in host memory, from which it would be written.
                 state.count(&self.metrics.writes_refused, 1);
                 state.refusals.add(*key, error.clone());
-                missed = Err(error.clone());
+                missed = Err(error);
             }
         }
         answers.extend(next.into_iter().map(|waiter| (waiter, missed.clone().map(|()| None))));
@@ -339,7 +344,7 @@ impl Shared {
         key: &BlockKey,
         id: EntryId,
         source: Option<Arc<Pin>>,
-        outcome: &Outcome,
+        outcome: Outcome,
     ) -> FlightEnd {
         state.note_written(key, id, outcome.as_ref().err());
         match source.map(Arc::try_unwrap) {
@@ -352,17 +357,12 @@ impl Shared {
                 state = self.lock();
             }
         }
-        self.answer_flight(&mut state, key, Tier::Disk, outcome)
-    }
-
-    /// Notes a refusal for a block whose write was lost.
-    pub(crate) fn note_refused(&self, key: &BlockKey, id: EntryId, error: &Error) {
-        self.lock().note_written(key, id, Some(error));
+        self.end_flight_locked(&mut state, key, Tier::Disk, outcome)
     }
 
     /// Waits for a write to disk.
-    pub(crate) async fn written(self: &Arc<Self>, receiver: oneshot::Receiver<Message>) -> Result<()> {
-        self.settle(receiver).await.unwrap_or(Ok(None)).map(drop)
+    pub(crate) async fn written(&self, receiver: oneshot::Receiver<Outcome>) -> Result<()> {
+        receiver.await.unwrap_or(Err(Error::Closed)).map(drop)
     }
 
     /// Begins the write of a block that is not on disk and was hit often enough, or was refused and is used again.

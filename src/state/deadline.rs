@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use super::{Message, Shared};
+use super::Shared;
 use crate::{block::Tier, shield::caught};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
@@ -32,9 +32,17 @@ impl Shared {
                 Some(tier) => self.slot_timeout(tier, held[tier as usize]),
                 None => self.timeout("a movement"),
             };
-            drop(waiter.send(Message::Ended(Err(error))));
+            drop(waiter.send(Err(error)));
         }
         any
+    }
+
+    /// Whether the clock is to be watched on: while a movement `is_active` on the reactor, a flight is in flight, or a
+    /// request waits for a slot. Who begins a flight later wakes the task again.
+    pub(crate) fn is_watched(&self, is_active: bool) -> bool {
+        let mut state = self.lock();
+        state.is_watched = is_active || state.flights.len() > 0 || !state.slot_requests.is_empty();
+        state.is_watched
     }
 
     /// Number of deadline ticks so far. Only the reactor reads a clock.

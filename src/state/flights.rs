@@ -1,14 +1,13 @@
 //! Single flight: one movement per key and destination, for any number of waiters.
 //!
-//! Pure data: `M` is the message that answers a waiter, `U` a block that waits to be verified.
+//! Pure data: `M` is what answers a waiter.
 
 mod raised;
 mod table;
 #[cfg(test)]
 mod tests;
-mod unclaimed;
 
-pub(crate) use self::{raised::Raised, unclaimed::Unclaimed};
+pub(crate) use self::raised::Raised;
 
 use std::{
     collections::VecDeque,
@@ -41,7 +40,7 @@ pub(crate) enum Class {
 }
 
 /// The waiters of one movement.
-pub(crate) struct Flight<M, U> {
+pub(crate) struct Flight<M> {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
     /// The entry that it moves; [`EntryId::NONE`] once that is gone. If it was removed, the key may name another one.
@@ -57,10 +56,6 @@ pub(crate) struct Flight<M, U> {
     /// `Some` if a write to disk follows, of the block that the key names when this movement ends: the waiters for that
     /// write.
     next: Option<Waiters<M>>,
-    /// The block as it was read, verified by the first ticket that claims it. Its movement has ended.
-    pub(crate) unverified: Option<Arc<Unclaimed<U>>>,
-    /// Tickets in flight: not dropped, and not redeemed after another ticket had claimed the block.
-    pub(crate) tickets: u32,
 }
 
 /// A started movement: its number, and the entry that it moves.
@@ -71,8 +66,8 @@ pub(crate) struct Started {
 }
 
 /// Movements in flight, by key and destination.
-pub(crate) struct Flights<M, U> {
-    by_target: Table<Flight<M, U>>,
+pub(crate) struct Flights<M> {
+    by_target: Table<Flight<M>>,
     /// Movements that may become overdue, with their places in the table, by number, the oldest first. Also some that
     /// have ended: no more than there are others, and [`ENDED_MAX`].
     by_age: VecDeque<(u64, u32)>,
@@ -99,8 +94,6 @@ pub(crate) struct Finished<M> {
 pub(crate) enum Joined<M> {
     /// A movement is in flight; its outcome arrives here.
     Waiting(oneshot::Receiver<M>),
-    /// It has been read and waits to be verified.
-    Unverified,
     /// No movement is in flight.
     None,
     /// It has the largest permitted number of waiters.
@@ -109,19 +102,14 @@ pub(crate) enum Joined<M> {
     Overdue,
 }
 
-impl<M, U> Flight<M, U> {
+impl<M> Flight<M> {
     /// True if a write to disk follows it.
     pub(crate) fn is_followed(&self) -> bool {
         self.next.is_some()
     }
-
-    /// True if its block has been read and not claimed.
-    pub(crate) fn is_unclaimed(&self) -> bool {
-        self.unverified.as_ref().is_some_and(|block| !block.is_claimed())
-    }
 }
 
-impl<M, U> Flights<M, U> {
+impl<M> Flights<M> {
     /// No flights. `begun` holds the number of the latest movement from now on.
     pub(crate) fn new(begun: Arc<AtomicU64>, hasher: KeyHasher) -> Self {
         Flights { by_target: Table::new(hasher), by_age: VecDeque::new(), begun, overdue: 0, gone: Vec::new() }
@@ -152,28 +140,18 @@ impl<M, U> Flights<M, U> {
 
     /// Keys of the blocks that are being written, or will be when the movement in flight ends. In no order.
     pub(crate) fn writes(&self) -> impl Iterator<Item = BlockKey> + '_ {
-        let is_write = |placed: &&Placed<Flight<M, U>>| placed.tier == Tier::Disk || placed.value.is_followed();
+        let is_write = |placed: &&Placed<Flight<M>>| placed.tier == Tier::Disk || placed.value.is_followed();
         self.by_target.iter().filter(is_write).map(|placed| placed.key)
     }
 
     /// The movement of `key` to `tier`, while it is in flight.
-    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
+    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M>> {
         self.by_target.get_mut(key, tier)
-    }
-
-    /// As [`get_mut`](Self::get_mut), without the waiters that have left.
-    pub(crate) fn get_awaited(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
-        let flight = self.by_target.get_mut(key, tier)?;
-        prune(&mut flight.waiters, &mut self.gone);
-        Some(flight)
     }
 
     /// Joins the movement in flight, if there is one.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(key, tier) else { return Joined::None };
-        if flight.is_unclaimed() {
-            return Joined::Unverified;
-        }
         if flight.overdue {
             return Joined::Overdue;
         }
@@ -184,9 +162,6 @@ impl<M, U> Flights<M, U> {
     /// write follows whatever this returns, unless no movement is in flight or it comes from disk.
     pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(key, tier) else { return Joined::None };
-        if flight.is_unclaimed() {
-            return Joined::Unverified;
-        }
         let next = flight.next.get_or_insert_default();
         if flight.overdue { Joined::Overdue } else { wait(next, waiters_max, &mut self.gone) }
     }
@@ -243,18 +218,7 @@ impl<M, U> Flights<M, U> {
         started: bool,
     ) -> u64 {
         let number = self.next_number();
-        let flight = Flight {
-            number,
-            entry,
-            class,
-            started,
-            overdue: false,
-            slot_wanted: None,
-            waiters,
-            next: None,
-            unverified: None,
-            tickets: 0,
-        };
+        let flight = Flight { number, entry, class, started, overdue: false, slot_wanted: None, waiters, next: None };
         let place = self.by_target.insert(key, tier, flight).expect("one movement per key and tier");
         self.forget_ended();
         self.by_age.push_back((number, place));
@@ -338,10 +302,6 @@ impl<M, U> Flights<M, U> {
             // A block on its way to the device may be waiting for a slot of the host tier.
             let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&key, tier)?.slot_wanted);
             let flight = self.by_target.get_mut(&key, tier).expect("it is there");
-            // It was read in time: the first waiter to be polled ends it.
-            if flight.is_unclaimed() {
-                continue;
-            }
             flight.overdue = true;
             self.overdue += 1;
             let next = flight.next.iter_mut().flat_map(std::mem::take);
@@ -356,14 +316,8 @@ impl<M, U> Flights<M, U> {
         self.overdue > 0
     }
 
-    /// Keys of the blocks that wait to be verified.
-    pub(crate) fn unverified(&self) -> Vec<BlockKey> {
-        let waiting = self.by_target.iter().filter(|placed| placed.value.is_unclaimed());
-        waiting.map(|placed| placed.key).collect()
-    }
-
     /// Ends all movements.
-    pub(crate) fn finish_all(&mut self) -> Vec<Flight<M, U>> {
+    pub(crate) fn finish_all(&mut self) -> Vec<Flight<M>> {
         self.by_age.clear();
         self.overdue = 0;
         self.by_target.drain().collect()
@@ -376,7 +330,7 @@ impl<M, U> Flights<M, U> {
 }
 
 /// True if the movement of this number is in flight, and at this place.
-fn is_at<M, U>(flights: &Table<Flight<M, U>>, number: u64, place: u32) -> bool {
+fn is_at<M>(flights: &Table<Flight<M>>, number: u64, place: u32) -> bool {
     flights.at(place).is_some_and(|placed| placed.value.number == number)
 }
 

@@ -3,7 +3,10 @@
 //! After a number of consecutive failures a disk's tier is taken out of service, with a reason, until the cache is
 //! opened again. Failing writes only make the tier read-only: its blocks are served as long as reads succeed.
 
-use std::{cell::Cell, io};
+use std::{
+    io,
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 use crate::{block::OpKind, error::Error, io::is_shortage};
 
@@ -71,7 +74,7 @@ impl Health {
 
 /// Failures in a row of one file, by kind of operation.
 #[derive(Default)]
-pub(crate) struct Failures([Cell<u32>; 3]);
+pub(crate) struct Failures([AtomicU32; 3]);
 
 impl Failures {
     /// Counts the end of an operation; the number of failures in a row when it was one.
@@ -79,14 +82,15 @@ impl Failures {
         let count = &self.0[kind as usize];
         match result {
             Ok(_) => {
-                count.set(0);
+                // Mostly it is 0 already, and the threads of all callers come here.
+                if count.load(Ordering::Relaxed) != 0 {
+                    count.store(0, Ordering::Relaxed);
+                }
                 None
             }
             Err(error) if !blames_disk(error) => None,
-            Err(_) => {
-                count.set(count.get().saturating_add(1));
-                Some(count.get())
-            }
+            // Not more often than the limit of failures: the disk is out of service then.
+            Err(_) => Some(count.fetch_add(1, Ordering::Relaxed).saturating_add(1)),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::ops::{Deref, DerefMut};
 
 use tokio::sync::oneshot;
 
-use super::{Flight, Message, Shared, State, requests::Refused, slots::Grant};
+use super::{Flight, Outcome, Shared, State, requests::Refused, slots::Grant};
 use crate::{
     block::Tier,
     error::Error,
@@ -203,7 +203,7 @@ struct AfterUnlock<'a> {
 enum Work {
     /// Sends the granted slots, wakes the task that raises priorities, tells the recorder of metrics, and drops the
     /// waiters that have left.
-    Serve { granted: Vec<Grant>, is_raised: bool, exports: Vec<Export>, _gone: Vec<oneshot::Sender<Message>> },
+    Serve { granted: Vec<Grant>, is_raised: bool, exports: Vec<Export>, _gone: Vec<oneshot::Sender<Outcome>> },
     /// Answers all waiters.
     Abandon { flights: Vec<Flight>, requests: [Refused; Tier::COUNT] },
 }
@@ -378,7 +378,7 @@ mod tests {
         assert!(matches!(joined, Joined::Waiting(_)), "the one that left made room");
         assert_eq!(state.flights.gone.len(), 1, "it is not dropped under the lock");
         drop(joined);
-        assert!(state.flights.get_awaited(&key, Tier::Disk).expect("in flight").waiters.is_empty());
+        assert!(matches!(state.flights.join(&key, Tier::Disk, 1), Joined::Waiting(_)));
         assert_eq!(state.flights.gone.len(), 2);
         drop(state);
         assert!(shared.lock().flights.gone.is_empty(), "the unlock dropped them");

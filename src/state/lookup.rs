@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Joined, Locked, Message, Pin, Shared, State, Ticket, spare};
+use super::{Class, Joined, Locked, Outcome, Pin, Shared, State, spare};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
@@ -16,8 +16,8 @@ use crate::{
 pub(crate) enum Found<P> {
     /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
-    /// Resident in another tier only. The promotion that was requested, if the channel had room for the command.
-    Elsewhere(Option<(Promotion, P)>),
+    /// Resident in another tier only. The promotion that was requested.
+    Elsewhere(Promotion<P>),
     /// Resident nowhere, and offered by the remote tier. Not counted yet.
     Remote,
     /// Resident nowhere.
@@ -30,7 +30,7 @@ pub(crate) struct Removed {
     /// It was resident until now.
     pub(crate) resident: bool,
     /// Receives the end of its write in flight.
-    pub(crate) writing: Option<oneshot::Receiver<Message>>,
+    pub(crate) writing: Option<oneshot::Receiver<Outcome>>,
 }
 
 /// How a request for a promotion counts as a use of the block.
@@ -45,27 +45,29 @@ pub(crate) enum Use {
 }
 
 /// The result of a request for a promotion.
-pub(crate) enum Promotion {
+pub(crate) enum Promotion<P> {
     /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
     /// Resident nowhere.
     Miss,
     /// A movement was in flight; the receiver gets its outcome.
-    Joined(oneshot::Receiver<Message>),
-    /// The caller must send the command; the receiver gets the outcome of the movement.
-    Started(oneshot::Receiver<Message>),
+    Joined(oneshot::Receiver<Outcome>),
+    /// A movement has begun, which the caller hands on; the receiver gets its outcome.
+    Started(oneshot::Receiver<Outcome>, P),
+    /// The movement did not begin.
+    NotStarted,
 }
 
 impl Shared {
-    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and asks for its promotion if it is
-    /// elsewhere and `reserve` has room for the command. Counts the use, and the hit or the miss, unless it is
-    /// elsewhere and there is no room.
+    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and has its promotion begin if it is
+    /// elsewhere, as [`promote_locked`](Self::promote_locked) does. Counts the use, and the hit or the miss; nothing
+    /// where it is elsewhere and there is no `begin`.
     #[inline(always)] // the pin of a hit is made where its caller wants it
     pub(crate) fn look_up<P>(
         self: &Arc<Self>,
         key: &BlockKey,
         tier: Tier,
-        reserve: impl FnOnce() -> Option<P>,
+        begin: Option<impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
     ) -> Result<Found<P>> {
         let mut state = self.lock();
         state.check_open()?;
@@ -81,32 +83,33 @@ impl Shared {
             self.metrics.hit(tier, route, bytes, Count::export);
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }));
         }
-        self.look_elsewhere(state, key, id, tier, reserve)
+        self.look_elsewhere(state, (key, id), tier, begin)
     }
 
-    /// Asks for the promotion of a block that is not resident in `tier`.
+    /// Begins the promotion of a block that is not resident in `tier`.
     #[inline(never)]
     fn look_elsewhere<P>(
         self: &Arc<Self>,
-        state: Locked<'_>,
-        key: &BlockKey,
-        id: EntryId,
+        mut state: Locked<'_>,
+        found: (&BlockKey, EntryId),
         tier: Tier,
-        reserve: impl FnOnce() -> Option<P>,
+        begin: Option<impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
     ) -> Result<Found<P>> {
-        let source = state.served_tier(id);
-        if source.is_some() || state.flights.contains(key, tier) {
-            let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
-            // Unlocked before the room is given back, also by a panic: that wakes a caller.
-            let mut state = state;
-            let promotion = self.promote_found(&mut state, (key, id), source, tier, Class::Awaited, Use::Now);
-            drop(state);
-            spare::make();
-            let promotion = promotion?;
-            self.metrics.looked_up(source);
-            return Ok(Found::Elsewhere(Some((promotion, room))));
+        let source = state.served_tier(found.1);
+        let Some(begin) = begin else {
+            let is_somewhere = source.is_some() || state.flights.contains(found.0, tier);
+            return Ok(if is_somewhere { Found::Elsewhere(Promotion::NotStarted) } else { self.miss(state, found.0) });
+        };
+        let promotion = self.promote_found(&mut state, found, source, tier, (Class::Awaited, Use::Now), begin)?;
+        if matches!(promotion, Promotion::Miss) {
+            return Ok(self.miss(state, found.0));
         }
-        Ok(self.miss(state, key))
+        let counted = source.map_or(&self.metrics.misses, |tier| &self.metrics.tier(tier).hits);
+        counted.add_locked(1, &mut *state);
+        drop(state);
+        counted.export(1);
+        spare::make();
+        Ok(Found::Elsewhere(promotion))
     }
 
     /// Counts a miss, unless the remote tier offers the block.
@@ -120,46 +123,36 @@ impl Shared {
         Found::Miss
     }
 
-    /// Starts or joins the movement that makes `key` resident in `tier`; also says where it was
-    /// found. Counts no hit and no miss: this may be one step of a larger movement. Counts the use that `usage` says.
-    pub(crate) fn promote(
-        self: &Arc<Self>,
-        key: &BlockKey,
-        tier: Tier,
-        class: Class,
-        usage: Use,
-    ) -> Result<(Promotion, Option<Tier>)> {
-        self.promote_locked(&mut self.lock(), key, tier, class, usage)
-    }
-
-    /// As [`promote`](Self::promote), for a holder of the lock.
-    pub(crate) fn promote_locked(
+    /// Joins the movement that makes `key` resident in `tier`, or has `begin` begin its flight with this waiter, unless
+    /// that has no room for it; also says where the block was found. Counts no hit and no miss: this may be one step of
+    /// a larger movement. Counts the use that `usage` says.
+    pub(crate) fn promote_locked<P>(
         self: &Arc<Self>,
         state: &mut State,
         key: &BlockKey,
         tier: Tier,
-        class: Class,
-        usage: Use,
-    ) -> Result<(Promotion, Option<Tier>)> {
+        requested: (Class, Use),
+        begin: impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
+    ) -> Result<(Promotion<P>, Option<Tier>)> {
         state.check_open()?;
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
         let source = state.served_tier(id);
-        let promotion = self.promote_found(state, (key, id), source, tier, class, usage)?;
+        let promotion = self.promote_found(state, (key, id), source, tier, requested, begin)?;
         let source = if matches!(promotion, Promotion::Hit(_)) { Some(tier) } else { source };
         Ok((promotion, source))
     }
 
-    /// As [`promote`](Self::promote), of the block of an entry, whose fastest tier in service is `source`.
-    fn promote_found(
+    /// As [`promote_locked`](Self::promote_locked), of the block of an entry. `source` is its fastest tier in service.
+    fn promote_found<P>(
         self: &Arc<Self>,
         state: &mut State,
         (key, id): (&BlockKey, EntryId),
         source: Option<Tier>,
         tier: Tier,
-        class: Class,
-        usage: Use,
-    ) -> Result<Promotion> {
+        (class, usage): (Class, Use),
+        begin: impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
+    ) -> Result<Promotion<P>> {
         if source.is_some() {
             match usage {
                 Use::Now => {
@@ -178,7 +171,6 @@ impl Shared {
         let waiters_max = self.config.limits.waiters_max;
         match state.join(key, tier, class, waiters_max) {
             Joined::Waiting(receiver) => return Ok(Promotion::Joined(receiver)),
-            Joined::Unverified => return Ok(Promotion::Joined(self.ticket(state, key))),
             Joined::Full => {
                 return Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"));
             }
@@ -191,17 +183,7 @@ impl Shared {
             return Ok(Promotion::Miss);
         }
         let (sender, receiver) = spare::take();
-        state.flights.begin(key, tier, id, class, sender);
-        Ok(Promotion::Started(receiver))
-    }
-
-    /// A receiver that already holds a ticket.
-    pub(crate) fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
-        let (sender, receiver) = oneshot::channel();
-        let flight = state.flights.get_mut(key, Tier::Host).expect("it was just joined");
-        let sent = sender.send(Message::Verify(Ticket::new(self, *key, flight)));
-        assert!(sent.is_ok(), "the receiver is here");
-        receiver
+        Ok(begin(state, id, sender).map_or(Promotion::NotStarted, |begun| Promotion::Started(receiver, begun)))
     }
 
     /// Forgets `key`. Pinned copies stay until their last reader is done.
@@ -234,7 +216,7 @@ impl Shared {
                 drop(state);
                 return Err(self.timeout("a write of the removed block that is overdue"));
             }
-            Joined::None | Joined::Full | Joined::Unverified => {}
+            Joined::None | Joined::Full => {}
         }
         Ok(removed)
     }

@@ -13,6 +13,7 @@ mod flights;
 mod guards;
 mod health;
 mod hints;
+mod in_flight;
 mod left_pins;
 mod lenders;
 mod limits;
@@ -31,8 +32,10 @@ mod write_queue;
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use disk_write::{DiskPlace, DiskWrite};
-pub(crate) use flights::{Class, Raised, Started, Unclaimed};
+pub(crate) use few::Few;
+pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
+pub(crate) use in_flight::{InFlight, Kind, Permit};
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
@@ -60,19 +63,20 @@ use crate::{
     error::{Error, Result},
     fork::Home,
     index::{EntryId, Index},
+    io::OpenFile,
     memory::Arena,
     metrics::{Export, Held, Metrics, Tally},
     sync::Mutex,
 };
 
 /// Movements in flight.
-pub(crate) type Flights = flights::Flights<Message, Unverified>;
+pub(crate) type Flights = flights::Flights<Outcome>;
 /// The waiters of one movement.
-pub(crate) type Flight = flights::Flight<Message, Unverified>;
+pub(crate) type Flight = flights::Flight<Outcome>;
 /// The result of joining a movement.
-pub(crate) type Joined = flights::Joined<Message>;
+pub(crate) type Joined = flights::Joined<Outcome>;
 /// The waiters that a movement leaves when it ends.
-pub(crate) type Finished = flights::Finished<Message>;
+pub(crate) type Finished = flights::Finished<Outcome>;
 
 /// State under the lock. Nothing does I/O or awaits while it holds the lock.
 pub(crate) struct State {
@@ -103,6 +107,10 @@ pub(crate) struct State {
     /// What the recorder of metrics is told after the unlock, and of how many evictions.
     exports: Vec<Export>,
     evicted: [u32; Tier::COUNT],
+    /// The files, while callers may submit reads to I/O threads; their last owners are the threads.
+    pub(crate) files: Vec<OpenFile>,
+    /// The task of the deadlines looks at the clock, or is about to.
+    pub(crate) is_watched: bool,
     closed: bool,
 }
 
@@ -120,6 +128,9 @@ pub(crate) struct Shared {
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
+    pub(crate) in_flight: InFlight,
+    /// One for each file: operations on blocks, and flushes.
+    pub(crate) failures: Vec<Failures>,
     pub(crate) lenders: Lenders,
     /// The tier beyond the node, if there is one.
     pub(crate) remote: Option<Arc<crate::remote::Remote>>,
@@ -135,8 +146,8 @@ pub(crate) struct Shared {
     pub(crate) raised: Notify,
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
-    /// Notified when a caller has verified a block, which ends its flight: the close waits for that.
-    pub(crate) verified: Notify,
+    /// Notified when a flight has ended after the close has begun, which waits for all of them.
+    pub(crate) ended: Notify,
     /// The number of the latest movement.
     pub(crate) begun: Arc<AtomicU64>,
     /// Wakes the task of the deadlines.
@@ -163,6 +174,7 @@ impl Shared {
     ) -> Self {
         let begun = Arc::default();
         let remote = remote::of(&config, &mut index);
+        let [read_bytes, write_bytes] = config.bytes_in_flight_max();
         let slots = [u64::from(config.device_slots()), u64::from(config.host_slots()), config.disk_slots()];
         for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
             index.limit_kept(tier, usize::try_from(slots / KEPT_PART).unwrap_or(usize::MAX));
@@ -187,9 +199,13 @@ impl Shared {
             refusals: Refusals::default(),
             exports: Vec::new(),
             evicted: [0; Tier::COUNT],
+            files: Vec::new(),
+            is_watched: false,
             closed: false,
         };
         Shared {
+            in_flight: InFlight::new(read_bytes, write_bytes),
+            failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
             config,
             state: Mutex::new(state),
             left_pins: LeftPins::new(),
@@ -204,7 +220,7 @@ impl Shared {
             leases: Default::default(),
             raised: Notify::new(),
             write_back: Notify::new(),
-            verified: Notify::new(),
+            ended: Notify::new(),
             begun,
             watch: Notify::new(),
             looks: AtomicU64::new(0),
@@ -246,8 +262,10 @@ impl Shared {
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
+        let files = std::mem::take(&mut state.files);
         let refused = [Tier::Device, Tier::Host].map(|tier| state.slot_requests.take_all(tier));
         drop(state);
+        drop(files);
         refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
     }
 
@@ -377,24 +395,6 @@ pub(crate) struct Unverified {
     pub(crate) started: Instant,
 }
 
-/// Permission to verify a block. The last ticket of a block that is dropped unused gives the block up.
-pub(crate) struct Ticket {
-    /// `None` once redeemed.
-    shared: Option<Arc<Shared>>,
-    key: BlockKey,
-    block: Arc<Unclaimed<Unverified>>,
-    /// The number of the flight: another flight of the key may be in flight when the ticket is used.
-    flight: u64,
-}
-
 /// The outcome of a movement for each of its waiters: a pin in the destination, or `None` for a miss. Movements to disk
 /// give `None`, because blocks are not read there.
 pub(crate) type Outcome = Result<Option<Pin>>;
-
-/// The message to a waiter.
-pub(crate) enum Message {
-    /// The movement has ended.
-    Ended(Outcome),
-    /// The block has been read, and the first waiter to be polled verifies it.
-    Verify(Ticket),
-}

@@ -256,11 +256,6 @@ impl Shared {
         granted
     }
 
-    /// True while a request waits for a slot.
-    pub(crate) fn has_slot_waiters(&self) -> bool {
-        !self.lock().slot_requests.is_empty()
-    }
-
     /// Answers the requests that have waited for a slot past their deadline.
     pub(crate) fn give_up_overdue_slots(&self) {
         for tier in Tier::ALL {

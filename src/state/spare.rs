@@ -5,9 +5,9 @@ use std::cell::Cell;
 
 use tokio::sync::oneshot;
 
-use super::Message;
+use super::Outcome;
 
-type Channel = (oneshot::Sender<Message>, oneshot::Receiver<Message>);
+type Channel = (oneshot::Sender<Outcome>, oneshot::Receiver<Outcome>);
 
 std::thread_local! {
     static SPARE: Cell<Option<Channel>> = const { Cell::new(None) };

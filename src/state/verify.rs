@@ -1,28 +1,15 @@
-//! The end of a read: the block is verified and published, or given up.
-//!
-//! The checksum of a block costs as much as the rest of a fetch from disk. On the reactor it would limit the cache to
-//! one core. So the reactor leaves a block unverified with its flight and sends each waiter a [`Ticket`]. The first
-//! waiter to be polled verifies the block in that poll and answers the others. The block is not visible before. A
-//! waiter that is never polled again delays no other: any ticket will do, and later waiters get one too. When the last
-//! ticket is dropped the block is given up.
-//!
-//! The reactor or its workers verify blocks without a waiter, and blocks so large that one poll would take long.
+//! The end of a read: the block is published, or given up.
 
-use std::{ops::ControlFlow, sync::Arc};
+use std::sync::Arc;
 
-use tokio::sync::oneshot;
-
-use super::{
-    Filling, Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unclaimed, Unverified, few::Few,
-};
+use super::{Filling, FlightEnd, Pin, Shared, State, Unverified};
 use crate::{
     block::{BlockKey, FileId, Route, Segment, Tier},
-    checksum::checksum,
     disk::Origin,
     error::Error,
     index::EntryId,
     memory::Readable,
-    shield::caught,
+    metrics::Count,
 };
 
 /// The error of the waiters for a movement that panicked.
@@ -30,9 +17,6 @@ pub(crate) fn panicked() -> Error {
     let source = std::io::Error::other("its movement panicked, which is a defect; the panic message says where");
     Error::io("move", "a block", source)
 }
-
-/// Larger blocks are verified on the reactor, in pieces: at most about 100 us in one poll.
-pub(crate) const BLOCK_BYTES_MAX: usize = 1 << 20;
 
 /// Why a block on disk is given up.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,180 +43,27 @@ unsafe impl Readable for Unverified {
     }
 }
 
-/// The result of redeeming a ticket: the end of the movement, `None` if the block may have been evicted since and must
-/// be requested again; or a receiver, because another thread verifies the block.
-type Redeemed = ControlFlow<Option<Outcome>, oneshot::Receiver<Message>>;
-
-impl Ticket {
-    /// A ticket for the block of `flight`, for a holder of the lock.
-    pub(crate) fn new(shared: &Arc<Shared>, key: BlockKey, flight: &mut Flight) -> Self {
-        let block = Arc::clone(flight.unverified.as_ref().expect("tickets are for blocks that wait to be verified"));
-        flight.tickets += 1;
-        Ticket { shared: Some(Arc::clone(shared)), key, block, flight: flight.number }
-    }
-
-    fn redeem(mut self) -> Redeemed {
-        let shared = self.shared.take().expect("a ticket is redeemed once");
-        let key = self.key;
-        if let Some(unverified) = self.block.claim() {
-            return ControlFlow::Break(Some(shared.verify(&key, unverified)));
-        }
-        let mut state = shared.lock();
-        let waiters_max = shared.config.limits.waiters_max;
-        let mine = state.flights.get_mut(&key, Tier::Host).filter(|flight| flight.number == self.flight);
-        let Some(flight) = mine else {
-            let found = state.index.find(&key);
-            let pin = found.and_then(|id| Pin::take(&shared, &mut state, id, Tier::Host, Route::DiskToHost));
-            return ControlFlow::Break(pin.map(|pin| Ok(Some(pin))));
-        };
-        flight.tickets -= 1;
-        match state.flights.join(&key, Tier::Host, waiters_max) {
-            Joined::Waiting(receiver) => ControlFlow::Continue(receiver),
-            Joined::Overdue => {
-                ControlFlow::Break(Some(Err(shared.timeout_locked(&mut state, "the verification of the block"))))
-            }
-            _ => ControlFlow::Break(None),
-        }
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
-        let Some(mut state) = shared.lock_unless_broken() else { return };
-        let mine = state.flights.get_mut(&self.key, Tier::Host).filter(|flight| flight.number == self.flight);
-        let Some(flight) = mine else { return };
-        flight.tickets -= 1;
-        if flight.tickets == 0 {
-            shared.give_up_unverified(&mut state, &self.key);
-        }
-    }
-}
-
 impl Shared {
-    /// Waits for a movement, and verifies the block if this waiter is the first. `None` if the movement ended without
-    /// this waiter and the block may have been evicted since: it must be requested again.
-    pub(crate) async fn settle(self: &Arc<Self>, mut receiver: oneshot::Receiver<Message>) -> Option<Outcome> {
-        loop {
-            match receiver.await {
-                Err(_) => return Some(Err(Error::Closed)),
-                Ok(Message::Ended(outcome)) => return Some(outcome),
-                Ok(Message::Verify(ticket)) => match ticket.redeem() {
-                    ControlFlow::Break(settled) => return settled,
-                    ControlFlow::Continue(again) => receiver = again,
-                },
-            }
-        }
-    }
-
-    /// Verifies a block and ends its flight.
-    fn verify(self: &Arc<Self>, key: &BlockKey, mut unverified: Unverified) -> Outcome {
-        let matches = checksum(unverified.filling.bytes_mut()) == unverified.checksum;
-        let (outcome, answers) = if matches {
-            self.metrics.moved(Route::DiskToHost, self.config.block_bytes, unverified.started.elapsed());
-            let Unverified { source, filling, checksum, .. } = unverified;
-            let mut state = self.lock();
-            let pin = self.publish_locked(&mut state, source.id(), filling, checksum, Route::DiskToHost, source);
-            let outcome = Ok(pin);
-            let answers = self.take_answers(&mut state, key, &outcome);
-            (outcome, answers)
-        } else {
-            // Subscribers of the log may panic, also on a caller's thread: the flight ends all the same.
-            let outcome = caught(|| self.finish_read(unverified, false)).unwrap_or_else(|| Err(panicked()));
-            let answers = self.take_answers(&mut self.lock(), key, &outcome);
-            (outcome, answers)
-        };
-        for (waiter, answer) in answers {
-            drop(waiter.send(Message::Ended(answer)));
-        }
-        self.verified.notify_one();
-        outcome
-    }
-
-    /// Publishes a block that matched, or gives it up for good. Returns a pin for the waiter that verified it.
-    pub(crate) fn finish_read(self: &Arc<Self>, unverified: Unverified, matches: bool) -> Outcome {
+    /// Ends a read to a host slot, and its flight: publishes the block under one lock if it `matches`, gives it up for
+    /// good otherwise.
+    pub(crate) fn end_read(self: &Arc<Self>, key: &BlockKey, unverified: Unverified, matches: bool) -> FlightEnd {
         let Unverified { source, filling, checksum, started, .. } = unverified;
         if !matches {
             self.metrics.checksum_failures.add(1);
             self.unlink(source, filling, Fault::Mismatch);
-            return Ok(None);
+            return self.end_flight(key, Tier::Host, Ok(None));
         }
-        self.metrics.moved(Route::DiskToHost, self.config.block_bytes, started.elapsed());
-        Ok(self.publish(source.id(), filling, checksum, Route::DiskToHost, source))
-    }
-
-    /// Ends the flight of a block that its waiters verify; the caller sends the answers after releasing the lock.
-    fn take_answers(
-        self: &Arc<Self>,
-        state: &mut State,
-        key: &BlockKey,
-        outcome: &Outcome,
-    ) -> Few<(oneshot::Sender<Message>, Outcome)> {
-        let Finished { mut waiters, next } = state.flights.finish(key, Tier::Host);
-        // A block from disk needs no write.
-        waiters.extend(next.into_iter().flatten());
-        self.answers(state, waiters, Tier::Host, outcome)
-    }
-
-    /// The answer to each waiter for a movement to `tier`.
-    pub(crate) fn answers(
-        self: &Arc<Self>,
-        state: &mut State,
-        waiters: Few<oneshot::Sender<Message>>,
-        tier: Tier,
-        outcome: &Outcome,
-    ) -> Few<(oneshot::Sender<Message>, Outcome)> {
-        waiters.map(|waiter| {
-            let answer = match outcome {
-                Ok(Some(pin)) => Ok(Pin::take(self, state, pin.id(), tier, pin.route())),
-                Ok(None) => Ok(None),
-                Err(error) => Err(error.clone()),
-            };
-            (waiter, answer)
-        })
-    }
-
-    /// Leaves a block with its flight, with a ticket for each waiter. Returns the block if there is no waiter.
-    pub(crate) fn leave_unverified(
-        self: &Arc<Self>,
-        key: &BlockKey,
-        unverified: Unverified,
-    ) -> Result<Few<(oneshot::Sender<Message>, Ticket)>, Unverified> {
-        let block = Unclaimed::new(unverified);
+        let (route, bytes) = (Route::DiskToHost, self.config.block_bytes);
+        self.metrics.timed(route, started.elapsed());
         let mut state = self.lock();
-        let is_open = state.check_open().is_ok();
-        let flight = state.flights.get_awaited(key, Tier::Host).filter(|_| is_open);
-        let Some(flight) = flight.filter(|flight| !flight.waiters.is_empty() && !flight.is_followed()) else {
-            return Err(block.claim().expect("nobody else has it"));
-        };
-        flight.unverified = Some(block);
-        let waiters = std::mem::take(&mut flight.waiters);
-        Ok(waiters.map(|waiter| (waiter, Ticket::new(self, *key, flight))))
+        let pin = self.publish_locked(&mut state, source.id(), filling, checksum, route, source);
+        let end = self.end_flight_locked(&mut state, key, Tier::Host, Ok(pin));
+        self.metrics.moved_by(route, bytes, |count, n| count.add_locked(n, &mut *state));
+        drop(state);
+        self.metrics.moved_by(route, bytes, Count::export);
+        end
     }
 
-    /// Gives up a block without waiters: its slot becomes free, the disk keeps it.
-    fn give_up_unverified(&self, state: &mut State, key: &BlockKey) {
-        let block = state.flights.get_mut(key, Tier::Host).and_then(|flight| flight.unverified.as_ref());
-        // Otherwise a caller verifies it, and ends its flight.
-        let Some(Unverified { source, filling, .. }) = block.and_then(|block| block.claim()) else { return };
-        // Waiters that joined meanwhile have tickets of their own: the list is empty.
-        let Finished { waiters, next } = state.flights.finish(key, Tier::Host);
-        assert!(waiters.is_empty() && next.is_none(), "a flight that waits to be verified is joined by tickets only");
-        state.index.abort_fill(source.id(), Tier::Host);
-        filling.release(state);
-        source.release(state);
-    }
-
-    /// Answers the holders of tickets that the cache is closed.
-    pub(crate) fn give_up_all_unverified(self: &Arc<Self>) {
-        let mut state = self.lock();
-        for key in state.flights.unverified() {
-            self.give_up_unverified(&mut state, &key);
-        }
-    }
-}
-
-impl Shared {
     /// Makes a filled host or device slot visible, and releases the source. Returns a pin for the first waiter; `None`
     /// if the block was removed meanwhile.
     pub(crate) fn publish(

@@ -12,7 +12,7 @@ pub const ALLOWED: &[(&str, &str)] = &[
          shield sync",
     ),
     ("mover", "state device disk config remote index io memory block checksum error shield urgency"),
-    ("state", "device disk config remote index io memory metrics block checksum error fork shield sync urgency"),
+    ("state", "device disk config remote index io memory metrics block error fork shield sync urgency"),
     ("device", "config io memory metrics block error"),
     ("store", "disk runtime config io memory metrics block checksum error"),
     ("disk", "config io memory block bits checksum error"),

@@ -1,11 +1,10 @@
 //! What a model stands on: a cache whose reactor, callers and storage are threads and memory of the model checker's.
 
 use std::{
-    cell::RefCell,
+    fs::File,
     future::Future,
     io,
     pin::pin,
-    rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -38,10 +37,13 @@ use crate::{
     error::Result,
     fork::HomeBound,
     index::{Index, Used},
-    io::{Storage, Workers},
+    io::{
+        OpenFile, Pool, Storage, Workers,
+        model::{Bytes, run_io_thread},
+    },
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
-    mover::Mover,
+    mover::{Mover, Submitter},
     state::Shared,
 };
 
@@ -95,10 +97,13 @@ pub(super) fn assert_is(bytes: &[u8], n: u32) {
 }
 
 /// Files in memory. Every operation takes a few turns of the reactor.
-#[derive(Clone)]
-struct Memory(Rc<RefCell<Vec<u8>>>);
+struct Memory(Bytes);
 
 impl Memory {
+    fn bytes(&self) -> std::sync::MutexGuard<'_, Vec<u8>> {
+        self.0.lock().expect("nothing panics under it")
+    }
+
     async fn turns(&self) {
         for _ in 0..below(3) {
             shuttle::thread::yield_now();
@@ -116,7 +121,7 @@ impl Storage for Memory {
         self.turns().await;
         // SAFETY: memory that was lent for a read is the operation's alone.
         let into = unsafe { std::slice::from_raw_parts_mut(buf.as_ptr(), buf.len()) };
-        into.copy_from_slice(&self.0.borrow()[offset as usize..][..buf.len()]);
+        into.copy_from_slice(&self.bytes()[offset as usize..][..buf.len()]);
         self.turns().await;
         Ok(())
     }
@@ -125,7 +130,7 @@ impl Storage for Memory {
         self.turns().await;
         // SAFETY: nobody writes to memory that was lent for a write.
         let from = unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) };
-        self.0.borrow_mut()[offset as usize..][..buf.len()].copy_from_slice(from);
+        self.bytes()[offset as usize..][..buf.len()].copy_from_slice(from);
         self.turns().await;
         Ok(())
     }
@@ -144,6 +149,9 @@ pub(super) struct World {
     reactor: JoinHandle<()>,
 }
 
+/// The queue of the I/O thread that callers submit to, in every other execution, and its file.
+type IoThread = Option<(Arc<Pool>, Bytes)>;
+
 /// Settings of few slots, so that everything is contended for.
 pub(super) fn config(device_blocks: u32, host_blocks: u32, disk_blocks: u32) -> Config {
     Config::default()
@@ -159,14 +167,28 @@ impl World {
         let (sender, mut receiver) = oneshot::channel();
         let has_ended = Arc::new(AtomicBool::new(false));
         let ending = Arc::clone(&has_ended);
+        let bytes = Bytes::default();
+        let pool = (below(2) == 0).then(|| Arc::new(Pool::new(1, 1, 0)));
+        let io_thread: IoThread = pool.map(|pool| (pool, Arc::clone(&bytes)));
         let reactor = shuttle::thread::spawn(move || {
+            let running =
+                io_thread.clone().map(|(pool, bytes)| shuttle::thread::spawn(move || run_io_thread(&pool, &bytes)));
             // Its clock is never looked at: no deadline passes that could hide a lost wake-up.
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
             let runtime = runtime.expect("a runtime without I/O needs nothing of the system");
             let _context = runtime.enter();
             let local = LocalSet::new();
-            let (end, result) = shuttle::future::block_on(local.run_until(serve(config, stored, chain, sender)));
+            let (end, result) = shuttle::future::block_on(local.run_until(serve(
+                config,
+                stored,
+                chain,
+                (bytes, io_thread.clone(), sender),
+            )));
             drop(local);
+            if let (Some(running), Some((pool, _))) = (running, io_thread) {
+                pool.close();
+                running.join().expect("the I/O thread does not panic");
+            }
             ending.store(true, Ordering::Release);
             tell_end(&end, result);
         });
@@ -229,7 +251,12 @@ fn check_idle(shared: &Shared) {
     assert_eq!(failures.map(Count::get), [0; 4], "nothing fails here");
 }
 
-async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> (End, Result<()>) {
+async fn serve(
+    config: Config,
+    stored: u32,
+    chain: bool,
+    (bytes, io_thread, sender): (Bytes, IoThread, oneshot::Sender<Cache>),
+) -> (End, Result<()>) {
     let stripe = Stripe::new(&config);
     let mut file = vec![0; stripe.members()[0].bytes as usize];
     let mut slots = DiskSlots::new(stripe, [7; 16], true).expect("memory for a few slots");
@@ -249,16 +276,20 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         (config.device_slots() > 0).then(|| DevicePool::simulated(config.device_slots(), layout()).expect("few"));
     let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new("model"));
     let shared = Arc::new(shared);
-    let storage = Memory(Rc::new(RefCell::new(file)));
+    *bytes.lock().expect("nothing panics under it") = file;
+    let storage = Memory(bytes);
     let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), Workers::none(), 1, true);
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
+    let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
+    let submitter = io_thread.map(|(pool, _)| Submitter::new(Arc::clone(&shared), pool, vec![file()], urgent.clone()));
     let regions = Regions::new(Arc::default());
     let inner = Inner {
         shared,
         commands,
         urgent,
+        submitter,
         end: told,
         device_reads: Arc::new(Semaphore::new(4)),
         regions,

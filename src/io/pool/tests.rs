@@ -21,7 +21,7 @@ impl Queued {
     fn push(&self, kind: OpKind, urgency: Urgency, offset: u64, sum_bytes: usize) {
         let file = OpenFile { file: Arc::clone(&self.1), id: FileId(0), by_calls: false };
         let transfer = Transfer { kind, file, offset, buf: AlignedBuf::zeroed(PAGE).lend() };
-        self.0.push_transfer(urgency, transfer, Waiter::new(sum_bytes).0);
+        self.0.push_transfer(urgency, transfer, Waiter::new(sum_bytes).0).wake();
     }
 
     /// The offsets of what a worker takes.

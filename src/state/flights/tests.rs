@@ -4,12 +4,12 @@ use super::*;
 
 const KEY: BlockKey = BlockKey::new([1; 32]);
 
-fn flights() -> Flights<u8, u8> {
+fn flights() -> Flights<u8> {
     Flights::new(Arc::default(), KeyHasher::new(1))
 }
 
 /// A movement of `entry`, whose first waiter is returned with it.
-fn in_flight(tier: Tier, entry: u32) -> (Flights<u8, u8>, oneshot::Receiver<u8>) {
+fn in_flight(tier: Tier, entry: u32) -> (Flights<u8>, oneshot::Receiver<u8>) {
     let mut flights = flights();
     let (sender, receiver) = oneshot::channel();
     flights.begin(&KEY, tier, EntryId::from_u32(entry), Class::Awaited, sender);
@@ -38,15 +38,6 @@ fn nobody_joins_a_movement_that_is_overdue() {
     flights.finish(&KEY, Tier::Disk);
     assert!(!flights.any_overdue());
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::None));
-}
-
-#[test]
-fn a_block_that_was_read_in_time_is_not_overdue() {
-    let (mut flights, _first) = in_flight(Tier::Host, 1);
-    flights.get_mut(&KEY, Tier::Host).expect("in flight").unverified = Some(Unclaimed::new(7));
-    assert!(flights.take_overdue(1).is_empty(), "the first waiter to be polled ends it");
-    assert!(!flights.any_overdue());
-    assert!(matches!(flights.join(&KEY, Tier::Host, 9), Joined::Unverified));
 }
 
 #[test]

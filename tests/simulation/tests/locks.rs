@@ -28,23 +28,38 @@ async fn locks_of<T>(call: impl Future<Output = T>) -> (T, u64) {
     (result, kvhoist::internals::seams::locks_taken() - before)
 }
 
-#[test]
-fn a_call_takes_the_lock_this_often() {
+/// Locks of a store, a hit, the end of a lease, and a fetch from disk; and whether an I/O thread has made its read.
+fn locks_of_calls(seed: u64) -> ([u64; 4], bool) {
     sim::block_on(async {
-        let (cache, reactor, _disk) = open(config()).await;
+        let (cache, reactor, _world) = open_seeded(config(), 1, 1, seed).await;
         fill(&cache).await;
         cache.remove(&key(15)).await.expect("removed");
         let (stored, store_locks) = locks_of(store(&cache, 15)).await;
         stored.expect("stored");
         let (hit, hit_locks) = locks_of(cache.fetch(&key(15))).await;
         let ((), lease_locks) = locks_of(async { drop(hit) }).await;
+        let before = cache.stats().work_done;
         let (read, fetch_locks) = locks_of(cache.fetch(&key(0))).await;
+        let is_by_thread = cache.stats().work_done > before;
         assert_eq!(read.expect("no error").expect("it is on disk").route(), Route::DiskToHost);
-        let locks = [store_locks, hit_locks, lease_locks, fetch_locks];
-        println!("locks of a store, a hit, the end of a lease, a fetch from disk: {locks:?}");
-        assert_eq!(locks, [5, 1, 1, 4], "of a store, a hit, the end of a lease, a fetch from disk");
         finish(cache, reactor).await;
-    });
+        ([store_locks, hit_locks, lease_locks, fetch_locks], is_by_thread)
+    })
+}
+
+#[test]
+fn a_call_takes_the_lock_this_often() {
+    let mut seen = [false; 2];
+    for seed in 0..16 {
+        let (locks, is_by_thread) = locks_of_calls(seed);
+        println!(
+            "locks of a store, a hit, the end of a lease, a fetch from disk: {locks:?}, by a thread: {is_by_thread}"
+        );
+        let fetch = if is_by_thread { 2 } else { 3 };
+        assert_eq!(locks, [5, 1, 1, fetch], "seed {seed}, by a thread: {is_by_thread}");
+        seen[usize::from(is_by_thread)] = true;
+    }
+    assert_eq!(seen, [true; 2], "seeds with I/O threads, and without");
 }
 
 /// A block that is read from disk for a device's memory, through a host slot.

@@ -94,7 +94,7 @@ fn every_answer_is_what_the_model_allows() {
 fn clients_of_a_service_get_what_the_model_allows() {
     let mut sum = Report::default();
     let mut failures = Vec::new();
-    for seed in SERVICE_SEEDS..SERVICE_SEEDS + 150 {
+    for seed in SERVICE_SEEDS..SERVICE_SEEDS + 300 {
         match run(seed, false) {
             Ok(report) => sum.add(&report),
             Err(failure) => failures.push(failure.to_string()),

@@ -309,3 +309,32 @@ fn a_clear_forgets_what_was_evicted_before() {
         finish(cache, reactor).await;
     });
 }
+
+/// A fetch begins the movement to host memory, and the promotion to the device that was asked for before it carries it
+/// out: with a copy to the device ahead of the verification, during which the block is removed and stored anew.
+#[test]
+fn a_block_stored_anew_while_it_is_copied_to_the_device_is_copied_again() {
+    let mut copied_again = 0;
+    for seed in 0..16 {
+        sim::block_on(async {
+            let config = config().device_blocks(2).device(kvhoist::DeviceKind::Simulated);
+            let (cache, reactor, world) = open_seeded(config, 1, 50, seed).await;
+            fill(&cache).await;
+            let promoted = spawn(&cache, async |cache| cache.fetch_to_device(&key(0)).await);
+            let fetched = spawn(&cache, async |cache| cache.fetch(&key(0)).await.map(drop));
+            while world.copy.in_flight() == 0 {
+                tokio::time::sleep(Duration::from_micros(100)).await;
+            }
+            assert!(cache.remove(&key(0)).await.expect("removed"), "it was on disk");
+            cache.store(&key(0), None, &payload(99)).await.expect("stored anew");
+            if let Some(lease) = promoted.await.expect("no panic").expect("served") {
+                let bytes = cache.read_device(&lease, Vec::new()).await.expect("leased");
+                assert_eq!(bytes, payload(99), "seed {seed}: the bytes of the block that was removed");
+                copied_again += 1;
+            }
+            fetched.await.expect("no panic").expect("served");
+            finish(cache, reactor).await;
+        });
+    }
+    assert!(copied_again > 0, "seeds without I/O threads");
+}

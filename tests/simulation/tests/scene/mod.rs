@@ -51,8 +51,14 @@ pub async fn open_with(config: Config, disk_ms: u64, copy_ms: u64) -> (Cache, Re
 
 /// As [`open_with`], with the device too.
 pub async fn open_world(config: Config, disk_ms: u64, copy_ms: u64) -> (Cache, Reactor, World) {
+    open_seeded(config, disk_ms, copy_ms, 1).await
+}
+
+/// As [`open_world`], with a seed, which decides on the I/O threads.
+pub async fn open_seeded(config: Config, disk_ms: u64, copy_ms: u64, seed: u64) -> (Cache, Reactor, World) {
     kvhoist_simulation::log::watch();
-    let mut world = World::new(1, Vec::new());
+    let mut world = World::new(seed, Vec::new());
+    world.deaths = 0.0;
     let latency = |ms| Duration::from_millis(ms)..=Duration::from_millis(ms);
     world.copy = SimCopy::new(1, CopyOptions { latency: latency(copy_ms), ..CopyOptions::default() });
     let options = SimOptions { latency: latency(disk_ms), ..SimOptions::default() };

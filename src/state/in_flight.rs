@@ -2,18 +2,19 @@
 //! awaited writes before background writes. While an awaited read waits for its permit, only one awaited write starts
 //! at a time, so that no store waits for ever.
 
-use std::{cell::RefCell, rc::Rc};
+use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
+use super::Raised;
 use crate::{
-    state::Raised,
+    sync::Mutex,
     urgency::{Line, Urgency},
 };
 
-/// Bounds the bytes in flight of reads and of writes. Lives on the reactor's thread.
+/// Bounds the bytes in flight of reads and of writes. Its lock may be taken under the state's, never around it.
 #[derive(Clone)]
-pub(crate) struct InFlight(Rc<RefCell<Inner>>);
+pub(crate) struct InFlight(Arc<Mutex<Inner>>);
 
 struct Inner {
     limits: [u64; 2],
@@ -44,7 +45,7 @@ const KINDS: [Kind; 2] = [Kind::Read, Kind::Write];
 
 /// Bytes that an operation may have in flight; dropping it gives the bytes back.
 pub(crate) struct Permit {
-    /// `None` once it has given its bytes back.
+    /// `None` once its bytes are given back.
     in_flight: Option<InFlight>,
     kind: Kind,
     bytes: u64,
@@ -53,19 +54,26 @@ pub(crate) struct Permit {
 }
 
 impl Permit {
-    pub(super) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> Kind {
         self.kind
     }
 
+    /// Of the operation that it was given for, which has a number by now.
+    pub(crate) fn with_urgency(self, urgency: Urgency) -> Self {
+        let mut permit = self;
+        permit.urgency = urgency;
+        permit
+    }
+
     /// How urgent its operation was when it was given.
-    pub(super) fn urgency(&self) -> Urgency {
+    pub(crate) fn urgency(&self) -> Urgency {
         self.urgency
     }
 }
 
 impl InFlight {
     pub(crate) fn new(read_bytes_max: u64, write_bytes_max: u64) -> Self {
-        InFlight(Rc::new(RefCell::new(Inner {
+        InFlight(Arc::new(Mutex::new(Inner {
             limits: [read_bytes_max, write_bytes_max],
             bytes: [0; 2],
             waiting: Default::default(),
@@ -73,91 +81,92 @@ impl InFlight {
         })))
     }
 
-    /// `bytes` , if they and what `also` takes can be had at once.
-    pub(crate) fn take_now<T>(
-        &self,
-        kind: Kind,
-        urgency: Urgency,
-        bytes: u64,
-        also: impl FnOnce() -> Option<T>,
-    ) -> Option<(Permit, T)> {
-        let mut inner = self.0.borrow_mut();
-        let bytes = bytes.min(inner.limits[kind as usize]);
-        if !inner.may_start(kind, urgency, bytes) {
-            return None;
-        }
-        let also = also()?;
-        inner.count(kind, bytes);
-        Some((Permit { in_flight: Some(self.clone()), kind, bytes, urgency }, also))
+    /// `bytes`, if they can be had at once.
+    pub(crate) fn take_now(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Option<Permit> {
+        let bytes = self.0.lock().start(kind, urgency, bytes).ok()?;
+        Some(Permit { in_flight: Some(self.clone()), kind, bytes, urgency })
     }
 
     /// Waits for `bytes`; `None` for a call that was [given up](Self::give_up_calls). Cancel safe: a permit given to a
     /// dropped future goes back.
     pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64, is_call: bool) -> Option<Permit> {
-        if let Some((permit, ())) = self.take_now(kind, urgency, bytes, || Some(())) {
-            return Some(permit);
-        }
         let receiver = {
-            let mut inner = self.0.borrow_mut();
-            let bytes = bytes.min(inner.limits[kind as usize]);
-            let (wake, receiver) = oneshot::channel();
-            inner.waiting[kind as usize].push(urgency, Waiter { bytes, is_call, wake });
-            receiver
+            let mut inner = self.0.lock();
+            match inner.start(kind, urgency, bytes) {
+                Ok(bytes) => return Some(Permit { in_flight: Some(self.clone()), kind, bytes, urgency }),
+                Err(bytes) => {
+                    let (wake, receiver) = oneshot::channel();
+                    inner.waiting[kind as usize].push(urgency, Waiter { bytes, is_call, wake });
+                    receiver
+                }
+            }
         };
         receiver.await.ok()
     }
 
     /// The permits given so far.
-    pub(super) fn given(&self) -> [u64; 2] {
-        self.0.borrow().given
+    pub(crate) fn given(&self) -> [u64; 2] {
+        self.0.lock().given
     }
 
     /// Gives up the calls that wait while no permit of their kind was given since [`given`](Self::given) was `before`.
-    pub(super) fn give_up_calls(&self, before: [u64; 2]) {
-        let mut inner = self.0.borrow_mut();
+    pub(crate) fn give_up_calls(&self, before: [u64; 2]) {
+        let mut inner = self.0.lock();
         for kind in KINDS {
             if inner.given[kind as usize] == before[kind as usize] {
                 inner.waiting[kind as usize].retain(|waiter| !waiter.is_call);
             }
         }
         drop(inner);
-        self.start_waiting();
+        self.start_waiting(None);
     }
 
     /// These movements are awaited from now on.
-    pub(super) fn raise(&self, raised: &Raised) {
-        self.0.borrow_mut().waiting.iter_mut().for_each(|line| line.raise(&raised.flights, raised.holders));
-        self.start_waiting();
+    pub(crate) fn raise(&self, raised: &Raised) {
+        self.0.lock().waiting.iter_mut().for_each(|line| line.raise(&raised.flights, raised.holders));
+        self.start_waiting(None);
     }
 
     /// Operations that wait for their permit.
     #[cfg(feature = "sim")]
-    pub(super) fn waiting(&self) -> usize {
-        let inner = self.0.borrow();
+    pub(crate) fn waiting(&self) -> usize {
+        let inner = self.0.lock();
         inner.waiting.iter().flat_map(Line::iter).filter(|waiter| !waiter.wake.is_closed()).count()
     }
 
     /// Bytes in flight of a kind.
-    pub(super) fn bytes(&self, kind: Kind) -> u64 {
-        self.0.borrow().bytes[kind as usize]
+    pub(crate) fn bytes(&self, kind: Kind) -> u64 {
+        self.0.lock().bytes[kind as usize]
     }
 
-    /// Starts what fits now, most urgent first.
-    fn start_waiting(&self) {
+    /// Gives bytes back, if there are any, and starts what fits now, most urgent first.
+    fn start_waiting(&self, back: Option<(Kind, u64)>) {
+        let mut back = back;
         loop {
-            let next = self.0.borrow_mut().pop_next();
+            let next = self.0.lock().pop_next(back.take());
             let Some((kind, urgency, waiter)) = next else { return };
             let permit = Permit { in_flight: Some(self.clone()), kind, bytes: waiter.bytes, urgency };
             // Its waiter is gone. Only the bytes come back: a drop would begin another loop inside this one, and that
             // one another.
             if let Err(mut permit) = waiter.wake.send(permit) {
-                permit.give_back();
+                permit.in_flight = None;
+                back = Some((kind, permit.bytes));
             }
         }
     }
 }
 
 impl Inner {
+    /// Counts `bytes`, at most all that there are, as in flight; an error where they must wait.
+    fn start(&mut self, kind: Kind, urgency: Urgency, bytes: u64) -> Result<u64, u64> {
+        let bytes = bytes.min(self.limits[kind as usize]);
+        if !self.may_start(kind, urgency, bytes) {
+            return Err(bytes);
+        }
+        self.count(kind, bytes);
+        Ok(bytes)
+    }
+
     fn may_start(&self, kind: Kind, urgency: Urgency, bytes: u64) -> bool {
         let is_awaited = urgency == Urgency::Awaited;
         self.waiting[kind as usize].would_be_first(urgency) && self.allows(kind, is_awaited) && self.fits(kind, bytes)
@@ -178,8 +187,11 @@ impl Inner {
         self.given[kind as usize] += 1;
     }
 
-    /// Takes the next waiter that may start off its queue, and counts its bytes.
-    fn pop_next(&mut self) -> Option<(Kind, Urgency, Waiter)> {
+    /// Gives bytes back, takes the next waiter that may start off its queue, and counts its bytes.
+    fn pop_next(&mut self, back: Option<(Kind, u64)>) -> Option<(Kind, Urgency, Waiter)> {
+        if let Some((kind, bytes)) = back {
+            self.bytes[kind as usize] -= bytes;
+        }
         for kind in KINDS {
             let line = &self.waiting[kind as usize];
             let Some(bytes) = line.first().map(|waiter| waiter.bytes) else { continue };
@@ -193,19 +205,10 @@ impl Inner {
     }
 }
 
-impl Permit {
-    /// Gives the bytes back, once. The caller starts what they are enough for.
-    fn give_back(&mut self) -> Option<InFlight> {
-        let in_flight = self.in_flight.take()?;
-        in_flight.0.borrow_mut().bytes[self.kind as usize] -= self.bytes;
-        Some(in_flight)
-    }
-}
-
 impl Drop for Permit {
     fn drop(&mut self) {
-        if let Some(in_flight) = self.give_back() {
-            in_flight.start_waiting();
+        if let Some(in_flight) = self.in_flight.take() {
+            in_flight.start_waiting(Some((self.kind, self.bytes)));
         }
     }
 }

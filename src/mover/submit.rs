@@ -1,0 +1,200 @@
+//! Reads that callers submit themselves.
+//!
+//! Where a block is on disk, and its host slot and its bytes in flight are to be had at once, whoever asks for it plans
+//! the read under the lock of the look-up and queues it for an I/O thread, which checksums the block, publishes it and
+//! answers its waiters: the reactor never hears of it. All else is a movement on the reactor: what must wait, what
+//! takes another way, and what is left of a read that failed.
+
+use std::sync::Arc;
+
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
+
+use super::{
+    Urgent,
+    plan::{OnDisk, Trip},
+    route::{self, Hop, Row, View, Want},
+};
+use crate::{
+    block::{BlockKey, OpKind, Tier},
+    index::EntryId,
+    io::{Asleep, OpenFile, Pool, Transfer, Transferred, Waiter},
+    memory::Lent,
+    state::{Class, Few, Filling, Kind, Outcome, Permit, Pin, Shared, Started, State, Unverified},
+    urgency::Urgency,
+};
+
+/// What callers submit reads to.
+pub(crate) struct Submitter {
+    shared: Arc<Shared>,
+    pool: Arc<Pool>,
+    urgent: mpsc::UnboundedSender<Urgent>,
+}
+
+/// A flight that has begun, and who carries its movement out.
+#[expect(clippy::large_enum_variant, reason = "mostly it is the large one, and a box would be freed by another thread")]
+pub(crate) enum Begun<P> {
+    /// An I/O thread, once the read is [submitted](SubmittedRead::submit).
+    Read(SubmittedRead, OpenFile),
+    /// The reactor, once it has the command, for which there is room.
+    Command(P),
+}
+
+/// A read to a host slot, with all that it needs, and its flight.
+pub(crate) struct PlannedRead {
+    pub(super) trip: Trip,
+    pub(super) started: Started,
+    pub(super) block: OnDisk,
+    pub(super) began: Instant,
+}
+
+/// A read that is submitted, or about to be. Handed to the reactor when it is dropped before its end: the kernel is
+/// done with its memory then, and it is read again.
+pub(crate) struct SubmittedRead {
+    submitter: Arc<Submitter>,
+    /// `None` once it has ended.
+    read: Option<PlannedRead>,
+}
+
+/// A read that is queued. It is counted, and the thread that it needs is woken, outside of its caller's locks.
+#[must_use]
+pub(crate) struct QueuedRead(Arc<Submitter>, Asleep);
+
+impl QueuedRead {
+    pub(crate) fn wake(self) {
+        self.0.shared.metrics.movements.add(1.0);
+        self.1.wake();
+    }
+}
+
+impl Submitter {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        pool: Arc<Pool>,
+        files: Vec<OpenFile>,
+        urgent: mpsc::UnboundedSender<Urgent>,
+    ) -> Arc<Self> {
+        shared.lock().files = files;
+        Arc::new(Submitter { shared, pool, urgent })
+    }
+
+    /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be
+    /// submitted, where all that it needs is to be had now, else as a command, if there is `room` for it.
+    pub(crate) fn begin<P>(
+        this: Option<&Arc<Self>>,
+        state: &mut State,
+        (key, id): (&BlockKey, EntryId),
+        (tier, class): (Tier, Class),
+        waiter: oneshot::Sender<Outcome>,
+        room: impl FnOnce() -> Option<P>,
+    ) -> Option<Begun<P>> {
+        let this = this.filter(|_| tier == Tier::Host);
+        let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, id, class)?))) else {
+            let room = room()?;
+            state.flights.begin(key, tier, id, class, waiter);
+            return Some(Begun::Command(room));
+        };
+        let (read, file) = this.begin_read(state, (key, id), class, waiter, taken);
+        Some(Begun::Read(read, file))
+    }
+
+    /// Takes what the read of a block to a host slot needs. `None` where something must be waited for, or the block
+    /// takes another way.
+    fn take(&self, state: &mut State, id: EntryId, class: Class) -> Option<(&'static Row, Permit, Filling)> {
+        let config = &self.shared.config;
+        let holds = |tier| state.reads_from(tier) && state.index.slot(id, tier).is_some();
+        let view = View { held: Tier::ALL.map(holds), ..View::default() };
+        let row = route::choose(Want::HostSlot, &view, None).filter(|row| row.hops == [Hop::DiskToHost])?;
+        if state.flights.len() >= config.limits.movements_max as usize {
+            return None;
+        }
+        // Its flight has no number yet. No caller waits for a host slot where one is to be had.
+        let urgency = if class == Class::Awaited { Urgency::Awaited } else { Urgency::Background(0) };
+        let permit = self.shared.in_flight.take_now(Kind::Read, urgency, config.slot_bytes() as u64)?;
+        Some((row, permit, self.shared.acquire_locked(state, Tier::Host)?))
+    }
+
+    fn begin_read(
+        self: &Arc<Self>,
+        state: &mut State,
+        (key, id): (&BlockKey, EntryId),
+        class: Class,
+        waiter: oneshot::Sender<Outcome>,
+        (row, permit, slot): (&'static Row, Permit, Filling),
+    ) -> (SubmittedRead, OpenFile) {
+        let pin = Pin::take(&self.shared, state, id, Tier::Disk, row.route).expect("the disk has it");
+        assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
+        let is_awaited = class == Class::Awaited;
+        let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
+        let started = state.flights.begin_started(key, Tier::Host, id, class, waiters);
+        let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
+        if !std::mem::replace(&mut state.is_watched, true) {
+            self.shared.watch.notify_one();
+        }
+        let trip = Trip::read(key, row, slot, permit.with_urgency(urgency));
+        let block = OnDisk::of(state, pin);
+        let file = state.files[usize::from(block.file.0)].clone();
+        let read = Some(PlannedRead { trip, started, block, began: Instant::now() });
+        (SubmittedRead { submitter: Arc::clone(self), read }, file)
+    }
+
+    /// Makes a block that was read and matched visible, and answers its waiters.
+    fn publish(&self, read: PlannedRead) {
+        let PlannedRead { mut trip, block: OnDisk { pin, checksum, file, .. }, began, .. } = read;
+        drop(trip.taken.permit());
+        self.shared.account(&self.shared.failures, file, OpKind::Read, &Ok(()));
+        self.shared.metrics.work_done.add(1);
+        let filling = trip.taken.slot();
+        let unverified = Unverified { source: pin, filling, checksum, sum: Some(checksum), started: began };
+        let (answers, next) = self.shared.end_read(&trip.key, unverified, true);
+        for (waiter, answer) in answers {
+            drop(waiter.send(answer));
+        }
+        if let Some(write) = next {
+            // Where the reactor is gone, the write's flight ended with it.
+            drop(self.urgent.send(Urgent::Write(write)));
+        }
+    }
+}
+
+impl SubmittedRead {
+    /// Queues the read for the I/O threads. The caller [wakes](QueuedRead::wake) one if it must. One that
+    /// nobody awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
+    pub(crate) fn submit(self, file: OpenFile) -> QueuedRead {
+        let submitter = Arc::clone(&self.submitter);
+        let Submitter { shared, pool, .. } = &*submitter;
+        let PlannedRead { trip, block, .. } = self.read.as_ref().expect("it has not ended");
+        let offset = block.offset;
+        let (slot, urgency) = trip.taken.of_read();
+        // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
+        // waiter, which whoever transfers drops or calls after the memory.
+        let buf = unsafe {
+            Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
+        };
+        let transfer = Transfer { kind: OpKind::Read, file, offset, buf };
+        let waiter = Waiter::calling(shared.config.block_bytes, move |result| self.end(result));
+        let asleep = pool.push_transfer(urgency, transfer, waiter);
+        QueuedRead(submitter, asleep)
+    }
+
+    /// The end of the read, on the thread that has made it.
+    fn end(mut self, result: Transferred) {
+        let read = self.read.take().expect("a read ends once");
+        self.submitter.shared.metrics.movements.add(-1.0);
+        match result {
+            Ok(Some(sum)) if sum == read.block.checksum => self.submitter.publish(read),
+            result => drop(self.submitter.urgent.send(Urgent::EndRead(Box::new(read), Some(result)))),
+        }
+    }
+}
+
+impl Drop for SubmittedRead {
+    fn drop(&mut self) {
+        if let Some(read) = self.read.take() {
+            self.submitter.shared.metrics.movements.add(-1.0);
+            drop(self.submitter.urgent.send(Urgent::EndRead(Box::new(read), None)));
+        }
+    }
+}

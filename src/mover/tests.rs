@@ -1,0 +1,111 @@
+//! A mover over a disk that never answers: what it takes and gives back by itself.
+
+use std::{future::pending, io, rc::Rc, sync::Arc};
+
+use tokio::task::LocalSet;
+
+use super::{
+    Mover,
+    flight_guard::FlightGuard,
+    plan::{Missing, Needs, Taken, WRITE},
+};
+use crate::{
+    block::{BlockKey, FileId, Tier},
+    config::{Config, DiskPath, WritePolicy},
+    device::Memcpy,
+    disk::{DiskSlots, format::stripe::Stripe},
+    index::Index,
+    io::{Storage, Workers},
+    memory::{Arena, Lent},
+    state::{Class, Few, Kind, Purpose, Shared},
+    urgency::Urgency,
+};
+
+const BYTES: usize = 4096;
+const KEY: BlockKey = BlockKey::new([1; 32]);
+
+struct Silent;
+
+impl Storage for Silent {
+    fn name(&self) -> &'static str {
+        "silent"
+    }
+
+    async fn read(&self, _: FileId, _: u64, _: Lent) -> io::Result<()> {
+        pending().await
+    }
+
+    async fn write(&self, _: FileId, _: u64, _: Lent) -> io::Result<()> {
+        pending().await
+    }
+
+    async fn sync(&self, _: FileId) -> io::Result<()> {
+        pending().await
+    }
+}
+
+/// A mover with two host slots and two disk slots, one block of reads and one of writes in flight.
+fn mover() -> Rc<Mover<Silent, Memcpy>> {
+    let mut config = Config::default()
+        .block_bytes(BYTES)
+        .host_blocks(2)
+        .disks(vec![DiskPath::with_blocks("silent", 2)])
+        .write_policy(WritePolicy::WriteBack);
+    config.limits.read_bytes_in_flight_max = BYTES as u64;
+    config.limits.write_bytes_in_flight_max = BYTES as u64;
+    let slots = DiskSlots::new(Stripe::new(&config), [7; 16], true).expect("memory for a few slots");
+    let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
+    let metrics = crate::metrics::Metrics::new("");
+    let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), Some(slots), 1, metrics));
+    Mover::new(shared, Silent, Memcpy::new(), Workers::none(), 1, true)
+}
+
+#[test]
+fn a_write_waits_for_its_bytes_without_a_disk_slot_and_a_read_with_its_host_slot() {
+    let mover = mover();
+    let shared = Arc::clone(&mover.shared);
+    let in_flight = [Kind::Read, Kind::Write].map(|kind| shared.in_flight.take_now(kind, Urgency::Awaited, 1 << 20));
+    assert!(in_flight.iter().all(Option::is_some), "all bytes are in flight");
+    for (needs, tier, slots_left) in
+        [(WRITE, Tier::Disk, 2), (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Host, 1)]
+    {
+        let (mut state, mut taken) = (shared.lock(), Taken::default());
+        let missing = mover.take(&mut state, &mut taken, needs, Purpose::Call);
+        assert!(matches!(missing, Some(Missing::Permit(_))), "{tier}");
+        assert_eq!(state.free_slots(tier), slots_left, "{tier}");
+        drop(state);
+    }
+    drop(in_flight);
+}
+
+/// A write that panics while the drive still has its block: the drive's slot is given back later, and names no block
+/// from now on.
+#[test]
+fn a_write_that_panics_leaves_no_block_in_the_table_of_slots() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    LocalSet::new().block_on(&runtime, async {
+        let mover = mover();
+        let shared = Arc::clone(&mover.shared);
+        let filling = shared.acquire_now(Tier::Host).expect("both are free");
+        assert!(shared.commit(&KEY, None, filling, 0).is_ok(), "visible");
+        let (on_drive, started) = {
+            let mut state = shared.lock();
+            let filling = shared.acquire_locked(&mut state, Tier::Disk).expect("both are free");
+            let id = state.index.find(&KEY).expect("visible");
+            assert!(state.begin_disk_write(id, &filling, Some(0)).is_some(), "it is not on disk");
+            (filling, state.flights.begin_started(&KEY, Tier::Disk, id, Class::Awaited, Few::default()))
+        };
+        let slot = on_drive.slot();
+        let panics = tokio::task::spawn_local(async move {
+            let _guard = FlightGuard::of_write(&mover, &KEY, started, slot);
+            panic!("a movement, on purpose");
+        });
+        assert!(panics.await.is_err_and(|lost| lost.is_panic()));
+        while shared.lock().flights.len() > 0 {
+            tokio::task::yield_now().await;
+        }
+        assert!(shared.lock().disk_slots().meta(slot).is_none(), "the table names a block that is not there");
+        drop(on_drive);
+        assert_eq!(shared.lock().free_slots(Tier::Disk), 2, "given back once");
+    });
+}
