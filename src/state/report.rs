@@ -63,9 +63,9 @@ impl Reporter {
         let Some(shared) = self.shared.take() else { return Ok(()) };
         let report = shared.lock().refusals.report(self.began);
         let Some((count, last)) = report else { return Ok(()) };
-        let blocks = if count == 1 { "block" } else { "blocks" };
+        let blocks = if count == 1 { "block was" } else { "blocks were" };
         Err(Error::refused(format!(
-            "the disk refused {count} stored {blocks}, which this reports once; the last because: {last}"
+            "{count} {blocks} stored and refused by the disk, which this reports once; the last because: {last}"
         )))
     }
 }
