@@ -79,11 +79,13 @@ fn as_user(user: u32, groups: &str, socket: &Path, deed: &str) -> String {
     said
 }
 
-fn is_root() -> bool {
+pub fn is_root() -> bool {
     // SAFETY: plain system call without arguments.
     let root = unsafe { libc::geteuid() } == 0;
     if !root {
-        println!("SKIPPED: needs root, to run clients as other users");
+        println!(
+            "SKIPPED: needs root, to run clients as other users, and to have more descriptors in flight than its limit"
+        );
     }
     root
 }
