@@ -6,8 +6,7 @@
 //! `chain` matches 128 blocks, then fetches them. `disk` fetches blocks that were evicted, each of which evicts
 //! another; `store` stores blocks, each of which evicts one from memory and one from disk. Both tiers are full, and the
 //! reactor makes the transfers itself. Prints the least time of a call among the rounds: on a busy machine most rounds
-//! are interrupted. The instructions of a call are the difference of two runs, divided by that of the calls;
-//! `benches/locked.py` takes those under the lock from the same two runs.
+//! are interrupted. The instructions of a call are the difference of two runs, divided by that of the calls.
 
 use std::{hint::black_box, path::Path, process::ExitCode, time::Instant};
 
