@@ -53,7 +53,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
             }
         }
-        self.shared.lock().forget_written();
+        {
+            let mut state = self.shared.lock();
+            state.forget_written();
+            state.refusals.flush_begins();
+        }
         self.write_stale_records().await?;
         self.flush().await?;
         transient.map_or(Ok(()), Err)

@@ -27,6 +27,8 @@ pub(crate) struct Refusals {
     last: Option<Error>,
     /// The beginnings of the syncs in flight.
     syncs: BTreeSet<Moment>,
+    /// One of them has begun to flush.
+    is_flushing: bool,
     now: Moment,
 }
 
@@ -46,10 +48,10 @@ impl Refusals {
         self.keys.remove(key);
     }
 
-    /// Notes that a block is on disk after all. The syncs in flight report it all the same: their flush may have begun
-    /// before this write.
+    /// Notes that a block is on disk after all. Once a sync has begun to flush, the syncs in flight report it all the
+    /// same: the flush need not cover this write.
     pub(super) fn written(&mut self, key: &BlockKey) {
-        if self.syncs.is_empty() {
+        if !self.is_flushing {
             self.keys.remove(key);
         } else if let Some(reported) = self.keys.get_mut(key) {
             self.now += 1;
@@ -62,6 +64,11 @@ impl Refusals {
         !self.syncs.is_empty()
     }
 
+    /// A sync has written what it covers, and flushes.
+    pub(crate) fn flush_begins(&mut self) {
+        self.is_flushing = !self.syncs.is_empty();
+    }
+
     /// Begins a sync, or the close.
     pub(super) fn begin(&mut self) -> Moment {
         self.now += 1;
@@ -72,6 +79,7 @@ impl Refusals {
     /// Ends the sync that began then.
     pub(super) fn end(&mut self, began: Moment) {
         self.syncs.remove(&began);
+        self.is_flushing &= !self.syncs.is_empty();
         let first = self.syncs.first().copied();
         let is_owed = |reported: &Option<Moment>| reported.is_none_or(|at| first.is_some_and(|first| first < at));
         self.keys.retain(|_, reported| is_owed(reported));
@@ -130,10 +138,13 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_reports_what_was_written_during_it() {
+    fn a_sync_reports_what_was_written_during_its_flush() {
         let mut refusals = Refusals::default();
         refusals.add(key(1), Error::Closed);
+        refusals.add(key(2), Error::Closed);
         let [first, second] = [refusals.begin(), refusals.begin()];
+        refusals.written(&key(2));
+        refusals.flush_begins();
         refusals.written(&key(1));
         assert_eq!(refused(&mut refusals), 0, "it began after the write, and flushes it");
         assert_eq!(refusals.report(first).map(|(count, _)| count), Some(1));
