@@ -9,8 +9,8 @@ use crate::remote::RemoteStore;
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct RemoteConfig {
-    /// Where the store is: `s3://bucket/prefix` or `redis://host:6379/0`, say. What opens the cache makes it a
-    /// [`store`](Self::store), as the service, the command and the Python package do. None: no remote tier.
+    /// Where the store is: `s3://bucket/prefix` or `redis://host:6379/0`, say. The cache opens no connection: a program
+    /// gives it a [`store`](Self::store) as well. None: no remote tier.
     pub url: Option<String>,
     /// The store itself.
     pub store: Option<RemoteHandle>,
