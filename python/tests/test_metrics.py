@@ -48,10 +48,10 @@ def test_figures_are_those_of_each_cache(caches):
     first.store([str(n) for n in range(6)], [bytes(BLOCK)] * 6)
     second.store(["x"], [bytes(BLOCK)])
     first.load(["5", "nowhere"], [bytearray(BLOCK), bytearray(BLOCK)])
-    assert values("kvhoist_resident_blocks", first) == {"device": 0, "host": 4, "disk": 6}
-    assert values("kvhoist_slots", first) == {"device": 0, "host": 4, "disk": 8}
-    assert values("kvhoist_free_slots", first) == {"device": 0, "host": 0, "disk": 2}
-    assert values("kvhoist_resident_blocks", second) == {"device": 0, "host": 1, "disk": 0}
+    assert values("kvhoist_resident_blocks", first) == {"device": 0, "host": 4, "disk": 6, "remote": 0}
+    assert values("kvhoist_slots", first) == {"device": 0, "host": 4, "disk": 8, "remote": 0}
+    assert values("kvhoist_free_slots", first) == {"device": 0, "host": 0, "disk": 2, "remote": 0}
+    assert values("kvhoist_resident_blocks", second) == {"device": 0, "host": 1, "disk": 0, "remote": 0}
     assert values("kvhoist_hits_total", first)["host"] == 1 and values("kvhoist_misses_total", first) == {"": 1}
     assert values("kvhoist_stores_total", first) == {"": 6} and values("kvhoist_stores_total", second) == {"": 1}
     assert values("kvhoist_retired", first) == {"device/": 0, "disk/": 0}
