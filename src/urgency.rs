@@ -32,6 +32,7 @@ impl<T> Line<T> {
         }
     }
 
+    /// Drops the operations that are not to be kept.
     pub(crate) fn retain(&mut self, keep: impl Fn(&T) -> bool) {
         self.awaited.retain(&keep);
         self.background.retain(|_, operation| keep(operation));

@@ -153,6 +153,8 @@ def test_a_service_holds_a_file_for_all_who_read_it(path, tmp_path):
 
 def test_ctrl_c_ends_a_read(tmp_path):
     """Of a file that takes long: in requests of a page, past the page cache."""
+    # A shell starts what runs in its background with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(tmp_path / "large", "wb") as large:
         large.truncate(1 << 30)
     target = numpy.empty(1 << 30, dtype=numpy.uint8)
@@ -162,3 +164,4 @@ def test_ctrl_c_ends_a_read(tmp_path):
         while True:
             files.open(tmp_path / "large").read_into(target, page_cache=False, piece_bytes=4096, threads=1)
     timer.join()
+    signal.signal(signal.SIGINT, before)

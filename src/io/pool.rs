@@ -37,7 +37,7 @@ type Queued = (Transfer, Waiter);
 /// State shared by callers, the reactor and the threads.
 pub struct Pool {
     queue: Mutex<Queue>,
-    /// Whether something may be queued. False only where nothing is that a thread has not been told of.
+    /// Whether the queue has something. A thread that reads an older value finds out under the lock, before it sleeps.
     any_queued: AtomicBool,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,

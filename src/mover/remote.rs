@@ -9,7 +9,7 @@ use futures_util::{FutureExt, StreamExt, stream, stream::FuturesUnordered};
 use tokio::{
     sync::Semaphore,
     task::{JoinHandle, spawn_local},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 use super::Mover;
@@ -18,7 +18,7 @@ use crate::{
     checksum::checksum,
     device::CopyEngine,
     io::Storage,
-    remote::{self, Batch, Read, Remote, RemoteError, RemoteFuture, Wanted},
+    remote::{self, Batch, Read, ReadBlock, Remote, RemoteError, RemoteFuture},
     shield::caught,
     state::{Committed, Filling, Purpose},
 };
@@ -70,24 +70,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
         let read = async |read: Read| {
             let turn = turns.acquire().await.expect("it is not closed");
-            match self.read_blocks(remote, &read, batch.is_awaited, &brought).await {
-                Ok(()) => {}
-                Err(error) => failed.set(Some(error)),
+            if let Err(error) = self.read_blocks(remote, &read, batch.is_awaited, &brought).await {
+                failed.set(Some(error));
             }
             drop(turn);
         };
         let all = stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {});
-        let deadline = Duration::from_millis(self.shared.config.remote.deadline_ms);
-        // A store is users' code: its panic ends a batch, and no more.
-        let ended = timeout(deadline, AssertUnwindSafe(all).catch_unwind()).await;
-        let failed = match ended {
-            Ok(Ok(())) => failed.take(),
-            Ok(Err(panic)) => {
-                std::mem::forget(panic);
-                Some(RemoteError::Unavailable("the store's code panicked".into()))
-            }
-            Err(_) => Some(RemoteError::Unavailable(format!("no answer within {deadline:?} (`remote_deadline_ms`)"))),
-        };
+        let failed = self.in_time(of_store(all.map(Ok))).await.err().or(failed.take());
         match &failed {
             None => remote.ended(Ok(brought.get()), began),
             Some(error) => remote.ended(Err(error), began),
@@ -128,11 +117,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Err(RemoteError::Invalid { found, expected });
         }
         self.shared.metrics.remote_reads.add(1);
-        for wanted in &read.blocks {
-            let bytes = remote::slice(&parts, wanted.known.offset - read.range.start, remote.space.block_bytes);
-            if self.store_brought(remote, wanted, bytes, is_awaited, began).await {
+        for block in &read.blocks {
+            let bytes = remote::slice(&parts, block.known.offset - read.range.start, remote.space.block_bytes);
+            if self.store_brought(remote, block, bytes, is_awaited, began).await {
                 brought.set(brought.get() + 1);
-                remote.answer(&wanted.known.key, true);
+                remote.answer(&block.known.key, true);
             }
         }
         Ok(())
@@ -143,12 +132,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn store_brought(
         self: &Rc<Self>,
         remote: &Arc<Remote>,
-        wanted: &Wanted,
+        block: &ReadBlock,
         bytes: Vec<Bytes>,
         is_awaited: bool,
         began: Instant,
     ) -> bool {
-        let Wanted { known, parent } = *wanted;
+        let ReadBlock { known, parent } = *block;
         let filling = match is_awaited {
             true => self.shared.acquire(Tier::Host, Purpose::Call).await.ok(),
             false => self.shared.acquire_now(Tier::Host),
@@ -194,6 +183,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         crate::io::yield_now().await;
         filled
     }
+}
+
+/// What becomes of a future in which the store's code runs, which is users': its panic is an error, and no more.
+pub(super) async fn of_store<T>(future: impl Future<Output = Result<T, RemoteError>>) -> Result<T, RemoteError> {
+    AssertUnwindSafe(future).catch_unwind().await.unwrap_or_else(|panic| {
+        std::mem::forget(panic);
+        Err(RemoteError::Unavailable("the store's code panicked".into()))
+    })
 }
 
 /// A request, and its repetitions.

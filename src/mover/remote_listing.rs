@@ -1,11 +1,14 @@
 //! What the remote store has: listed when the cache is opened, and at an interval for what other nodes do.
 
-use std::{panic::AssertUnwindSafe, rc::Rc, sync::Arc, time::Duration};
+use std::{rc::Rc, sync::Arc, time::Duration};
 
-use futures_util::{FutureExt, StreamExt, stream};
+use futures_util::{StreamExt, stream};
 use tokio::time::{sleep, timeout};
 
-use super::{Mover, remote::repeated};
+use super::{
+    Mover,
+    remote::{of_store, repeated},
+};
 use crate::{
     device::CopyEngine,
     io::Storage,
@@ -21,14 +24,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn remote_listing_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let interval = Duration::from_secs(self.shared.config.remote.interval_s);
         loop {
-            // A store is users' code: its panic ends a listing, and no more.
-            let listed = AssertUnwindSafe(self.list_remote(&remote)).catch_unwind().await;
-            let failed = match listed.map_err(std::mem::forget) {
-                Ok(Ok(())) => None,
-                Ok(Err(error)) => Some(error),
-                Err(()) => Some(RemoteError::Unavailable("the store's code panicked".into())),
-            };
-            if let Some(error) = failed {
+            if let Err(error) = of_store(self.list_remote(&remote)).await {
                 self.shared.metrics.remote_errors.add(1);
                 // A subscriber that panics must not end this task.
                 _ = caught(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));

@@ -1,13 +1,15 @@
 //! Blocks that go to the remote store: behind everything that a caller awaits, as many bytes a second as the settings
 //! say, a run of one chain's blocks in one object.
 
-use std::{collections::BTreeMap, panic::AssertUnwindSafe, rc::Rc, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, rc::Rc, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use futures_util::FutureExt;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Mover, remote::repeated};
+use super::{
+    Mover,
+    remote::{of_store, repeated},
+};
 use crate::{
     block::{BlockKey, Route},
     config::RemotePolicy,
@@ -41,9 +43,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 sleep(GATHER).await;
             }
             for (parent, run) in self.chain_runs(&remote, remote.take_uploads()).await {
-                // A store is users' code: its panic ends a write, and no more.
-                let written = AssertUnwindSafe(self.upload(&remote, parent, &run)).catch_unwind().await;
-                let Some(error) = written.map_or_else(panicked, Result::err) else { continue };
+                let Err(error) = of_store(self.upload(&remote, parent, &run)).await else { continue };
                 self.shared.metrics.remote_errors.add(1);
                 self.shared.metrics.remote_unsent.add(run.len() as u64);
                 // A subscriber that panics must not end this task.
@@ -131,12 +131,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         crate::io::yield_now().await;
         Some((checksum, copied))
     }
-}
-
-/// The error of a store whose code panicked.
-fn panicked<T>(panic: T) -> Option<RemoteError> {
-    std::mem::forget(panic);
-    Some(RemoteError::Unavailable("the store's code panicked".into()))
 }
 
 /// Keys with their parents, as runs of at most `most` blocks: each key follows its parent where that is among them and

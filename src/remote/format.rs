@@ -1,6 +1,6 @@
 //! An object: a run of one chain's blocks, behind a table of them.
 //!
-//! Little endian; unused bytes are zero and checked. Blocks have one length, so an object's length says how many it
+//! Little endian; unused bytes are zero. Blocks have one length, so an object's length says how many it
 //! has, and where its table ends: one read gets the whole table.
 //!
 //! ```text

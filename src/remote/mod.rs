@@ -1,7 +1,6 @@
 //! Stores beyond the node: object stores and Redis.
 //!
-//! [`RemoteStore`] is what the cache asks of one. The crate `kvhoist-remote` implements it for the services that users
-//! name by a URL.
+//! [`RemoteStore`] is what the cache asks of one; programs implement it.
 //!
 //! The rest is the remote tier as callers and the reactor share it: pure data behind a lock of its own. It is a source
 //! behind a miss, and a sink beside the disk: blocks that it brings are stored as any new block (`mover/remote.rs`).
@@ -17,6 +16,6 @@ mod wanted;
 pub use store::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, RemoteStore};
 
 pub(crate) use format::Space;
-pub(crate) use presence::{Read, Wanted};
+pub(crate) use presence::{Read, ReadBlock};
 pub(crate) use tier::{Figures, Limits, Remote, slice};
 pub(crate) use wanted::Batch;

@@ -36,17 +36,17 @@ pub(crate) struct Run {
     pub(crate) seen: u64,
 }
 
-/// One range of an object to be read, and the blocks in it: consecutive ones.
+/// One range of an object to be read, and the blocks of it that are wanted, in its order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Read {
     pub(crate) object: Box<str>,
     pub(crate) range: Range<u64>,
-    pub(crate) blocks: Vec<Wanted>,
+    pub(crate) blocks: Vec<ReadBlock>,
 }
 
 /// A block to be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Wanted {
+pub(crate) struct ReadBlock {
     pub(crate) known: Known,
     pub(crate) parent: Option<BlockKey>,
 }
@@ -54,7 +54,7 @@ pub(crate) struct Wanted {
 /// Tables that the keys are spread over: one that grows moves its entries under the lock.
 const SHARDS: usize = 256;
 
-/// Bytes between two blocks of an object that are read with them.
+/// Bytes between two wanted blocks of an object, from which on they are read apart.
 const GAP_MAX: u64 = 4096;
 
 /// The map of a namespace.
@@ -191,8 +191,8 @@ impl Presence {
         unseen.len()
     }
 
-    /// The reads that bring these blocks: of each object those that follow one another with nothing between them, up to
-    /// `bytes_max` in one read. The keys that are not there come back.
+    /// The reads that bring these blocks: of each object those that follow one another with less than [`GAP_MAX`] bytes
+    /// between them, up to `bytes_max` in one read. The keys that are not there come back.
     pub(crate) fn plan(&self, keys: &[BlockKey], block_bytes: u64, bytes_max: u64) -> (Vec<Read>, Vec<BlockKey>) {
         let mut places = Vec::with_capacity(keys.len());
         let mut unknown = Vec::new();
@@ -204,31 +204,27 @@ impl Presence {
         }
         places.sort_unstable();
         places.dedup();
-        let mut reads: Vec<(Place, Read)> = Vec::new();
+        let mut reads: Vec<Read> = Vec::new();
         for place in places {
             let run = &self.objects[place.object as usize];
             let known = run.blocks[place.at as usize];
             let parent = place.at.checked_sub(1).map_or(run.parent, |before| Some(run.blocks[before as usize].key));
-            let wanted = Wanted { known, parent };
+            let block = ReadBlock { known, parent };
             let end = known.offset + block_bytes;
             match reads.last_mut() {
-                Some((last, read))
-                    if last.object == place.object
+                Some(read)
+                    if read.object == run.name
                         && known.offset >= read.range.end
                         && known.offset - read.range.end < GAP_MAX
                         && end - read.range.start <= bytes_max =>
                 {
                     read.range.end = end;
-                    read.blocks.push(wanted);
-                    *last = place;
+                    read.blocks.push(block);
                 }
-                _ => {
-                    let read = Read { object: run.name.clone(), range: known.offset..end, blocks: vec![wanted] };
-                    reads.push((place, read));
-                }
+                _ => reads.push(Read { object: run.name.clone(), range: known.offset..end, blocks: vec![block] }),
             }
         }
-        (reads.into_iter().map(|(_, read)| read).collect(), unknown)
+        (reads, unknown)
     }
 
     /// Where a block is: in any of the objects that have it.
@@ -326,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_takes_70_bytes_at_most_and_the_map_no_more_than_it_may() {
+    fn a_block_takes_few_bytes_and_the_map_no_more_than_it_may() {
         for (blocks, objects, most) in [(64, 4000u64, 75), (1, 40_000, 400)] {
             let mut presence = presence();
             for n in 0..objects {

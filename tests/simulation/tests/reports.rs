@@ -77,6 +77,29 @@ fn a_refused_block_that_was_written_or_removed_since_is_not_reported() {
 }
 
 #[test]
+fn a_sync_reports_a_refused_block_that_was_written_during_its_flush() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(write_back()).await;
+        store(&cache, 0).await.expect("visible");
+        disk.script_next(OpKind::Write, Fault::Error(28));
+        disk.script_next(OpKind::Sync, Fault::Stall);
+        let first = spawn(&cache, async |cache| cache.sync().await);
+        a_while().await;
+        assert_eq!((disk.stalled(), cache.stats().writes_refused), (1, 1), "it flushes, and the block is on no disk");
+        store(&cache, 0).await.expect("visible");
+        let second = spawn(&cache, async |cache| cache.sync().await);
+        a_while().await;
+        assert_eq!(cache.stats().tier(Tier::Disk).resident, 1, "the second sync has written it");
+        disk.release();
+        let synced = first.await.expect("no panic");
+        assert!(matches!(&synced, Err(Error::Refused { .. })), "its flush does not cover the block: {synced:?}");
+        drop(second.await.expect("no panic"));
+        cache.sync().await.expect("it was reported, and is written and flushed");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_store_that_reports_its_refusal_leaves_nothing_for_a_sync_to_report() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
@@ -137,16 +160,13 @@ fn a_sync_reports_a_computed_block_that_the_disk_or_host_memory_refused() {
 async fn sync_after_refused_store<F: Future<Output = ()>>(
     ask: impl FnOnce(Cache, Vec<Vec<Segment>>) -> F,
 ) -> Result<(), Error> {
-    let mut memory = vec![1u8; BLOCK_BYTES];
     let (cache, reactor, disk) = open(config()).await;
-    // SAFETY: the memory outlives the cache, and nobody writes to it.
-    let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
-    let region = kvhoist::block_on(cache.register(lent)).expect("registered");
+    let pool = pool(&cache, 1).await;
     disk.script_next(OpKind::Write, Fault::Error(5));
-    ask(cache.clone(), vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]]).await;
+    ask(cache.clone(), pool.places.clone()).await;
     assert_eq!(cache.stats().writes_refused, 1);
     let synced = cache.sync().await;
-    cache.unregister(&region).await.expect("its own region");
+    cache.unregister(&pool.region).await.expect("its own region");
     finish(cache, reactor).await;
     synced
 }
@@ -222,13 +242,9 @@ fn every_sync_under_way_reports_a_refused_block() {
 #[test]
 fn a_store_that_the_close_cut_off_takes_no_earlier_refusal_along() {
     sim::block_on(async {
-        let mut memory = payload(0);
         let (cache, reactor, _disk) = open_with_a_refusal().await;
-        let start = memory.as_mut_ptr();
-        // SAFETY: the memory outlives the cache, and nobody writes to it.
-        let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
-        let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
+        let pool = pool(&cache, 0).await;
+        let places = pool.places.clone();
         // The reactor sees both at once, and the close first.
         let storing = spawn(&cache, async move |cache| cache.store_from(&[key(0)], None, &places).await);
         let closing = spawn(&cache, async |cache| cache.close().await);
@@ -236,21 +252,17 @@ fn a_store_that_the_close_cut_off_takes_no_earlier_refusal_along() {
         assert!(matches!(stored[..], [Err(Error::Closed)]), "{stored:?}");
         let closed = closing.await.expect("no panic");
         assert!(matches!(closed, Err(Error::Refused { .. })), "block 0 is on no disk: {closed:?}");
-        drop(region);
+        drop(pool.region);
         reactor.ended().await;
     });
 }
 
 /// What a sync says after the disk refused a block that went straight to it, and whose store was dropped.
 async fn sync_after_refused_straight_store(removes: fn(&Sim) -> bool) -> Result<(), Error> {
-    let mut memory = vec![1u8; 2 * BLOCK_BYTES];
     let (cache, reactor, disk) = open(config().bypass_host(true)).await;
-    let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
-    // SAFETY: the memory outlives the cache, and nobody writes to it.
-    let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
-    let region = kvhoist::block_on(cache.register(lent)).expect("registered");
+    let pool = pool(&cache, 1).await;
+    let places = pool.places.clone();
     disk.script_next(OpKind::Write, Fault::StalledError(5));
-    let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
     let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);
     a_while().await;
     assert_eq!(disk.stalled(), 1, "the block is being written");
@@ -266,7 +278,7 @@ async fn sync_after_refused_straight_store(removes: fn(&Sim) -> bool) -> Result<
         None => {}
     }
     let synced = cache.sync().await;
-    cache.unregister(&region).await.expect("its own region");
+    cache.unregister(&pool.region).await.expect("its own region");
     finish(cache, reactor).await;
     synced
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{Error, Memory, Segment, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist::{Error, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, FaultRates};
 
 use crate::scene::*;
@@ -227,12 +227,8 @@ fn a_store_during_the_write_of_a_removed_block_from_a_callers_memory_is_written(
     sim::block_on(async {
         let config = config().bypass_host(true);
         let (cache, reactor, disk) = open(config.clone()).await;
-        let mut memory = vec![1u8; 2 * BLOCK_BYTES];
-        let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(BLOCK_BYTES));
-        // SAFETY: the memory outlives the cache, and nothing writes to it.
-        let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
-        let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
+        let pool = pool(&cache, 1).await;
+        let places = pool.places.clone();
         // The payload stalls, and so does the write that clears its record, which was written meanwhile.
         let next = disk.counts().started[OpKind::Write as usize];
         for nth in [next, next + 2] {
@@ -255,7 +251,7 @@ fn a_store_during_the_write_of_a_removed_block_from_a_callers_memory_is_written(
         assert!(fetch(&killed, 1).await.expect("served"), "the store was acknowledged before the kill");
         finish(killed, its_reactor).await;
         drop((storing.await.expect("no panic"), removal.await.expect("no panic")));
-        cache.unregister(&region).await.expect("its own region");
+        cache.unregister(&pool.region).await.expect("its own region");
         finish(cache, reactor).await;
     });
 }

@@ -77,6 +77,27 @@ fn a_stalled_write_is_a_timeout_and_the_block_stays_whole() {
 }
 
 #[test]
+fn a_call_that_waits_for_a_disk_that_stands_still_is_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().bypass_host(true).write_bytes_in_flight_max(1)).await;
+        let pool = pool(&cache, 1).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let stalled = store(&cache, 0).await;
+        assert!(matches!(stalled, Err(Error::Timeout { .. })), "{stalled:?}");
+        let keys = [key(1)];
+        let call = cache.store_from(&keys, None, &pool.places);
+        let ended = tokio::time::timeout(DEADLINE * 3 / 2, call).await.expect("it waits for nothing in the kernel");
+        assert!(matches!(ended.expect("valid")[..], [Err(Error::Timeout { .. })]));
+        disk.release();
+        a_while().await;
+        let stored = cache.store_from(&keys, None, &pool.places).await.expect("valid");
+        assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+        cache.unregister(&pool.region).await.expect("its own region");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_stalled_flush_is_a_timeout_for_sync_and_close_waits_for_it() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;

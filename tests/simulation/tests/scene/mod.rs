@@ -3,7 +3,7 @@
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, WritePolicy, internals::io::FileId};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, Memory, Region, Segment, WritePolicy, internals::io::FileId};
 use kvhoist_simulation::sim::{self, CopyOptions, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 use tokio::task::{JoinHandle, spawn_local};
 
@@ -115,6 +115,23 @@ pub fn spawn<T: 'static, F: Future<Output = T> + 'static>(
     call: impl FnOnce(Cache) -> F + 'static,
 ) -> JoinHandle<T> {
     spawn_local(call(cache.clone()))
+}
+
+/// Registered memory that has one block, for transfers in place.
+pub struct Pool {
+    pub region: Region,
+    /// The block's place, for a call.
+    pub places: Vec<Vec<Segment>>,
+    _memory: Vec<u8>,
+}
+
+/// Registers memory that holds block `n`.
+pub async fn pool(cache: &Cache, n: u8) -> Pool {
+    let mut memory = [payload(n), payload(n)].concat();
+    let ptr = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(BLOCK_BYTES));
+    // SAFETY: the tests unregister the region before they drop the memory, and nothing but the cache writes to it.
+    let region = cache.register(unsafe { Memory::host(ptr, BLOCK_BYTES) }).await.expect("registered");
+    Pool { region, places: vec![vec![Segment { ptr, len: BLOCK_BYTES }]], _memory: memory }
 }
 
 /// Lets everything run that the disk does not hold up.
