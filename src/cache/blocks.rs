@@ -213,7 +213,7 @@ impl Cache {
                 Ok((Promotion::Started(_, begun), _)) => {
                     started += 1;
                     match begun {
-                        Begun::Read(read, file) => asleep.push(read.submit(file)),
+                        Begun::Read(read) => asleep.push(read.submit()),
                         Begun::Command(room) => to_send.push((room, *key)),
                     }
                 }

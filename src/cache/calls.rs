@@ -274,7 +274,7 @@ impl Cache {
         tier: Tier,
         waiter: oneshot::Sender<Outcome>,
         room: impl FnOnce() -> Option<Room<'a>>,
-    ) -> Option<Begun<Room<'a>>> {
+    ) -> Option<Begun<'a, Room<'a>>> {
         Submitter::begin(self.inner.submitter.as_ref(), state, found, (tier, Class::Awaited), waiter, room)
     }
 
@@ -283,7 +283,7 @@ impl Cache {
         &self,
         key: &BlockKey,
         tier: Tier,
-        (asked, mut usage): (Promotion<Begun<Room<'_>>>, Use),
+        (asked, mut usage): (Promotion<Begun<'_, Room<'_>>>, Use),
     ) -> Outcome {
         let shared = &self.inner.shared;
         let mut asked = Some(asked);
@@ -308,7 +308,7 @@ impl Cache {
                 Promotion::Joined(receiver) => (receiver, true),
                 Promotion::Started(receiver, begun) => {
                     match begun {
-                        Begun::Read(read, file) => read.submit(file).wake(),
+                        Begun::Read(read) => read.submit().wake(),
                         Begun::Command(room) => room.send(Command::Promote { key: *key, to: tier }),
                     }
                     (receiver, false)

@@ -64,7 +64,7 @@ struct Inner {
     commands: mpsc::Sender<Command>,
     urgent: mpsc::UnboundedSender<Urgent>,
     /// Where callers submit reads, if there are I/O threads for them.
-    submitter: Option<Arc<Submitter>>,
+    submitter: Option<Submitter>,
     end: watch::Receiver<Option<Result<()>>>,
     /// A permit for each read of a device block that may be under way.
     device_reads: Arc<Semaphore>,

@@ -3,7 +3,12 @@
 //! The simulation (`tests/simulation`) runs the cache, the reactor and recovery of production over these. Behind the
 //! feature `sim`, hidden, and not part of the public interface: any version may change it.
 
-use std::{future::Future, rc::Rc, sync::Arc};
+use std::{
+    any::Any,
+    future::Future,
+    rc::Rc,
+    sync::{Arc, Weak},
+};
 
 use tokio::sync::mpsc;
 
@@ -101,6 +106,11 @@ impl<S: Storage, C: CopyEngine> Reactor<S, C> {
     /// Checks the balance, also while the reactor runs and after it has ended.
     pub fn balance(&self) -> Balance<S, C> {
         self.balance.clone()
+    }
+
+    /// Can be upgraded as long as anything of the cache is left.
+    pub fn remains(&self) -> Weak<dyn Any + Send + Sync> {
+        self.balance.0.weak_shared()
     }
 
     /// Serves the cache until it is closed or dropped, waits for `quiet`, and then answers the callers of

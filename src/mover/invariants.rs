@@ -1,6 +1,9 @@
 //! The balance of a cache at rest: every slot accounted for, nothing held, nothing in flight.
 
-use std::collections::BTreeSet;
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Weak},
+};
 
 use super::Mover;
 use crate::{
@@ -99,6 +102,11 @@ impl Shared {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// The shared half, as long as anything owns it.
+    pub(crate) fn weak_shared(&self) -> Weak<Shared> {
+        Arc::downgrade(&self.shared)
+    }
+
     /// Checks what must hold on the reactor's side while nothing is in flight.
     pub(crate) fn check_idle(&self) -> Result<(), String> {
         for kind in [Kind::Read, Kind::Write] {

@@ -28,16 +28,21 @@ use crate::{
 
 /// What callers submit reads to.
 pub(crate) struct Submitter {
-    shared: Arc<Shared>,
     pool: Arc<Pool>,
+    ends: Arc<Ends>,
+}
+
+/// What the end of a read needs. The pool's queue owns the reads, so that they do not own the pool.
+struct Ends {
+    shared: Arc<Shared>,
     urgent: mpsc::UnboundedSender<Urgent>,
 }
 
 /// A flight that has begun, and who carries its movement out.
 #[expect(clippy::large_enum_variant, reason = "mostly it is the large one, and a box would be freed by another thread")]
-pub(crate) enum Begun<P> {
-    /// An I/O thread, once the read is [submitted](SubmittedRead::submit).
-    Read(SubmittedRead, OpenFile),
+pub(crate) enum Begun<'a, P> {
+    /// An I/O thread, once the read is [submitted](Submission::submit).
+    Read(Submission<'a>),
     /// The reactor, once it has the command, for which there is room.
     Command(P),
 }
@@ -50,21 +55,28 @@ pub(crate) struct PlannedRead {
     pub(super) began: Instant,
 }
 
+/// A read that is about to be submitted.
+pub(crate) struct Submission<'a> {
+    submitter: &'a Submitter,
+    read: SubmittedRead,
+    file: OpenFile,
+}
+
 /// A read that is submitted, or about to be. Handed to the reactor when it is dropped before its end: the kernel is
 /// done with its memory then, and it is read again.
-pub(crate) struct SubmittedRead {
-    submitter: Arc<Submitter>,
+struct SubmittedRead {
+    ends: Arc<Ends>,
     /// `None` once it has ended.
     read: Option<PlannedRead>,
 }
 
 /// A read that is queued. It is counted, and the thread that it needs is woken, outside of its caller's locks.
 #[must_use]
-pub(crate) struct QueuedRead(Arc<Submitter>, Asleep);
+pub(crate) struct QueuedRead<'a>(&'a Submitter, Asleep);
 
-impl QueuedRead {
+impl QueuedRead<'_> {
     pub(crate) fn wake(self) {
-        self.0.shared.metrics.movements.add(1.0);
+        self.0.ends.shared.metrics.movements.add(1.0);
         self.1.wake();
     }
 }
@@ -75,35 +87,35 @@ impl Submitter {
         pool: Arc<Pool>,
         files: Vec<OpenFile>,
         urgent: mpsc::UnboundedSender<Urgent>,
-    ) -> Arc<Self> {
+    ) -> Self {
         shared.lock().files = files;
-        Arc::new(Submitter { shared, pool, urgent })
+        Submitter { pool, ends: Arc::new(Ends { shared, urgent }) }
     }
 
     /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be
     /// submitted, where all that it needs is to be had now, else as a command, if there is `room` for it.
-    pub(crate) fn begin<P>(
-        this: Option<&Arc<Self>>,
+    pub(crate) fn begin<'a, P>(
+        this: Option<&'a Self>,
         state: &mut State,
         (key, id): (&BlockKey, EntryId),
         (tier, class): (Tier, Class),
         waiter: oneshot::Sender<Outcome>,
         room: impl FnOnce() -> Option<P>,
-    ) -> Option<Begun<P>> {
+    ) -> Option<Begun<'a, P>> {
         let this = this.filter(|_| tier == Tier::Host);
         let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, id, class)?))) else {
             let room = room()?;
             state.flights.begin(key, tier, id, class, waiter);
             return Some(Begun::Command(room));
         };
-        let (read, file) = this.begin_read(state, (key, id), class, waiter, taken);
-        Some(Begun::Read(read, file))
+        Some(Begun::Read(this.begin_read(state, (key, id), class, waiter, taken)))
     }
 
     /// Takes what the read of a block to a host slot needs. `None` where something must be waited for, or the block
     /// takes another way.
     fn take(&self, state: &mut State, id: EntryId, class: Class) -> Option<(&'static Row, Permit, Filling)> {
-        let config = &self.shared.config;
+        let shared = &self.ends.shared;
+        let config = &shared.config;
         let holds = |tier| state.reads_from(tier) && state.index.slot(id, tier).is_some();
         let view = View { held: Tier::ALL.map(holds), ..View::default() };
         let row = route::choose(Want::HostSlot, &view, None).filter(|row| row.hops == [Hop::DiskToHost])?;
@@ -112,34 +124,37 @@ impl Submitter {
         }
         // Its flight has no number yet. No caller waits for a host slot where one is to be had.
         let urgency = if class == Class::Awaited { Urgency::Awaited } else { Urgency::Background(0) };
-        let permit = self.shared.in_flight.take_now(Kind::Read, urgency, config.slot_bytes() as u64)?;
-        Some((row, permit, self.shared.acquire_locked(state, Tier::Host)?))
+        let permit = shared.in_flight.take_now(Kind::Read, urgency, config.slot_bytes() as u64)?;
+        Some((row, permit, shared.acquire_locked(state, Tier::Host)?))
     }
 
     fn begin_read(
-        self: &Arc<Self>,
+        &self,
         state: &mut State,
         (key, id): (&BlockKey, EntryId),
         class: Class,
         waiter: oneshot::Sender<Outcome>,
         (row, permit, slot): (&'static Row, Permit, Filling),
-    ) -> (SubmittedRead, OpenFile) {
-        let pin = Pin::take(&self.shared, state, id, Tier::Disk, row.route).expect("the disk has it");
+    ) -> Submission<'_> {
+        let shared = &self.ends.shared;
+        let pin = Pin::take(shared, state, id, Tier::Disk, row.route).expect("the disk has it");
         assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
         let started = state.flights.begin_started(key, Tier::Host, id, class, waiters);
         let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
         if !std::mem::replace(&mut state.is_watched, true) {
-            self.shared.watch.notify_one();
+            shared.watch.notify_one();
         }
         let trip = Trip::read(key, row, slot, permit.with_urgency(urgency));
         let block = OnDisk::of(state, pin);
         let file = state.files[usize::from(block.file.0)].clone();
         let read = Some(PlannedRead { trip, started, block, began: Instant::now() });
-        (SubmittedRead { submitter: Arc::clone(self), read }, file)
+        Submission { submitter: self, read: SubmittedRead { ends: Arc::clone(&self.ends), read }, file }
     }
+}
 
+impl Ends {
     /// Makes a block that was read and matched visible, and answers its waiters.
     fn publish(&self, read: PlannedRead) {
         let PlannedRead { mut trip, block: OnDisk { pin, checksum, file, .. }, began, .. } = read;
@@ -159,13 +174,13 @@ impl Submitter {
     }
 }
 
-impl SubmittedRead {
+impl<'a> Submission<'a> {
     /// Queues the read for the I/O threads. The caller [wakes](QueuedRead::wake) one if it must. One that
     /// nobody awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
-    pub(crate) fn submit(self, file: OpenFile) -> QueuedRead {
-        let submitter = Arc::clone(&self.submitter);
-        let Submitter { shared, pool, .. } = &*submitter;
-        let PlannedRead { trip, block, .. } = self.read.as_ref().expect("it has not ended");
+    pub(crate) fn submit(self) -> QueuedRead<'a> {
+        let Submission { submitter, read, file } = self;
+        let shared = &submitter.ends.shared;
+        let PlannedRead { trip, block, .. } = read.read.as_ref().expect("it has not ended");
         let offset = block.offset;
         let (slot, urgency) = trip.taken.of_read();
         // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
@@ -174,18 +189,20 @@ impl SubmittedRead {
             Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
         };
         let transfer = Transfer { kind: OpKind::Read, file, offset, buf };
-        let waiter = Waiter::calling(shared.config.block_bytes, move |result| self.end(result));
-        let asleep = pool.push_transfer(urgency, transfer, waiter);
+        let waiter = Waiter::calling(shared.config.block_bytes, move |result| read.end(result));
+        let asleep = submitter.pool.push_transfer(urgency, transfer, waiter);
         QueuedRead(submitter, asleep)
     }
+}
 
+impl SubmittedRead {
     /// The end of the read, on the thread that has made it.
     fn end(mut self, result: Transferred) {
         let read = self.read.take().expect("a read ends once");
-        self.submitter.shared.metrics.movements.add(-1.0);
+        self.ends.shared.metrics.movements.add(-1.0);
         match result {
-            Ok(Some(sum)) if sum == read.block.checksum => self.submitter.publish(read),
-            result => drop(self.submitter.urgent.send(Urgent::EndRead(Box::new(read), Some(result)))),
+            Ok(Some(sum)) if sum == read.block.checksum => self.ends.publish(read),
+            result => drop(self.ends.urgent.send(Urgent::EndRead(Box::new(read), Some(result)))),
         }
     }
 }
@@ -193,8 +210,8 @@ impl SubmittedRead {
 impl Drop for SubmittedRead {
     fn drop(&mut self) {
         if let Some(read) = self.read.take() {
-            self.submitter.shared.metrics.movements.add(-1.0);
-            drop(self.submitter.urgent.send(Urgent::EndRead(Box::new(read), None)));
+            self.ends.shared.metrics.movements.add(-1.0);
+            drop(self.ends.urgent.send(Urgent::EndRead(Box::new(read), None)));
         }
     }
 }

@@ -116,6 +116,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated, Error> {
         seed: world.seed,
     };
     let (cache, running) = seams::open(config, arena, parts).await?;
+    world.remains.replace(Some(running.remains()));
     let end = Rc::new(End::default());
     let reactor = Reactor { balance: running.balance(), world: world.clone(), end: Rc::clone(&end) };
     let world = world.clone();

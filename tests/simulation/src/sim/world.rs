@@ -1,6 +1,11 @@
 //! What a simulated cache stands on: its disk, its copies, and its seed.
 
-use std::{cell::Cell, rc::Rc};
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::Weak,
+};
 
 use super::{
     copy::{CopyOptions, SimCopy},
@@ -22,6 +27,8 @@ pub struct World {
     pub transfers_max: usize,
     /// Bytes of blocks that workers checksum after a read.
     pub read_sum_bytes: Rc<Cell<usize>>,
+    /// What is left of the cache that was opened last.
+    pub(crate) remains: Rc<RefCell<Option<Weak<dyn Any + Send + Sync>>>>,
 }
 
 impl World {
@@ -35,6 +42,12 @@ impl World {
             deaths: 1.0 / 64.0,
             transfers_max: 32,
             read_sum_bytes: Rc::default(),
+            remains: Rc::default(),
         }
+    }
+
+    /// Whether something still owns the cache that was opened last: once its process has ended, that is a leak.
+    pub(crate) fn is_cache_left(&self) -> bool {
+        self.remains.borrow().as_ref().is_some_and(|remains| remains.strong_count() > 0)
     }
 }
