@@ -43,6 +43,11 @@ impl Waiter {
         Waiter { sum_bytes, sum: None, end: End::Here(Box::new(end)) }
     }
 
+    /// Whether its end is told on the thread that has made the transfer.
+    pub(super) fn is_called(&self) -> bool {
+        matches!(self.end, End::Here(_))
+    }
+
     /// Bytes to checksum: after a read, before a write. 0: none.
     #[cfg(feature = "sim")]
     pub fn sum_bytes(&self) -> usize {

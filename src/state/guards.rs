@@ -80,19 +80,24 @@ impl Pin {
     /// Pins `id` if it is resident in `tier`, for a holder of the lock.
     pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
         let slot = state.index.pin(id, tier)?;
-        Some(Pin::taken(shared, id, tier, slot, route))
+        Some(Pin::taken(Arc::clone(shared), id, tier, slot, route))
     }
 
     /// The owner of a pin that the index has counted.
-    pub(super) fn taken(shared: &Arc<Shared>, id: EntryId, tier: Tier, slot: u32, route: Route) -> Pin {
-        Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route, is_leased: false }
+    pub(super) fn taken(shared: Arc<Shared>, id: EntryId, tier: Tier, slot: u32, route: Route) -> Pin {
+        Pin { shared: Some(shared), id, tier, slot, route, is_leased: false }
     }
 
     /// Drops it for a holder of the lock.
-    pub(crate) fn release(mut self, state: &mut State) {
-        if let Some(shared) = self.shared.take() {
-            shared.unpin(state, EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased });
-        }
+    pub(crate) fn release(self, state: &mut State) {
+        drop(self.end(state));
+    }
+
+    /// As [`release`](Self::release), and returns what it held of the cache, for the next owner.
+    pub(super) fn end(mut self, state: &mut State) -> Arc<Shared> {
+        let shared = self.shared.take().expect("not released while it can be named");
+        shared.unpin(state, EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased });
+        shared
     }
 
     pub(crate) fn id(&self) -> EntryId {

@@ -88,23 +88,23 @@ impl Shared {
         source: Pin,
     ) -> Option<Pin> {
         let (tier, slot) = (filling.tier(), filling.slot());
-        let pin = if state.index.complete_fill_pinned(id, tier, slot) {
+        let is_visible = if state.index.complete_fill_pinned(id, tier, slot) {
             let checksums = match tier {
                 Tier::Device => &mut state.device_checksums,
                 _ => &mut state.host_checksums,
             };
             checksums[slot as usize] = checksum;
             filling.published();
-            Some(Pin::taken(self, id, tier, slot, route))
+            true
         } else {
             filling.release(state);
-            None
+            false
         };
         if source.tier() == Tier::Disk {
             state.note_right(&source);
         }
-        source.release(state);
-        pin
+        let owner = source.end(state);
+        is_visible.then(|| Pin::taken(owner, id, tier, slot, route))
     }
 
     /// Ends a read that failed for lack of a resource, not because of the disk: the block stays on disk.
