@@ -1,0 +1,119 @@
+//! Errors of the libraries in our own words.
+//!
+//! Their texts are not passed on as they are: an S3 service repeats the signed request, with the key's id, in its
+//! answer. What is passed on is the code of the service, and what the network or TLS says.
+
+use std::error::Error as _;
+
+use kvhoist::remote::RemoteError;
+use opendal::ErrorKind;
+
+/// What an error of OpenDAL means.
+pub fn of_s3(error: &opendal::Error) -> RemoteError {
+    let text = s3_text(error);
+    match error.kind() {
+        ErrorKind::NotFound => RemoteError::NotFound,
+        ErrorKind::RateLimited => RemoteError::Throttled(text),
+        ErrorKind::PermissionDenied => {
+            RemoteError::Refused(format!("{text}; check the credentials and their permissions"))
+        }
+        ErrorKind::ConfigInvalid => RemoteError::Refused(format!("{text}; check the bucket, the region and the keys")),
+        _ if error.kind() == ErrorKind::RangeNotSatisfied || has_another_length(error) => RemoteError::Invalid {
+            found: "an object or an answer that ends before the range".into(),
+            expected: "the length that its table or the listing says".into(),
+        },
+        _ if text.contains("SlowDown") => RemoteError::Throttled(text),
+        _ if is_lasting(&text) => RemoteError::Refused(text),
+        _ => RemoteError::Unavailable(text),
+    }
+}
+
+/// A complete answer has fewer or more bytes than were asked for: OpenDAL has no kind for that.
+fn has_another_length(error: &opendal::Error) -> bool {
+    error.to_string().contains("reader got too")
+}
+
+/// What no repetition mends: no credentials, a wrong certificate, a redirect to another region.
+fn is_lasting(text: &str) -> bool {
+    ["credential", "certificate", "PermanentRedirect", "AuthorizationHeaderMalformed", "NotImplemented"]
+        .iter()
+        .any(|word| text.contains(word))
+}
+
+/// The service's code where there is one, else what the layers below say.
+fn s3_text(error: &opendal::Error) -> String {
+    let text = error.to_string();
+    if let Some(code) = quoted_after(&text, "code: \"") {
+        return format!("the service answers {code}");
+    }
+    let mut causes = Vec::new();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        causes.push(inner.to_string());
+        cause = inner.source();
+    }
+    // The chain repeats itself from the outside in; the innermost says what happened.
+    match causes.pop() {
+        Some(innermost) if innermost.contains("credential") || innermost.is_empty() => no_credentials(),
+        Some(innermost) => innermost,
+        None if text.contains("credential") => no_credentials(),
+        None => match status(&text) {
+            Some(status) => format!("the service answers status {status}"),
+            None => format!("the request failed ({:?})", error.kind()),
+        },
+    }
+}
+
+fn no_credentials() -> String {
+    "found no credentials, expected them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in ~/.aws/credentials, or from \
+     the machine's role"
+        .into()
+}
+
+/// The word of letters and digits behind a mark and before a quote.
+fn quoted_after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
+    let (_, rest) = text.split_once(mark)?;
+    let (code, _) = rest.split_once('"')?;
+    (!code.is_empty() && code.len() < 64 && code.chars().all(|c| c.is_ascii_alphanumeric())).then_some(code)
+}
+
+/// The status of an answer without a body.
+fn status(text: &str) -> Option<&str> {
+    let (_, rest) = text.split_once("status: ")?;
+    rest.get(..3).filter(|status| status.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// What an error of the Redis client means.
+pub fn of_redis(error: &redis::RedisError) -> RemoteError {
+    let text = error.to_string();
+    // The client keeps no code of this one: no password, no permission, or no such database.
+    if text.contains("switch database") {
+        let why = error.detail().unwrap_or("no reason given");
+        return RemoteError::Refused(format!("the server refused the database: {why}; check its number, and {LOGIN}"));
+    }
+    match error.code() {
+        Some(code @ ("NOAUTH" | "WRONGPASS" | "NOPERM")) => {
+            return RemoteError::Refused(format!("the server answers {code}; check {LOGIN}"));
+        }
+        Some(code @ ("OOM" | "BUSY" | "LOADING" | "TRYAGAIN")) => {
+            return RemoteError::Throttled(format!("the server answers {code}"));
+        }
+        Some(code @ ("MOVED" | "READONLY" | "WRONGTYPE")) => {
+            return RemoteError::Refused(format!("the server answers {code}"));
+        }
+        Some(code) => return RemoteError::Unavailable(format!("the server answers {code}")),
+        None => {}
+    }
+    match error.kind() {
+        redis::ErrorKind::AuthenticationFailed => {
+            RemoteError::Refused(format!("the server refused the password; check {LOGIN}"))
+        }
+        redis::ErrorKind::InvalidClientConfig => RemoteError::Refused(error.category().to_owned()),
+        redis::ErrorKind::Io if is_lasting(&text) => RemoteError::Refused(text),
+        redis::ErrorKind::Io => RemoteError::Unavailable(text),
+        _ => RemoteError::Unavailable(error.category().to_owned()),
+    }
+}
+
+/// Where a user and a password come from.
+const LOGIN: &str = "the user, REDISCLI_AUTH or the password's file";

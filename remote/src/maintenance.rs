@@ -1,0 +1,263 @@
+//! What operators do with a store: look at it, and delete from it.
+//!
+//! Only objects with names as kvhoist gives them are seen: `kvhoist1/NAMESPACE/KEY`, two digests in 64 digits each.
+//! Deletion needs no agreement between nodes: an object is whole or gone, and a reader that finds none has a miss.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
+
+use kvhoist::remote::{Object, RemoteError, RemoteStore};
+
+/// What the names of objects begin with: the format and its version.
+pub const PREFIX: &str = "kvhoist1/";
+/// Objects that one request deletes.
+const DELETED_PER_REQUEST: usize = 1000;
+
+/// Objects of a namespace, counted.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Objects.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// When the oldest was created, where the store says that.
+    pub oldest: Option<SystemTime>,
+    /// When the newest was created.
+    pub newest: Option<SystemTime>,
+}
+
+impl Usage {
+    fn add(&mut self, object: &Object) {
+        self.objects += 1;
+        self.bytes += object.bytes;
+        self.oldest = self.oldest.into_iter().chain(object.modified).min();
+        self.newest = self.newest.max(object.modified);
+    }
+}
+
+/// The digest of the namespace in an object's name; `None` for a name that kvhoist gives no object.
+pub fn namespace_of(name: &str) -> Option<&str> {
+    let (namespace, key) = name.strip_prefix(PREFIX)?.split_once('/')?;
+    let is_digest = |text: &str| text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    (is_digest(namespace) && is_digest(key)).then_some(namespace)
+}
+
+/// Lists the objects whose names begin with a prefix, page by page; `see` gets each.
+///
+/// # Errors
+/// Of the store.
+pub async fn list(
+    store: &dyn RemoteStore,
+    prefix: &str,
+    mut see: impl FnMut(Object) -> Result<(), RemoteError>,
+) -> Result<(), RemoteError> {
+    let mut after: Option<String> = None;
+    loop {
+        let page = store.list(prefix, after.as_deref()).await?;
+        page.objects.into_iter().filter(|object| namespace_of(&object.name).is_some()).try_for_each(&mut see)?;
+        // A store whose pages do not go on would be listed for ever.
+        match page.next {
+            Some(next) if after.as_ref().is_none_or(|after| next > *after) => after = Some(next),
+            Some(next) => {
+                let found = format!("a page that ends with {next:?} behind {after:?}");
+                return Err(RemoteError::Invalid { found, expected: "pages in the order of names".into() });
+            }
+            None => return Ok(()),
+        }
+    }
+}
+
+/// Counts the objects of each namespace.
+///
+/// # Errors
+/// Of the store.
+pub async fn usage(store: &dyn RemoteStore) -> Result<BTreeMap<String, Usage>, RemoteError> {
+    let mut found: BTreeMap<String, Usage> = BTreeMap::new();
+    let see = |object: Object| {
+        let namespace = namespace_of(&object.name).expect("others are not seen").to_owned();
+        found.entry(namespace).or_default().add(&object);
+        Ok(())
+    };
+    list(store, PREFIX, see).await?;
+    Ok(found)
+}
+
+/// Which objects a collection deletes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Those that were created longer ago.
+    pub age_max: Option<Duration>,
+    /// The oldest, until the others have as many bytes.
+    pub bytes_max: Option<u64>,
+}
+
+/// What a collection deletes and keeps.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Collection {
+    /// Names of objects to delete, the oldest first.
+    pub names: Vec<String>,
+    /// Their bytes.
+    pub bytes: u64,
+    /// What stays.
+    pub kept: Usage,
+}
+
+/// Finds what a collection deletes. Changes nothing.
+///
+/// # Errors
+/// Of the store; [`RemoteError::Invalid`] where it does not say when objects were created, as Redis does not.
+pub async fn plan(
+    store: &dyn RemoteStore,
+    prefix: &str,
+    limits: Limits,
+    now: SystemTime,
+) -> Result<Collection, RemoteError> {
+    let mut all: Vec<(SystemTime, Object)> = Vec::new();
+    let see = |object: Object| {
+        let created = object.modified.ok_or_else(|| RemoteError::Invalid {
+            found: "no times of creation".into(),
+            expected: "a store that has them; give Redis values a time to live and the server a `maxmemory`".into(),
+        })?;
+        all.push((created, object));
+        Ok(())
+    };
+    list(store, prefix, see).await?;
+    all.sort_unstable_by(|(one, object), (other, another)| (one, &object.name).cmp(&(other, &another.name)));
+    let mut bytes: u64 = all.iter().map(|(_, object)| object.bytes).sum();
+    let mut collection = Collection::default();
+    for (created, object) in all {
+        // A creation in the future, by the store's clock, is young.
+        let is_old = limits.age_max.is_some_and(|max| now.duration_since(created).is_ok_and(|age| age > max));
+        let is_too_much = limits.bytes_max.is_some_and(|max| bytes > max);
+        if is_old || is_too_much {
+            bytes -= object.bytes;
+            collection.bytes += object.bytes;
+            collection.names.push(object.name);
+        } else {
+            collection.kept.add(&object);
+        }
+    }
+    Ok(collection)
+}
+
+/// Deletes objects; `done` gets how many are deleted so far, after each request.
+///
+/// # Errors
+/// Of the store. What was deleted before stays deleted.
+pub async fn delete(store: &dyn RemoteStore, names: &[String], mut done: impl FnMut(usize)) -> Result<(), RemoteError> {
+    for (at, some) in names.chunks(DELETED_PER_REQUEST).enumerate() {
+        store.delete(some).await?;
+        done(at * DELETED_PER_REQUEST + some.len());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, ops::Range, sync::Mutex};
+
+    use bytes::Bytes;
+    use kvhoist::remote::{Capabilities, Created, Page, RemoteFuture};
+    use pollster::block_on;
+
+    use super::*;
+
+    /// Objects with times, in pages of two.
+    #[derive(Default)]
+    struct Store(Mutex<BTreeMap<String, (u64, Option<SystemTime>)>>);
+
+    fn ready<T: Send + 'static>(value: T) -> RemoteFuture<T> {
+        Box::pin(std::future::ready(Ok(value)))
+    }
+
+    impl RemoteStore for Store {
+        fn capabilities(&self) -> Capabilities {
+            Capabilities { scheme: "test", object_bytes: 1, requests_in_flight: 1 }
+        }
+
+        fn read(&self, _: &str, _: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
+            ready(Vec::new())
+        }
+
+        fn create(&self, _: &str, _: Vec<Bytes>) -> RemoteFuture<Created> {
+            ready(Created::Now)
+        }
+
+        fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page> {
+            let objects = self.0.lock().expect("no panic");
+            let after = after.unwrap_or_default();
+            let found = objects.iter().filter(|(name, _)| name.starts_with(prefix) && name.as_str() > after);
+            let object = |(name, &(bytes, modified)): (&String, &_)| Object { name: name.clone(), bytes, modified };
+            let objects: Vec<Object> = found.map(object).take(2).collect();
+            let next = objects.get(1).map(|object| object.name.clone());
+            ready(Page { objects, next })
+        }
+
+        fn delete(&self, names: &[String]) -> RemoteFuture<()> {
+            names.iter().for_each(|name| _ = self.0.lock().expect("no panic").remove(name));
+            ready(())
+        }
+    }
+
+    fn name(namespace: u8, key: u8) -> String {
+        format!("{PREFIX}{}/{}", format!("{namespace:02x}").repeat(32), format!("{key:02x}").repeat(32))
+    }
+
+    fn at(seconds: u64) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
+    }
+
+    /// Objects of 10 bytes, created a second after each other, and what is nobody's of ours.
+    fn filled() -> Store {
+        let store = Store::default();
+        let mut objects = store.0.lock().expect("no panic");
+        for key in 0..5 {
+            objects.insert(name(key % 2, 9 - key), (10, Some(at(100 + u64::from(key)))));
+        }
+        for foreign in ["other", "kvhoist1/readme", "kvhoist1/x/y", "kvhoist2/a/b"] {
+            objects.insert(foreign.into(), (1000, Some(at(1))));
+        }
+        drop(objects);
+        store
+    }
+
+    #[test]
+    fn objects_are_counted_by_namespace() {
+        let store = filled();
+        let found = block_on(usage(&store)).expect("counted");
+        let wanted = |objects, oldest, newest| Usage {
+            objects,
+            bytes: 10 * objects,
+            oldest: Some(at(oldest)),
+            newest: Some(at(newest)),
+        };
+        assert_eq!(found.into_values().collect::<Vec<_>>(), [wanted(3, 100, 104), wanted(2, 101, 103)]);
+    }
+
+    #[test]
+    fn the_oldest_go_first_and_nothing_of_others() {
+        let store = filled();
+        let names = |limits| block_on(plan(&store, PREFIX, limits, at(110))).expect("planned").names;
+        let by_age = |seconds| Limits { age_max: Some(Duration::from_secs(seconds)), bytes_max: None };
+        let by_bytes = |bytes| Limits { age_max: None, bytes_max: Some(bytes) };
+        assert_eq!(names(by_age(8)), [name(0, 9), name(1, 8)]);
+        assert_eq!(names(by_bytes(50)), [""; 0]);
+        assert_eq!(names(by_bytes(49)), [name(0, 9)]);
+        assert_eq!(names(by_bytes(0)).len(), 5);
+        assert_eq!(names(Limits { age_max: Some(Duration::from_secs(8)), bytes_max: Some(20) }).len(), 3);
+        let mut told = Vec::new();
+        block_on(delete(&store, &names(by_bytes(0)), |done| told.push(done))).expect("deleted");
+        assert_eq!((store.0.lock().expect("no panic").len(), told), (4, vec![5]));
+    }
+
+    #[test]
+    fn a_store_without_times_is_not_collected() {
+        let store = filled();
+        store.0.lock().expect("no panic").values_mut().for_each(|(_, modified)| *modified = None);
+        let limits = Limits { age_max: None, bytes_max: Some(0) };
+        let error = block_on(plan(&store, PREFIX, limits, at(110))).expect_err("no times");
+        assert!(error.to_string().contains("maxmemory"), "{error}");
+    }
+}

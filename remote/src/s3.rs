@@ -1,0 +1,166 @@
+//! S3, and what speaks its protocol, by OpenDAL.
+
+use std::{fmt, ops::Range, time::Duration};
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use kvhoist::remote::{Capabilities, Created, Object, Page, RemoteFuture, RemoteStore};
+use opendal::{
+    Buffer, ErrorKind, HttpTransporter, OperationContext, Operator,
+    options::{ListOptions, ReadOptions, WriteOptions},
+    services,
+};
+use opendal_http_transport_reqwest::ReqwestTransport;
+
+use crate::{
+    failure::of_s3,
+    options::{OpenError, Options},
+    runtime::Runtime,
+    tls,
+};
+
+/// The bytes of an object: a request takes 10 to 50 ms to its first byte, as long as some MiB take.
+const OBJECT_BYTES: u64 = 8 << 20;
+/// Objects of a page: what a request lists.
+const PAGE_OBJECTS: usize = 1000;
+/// Listings go through pages that may be slow on a large bucket.
+const LISTING_TIMEOUTS: u32 = 10;
+/// How long a connection without requests is kept.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// A bucket, or a part of one.
+pub struct S3 {
+    operator: Operator,
+    runtime: Runtime,
+    capabilities: Capabilities,
+    timeout: Duration,
+}
+
+impl fmt::Debug for S3 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("S3").field("bucket", &self.operator.info().name()).finish_non_exhaustive()
+    }
+}
+
+impl S3 {
+    pub fn open(bucket: &str, prefix: &str, options: &Options, runtime: Runtime) -> Result<Self, OpenError> {
+        let mut builder = services::S3::default().bucket(bucket).root(&format!("/{prefix}"));
+        let endpoint = options.endpoint.clone();
+        if let Some(endpoint) = endpoint.or_else(|| variable(&["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])) {
+            builder = builder.endpoint(check_endpoint(&endpoint)?);
+        }
+        let region = options.region.clone().or_else(|| variable(&["AWS_REGION", "AWS_DEFAULT_REGION"]));
+        builder = builder.region(region.as_deref().unwrap_or("us-east-1"));
+        if options.virtual_host {
+            builder = builder.enable_virtual_host_style();
+        }
+        let refused = |error: opendal::Error| {
+            OpenError::new("the S3 store", format!("{:?}", error.kind()), "a bucket, an endpoint and a region")
+        };
+        let context = OperationContext::new().with_http_transport(HttpTransporter::new(transport(options)?));
+        let operator = Operator::new(builder).map_err(refused)?.with_context(context);
+        let capabilities = Capabilities {
+            scheme: "s3",
+            object_bytes: options.object_bytes.unwrap_or(OBJECT_BYTES),
+            requests_in_flight: options.requests_in_flight,
+        };
+        Ok(S3 { operator, runtime, capabilities, timeout: options.timeout })
+    }
+}
+
+/// The first of these variables that says something.
+fn variable(names: &[&str]) -> Option<String> {
+    names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+}
+
+fn check_endpoint(endpoint: &str) -> Result<&str, OpenError> {
+    let has_scheme = endpoint.starts_with("http://") || endpoint.starts_with("https://");
+    match endpoint {
+        _ if endpoint.contains('@') => {
+            Err(OpenError::new("endpoint", "credentials", "them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"))
+        }
+        _ if has_scheme => Ok(endpoint),
+        _ => Err(OpenError::new("endpoint", format!("{endpoint:?}"), "http://HOST:PORT or https://HOST:PORT")),
+    }
+}
+
+/// HTTP with our limits and our TLS.
+fn transport(options: &Options) -> Result<ReqwestTransport, OpenError> {
+    let client = reqwest::Client::builder()
+        .tls_backend_preconfigured(tls::config(options)?)
+        .connect_timeout(options.connect_timeout)
+        .timeout(options.timeout)
+        .pool_max_idle_per_host(options.requests_in_flight as usize)
+        .pool_idle_timeout(IDLE)
+        .redirect(reqwest::redirect::Policy::none())
+        .build();
+    let refused = |error: reqwest::Error| OpenError::new("HTTP", error.to_string(), "a client to start");
+    Ok(ReqwestTransport::new(client.map_err(refused)?))
+}
+
+impl RemoteStore for S3 {
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
+        let (operator, object) = (self.operator.clone(), object.to_owned());
+        self.runtime.call(self.timeout, async move {
+            if range.is_empty() {
+                return Ok(Vec::new());
+            }
+            // OpenDAL refuses an answer of another length.
+            let options = ReadOptions { range: range.into(), ..Default::default() };
+            let read = operator.read_options(&object, options).await.map_err(|error| of_s3(&error))?;
+            Ok(Iterator::collect(read))
+        })
+    }
+
+    fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created> {
+        let (operator, object) = (self.operator.clone(), object.to_owned());
+        self.runtime.call(self.timeout, async move {
+            // One request: the service has the whole object, or none of it.
+            let options = WriteOptions { if_not_exists: true, ..Default::default() };
+            match operator.write_options(&object, Buffer::from(parts), options).await {
+                Ok(_) => Ok(Created::Now),
+                Err(error) if error.kind() == ErrorKind::ConditionNotMatch => Ok(Created::Already),
+                Err(error) => Err(of_s3(&error)),
+            }
+        })
+    }
+
+    fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page> {
+        let (operator, prefix) = (self.operator.clone(), prefix.to_owned());
+        let options = ListOptions {
+            limit: Some(PAGE_OBJECTS),
+            start_after: after.map(Into::into),
+            recursive: true,
+            ..Default::default()
+        };
+        self.runtime.call(self.timeout * LISTING_TIMEOUTS, async move {
+            let mut lister = operator.lister_options(&prefix, options).await.map_err(|error| of_s3(&error))?;
+            let mut page = Page::default();
+            while page.objects.len() < PAGE_OBJECTS {
+                let Some(entry) = lister.next().await else { return Ok(page) };
+                let entry = entry.map_err(|error| of_s3(&error))?;
+                let about = entry.metadata();
+                if about.is_file() {
+                    let modified = about.last_modified().map(Into::into);
+                    page.objects.push(Object { name: entry.path().into(), bytes: about.content_length(), modified });
+                }
+            }
+            page.next = page.objects.last().map(|object| object.name.clone());
+            Ok(page)
+        })
+    }
+
+    fn delete(&self, objects: &[String]) -> RemoteFuture<()> {
+        let (operator, objects) = (self.operator.clone(), objects.to_vec());
+        self.runtime.call(self.timeout, async move {
+            match operator.delete_iter(objects).await {
+                Err(error) if error.kind() != ErrorKind::NotFound => Err(of_s3(&error)),
+                _ => Ok(()),
+            }
+        })
+    }
+}

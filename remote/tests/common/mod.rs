@@ -1,0 +1,120 @@
+//! What the tests of real servers share: a call on a plain thread, and servers that end with the test.
+
+// Each test takes a part of it.
+#![allow(dead_code)]
+
+pub mod double;
+
+use std::{
+    net::{TcpListener, TcpStream},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvhoist::remote::{Object, RemoteStore};
+use pollster::block_on;
+
+/// A server of another project, on a port of this machine, ended with the value.
+pub struct Server {
+    child: Child,
+    pub port: u16,
+}
+
+impl Server {
+    /// Starts a command that has `{port}` in its arguments; `None` if it is not installed.
+    pub fn start(program: &str, arguments: &[&str]) -> Option<Self> {
+        let port = free_port();
+        let arguments = arguments.iter().map(|text| text.replace("{port}", &port.to_string()));
+        let mut command = Command::new(program);
+        let child = command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let mut server = Server { child: child.ok()?, port };
+        let until = Instant::now() + Duration::from_secs(60);
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            if server.child.try_wait().is_ok_and(|ended| ended.is_some()) {
+                return None;
+            }
+            assert!(Instant::now() < until, "{program} does not listen on port {port}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Some(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// Whether the caller asks for the tests against this server, whose program must be installed then.
+pub fn is_asked_for(program: &str) -> bool {
+    let asked = std::env::var("KVHOIST_REMOTE_SERVERS").unwrap_or_default();
+    let is_asked = asked.split(',').any(|name| name == program);
+    if !is_asked {
+        crate::skip::skipped(format_args!("{program} is not among KVHOIST_REMOTE_SERVERS"));
+    }
+    is_asked
+}
+
+/// A port that nobody listens on.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port").port()
+}
+
+/// All objects, page by page.
+pub fn list_all(store: &Arc<dyn RemoteStore>, prefix: &str) -> Vec<Object> {
+    let (mut objects, mut after): (Vec<Object>, Option<String>) = (Vec::new(), None);
+    loop {
+        let page = block_on(store.list(prefix, after.as_deref())).expect("a page");
+        objects.extend(page.objects);
+        match page.next {
+            Some(next) => assert!(after.replace(next.clone()) < Some(next), "pages go on"),
+            None => return objects,
+        }
+    }
+}
+
+/// What every store does.
+pub fn check_store(store: &Arc<dyn RemoteStore>) {
+    use kvhoist::remote::{Created, RemoteError};
+    let read = |name: &str, from, to| block_on(store.read(name, from..to)).map(|parts| parts.concat());
+    let create = |name: &str, bytes: &[u8]| {
+        block_on(store.create(name, vec![bytes[..1].to_vec().into(), bytes[1..].to_vec().into()]))
+    };
+    let large: Vec<u8> = (0..(6 << 20) + 17).map(|at: u32| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+
+    assert_eq!(create("t/a/large", &large), Ok(Created::Now));
+    assert_eq!(read("t/a/large", 0, large.len() as u64).expect("read"), large);
+    assert_eq!(read("t/a/large", 1 << 20, (1 << 20) + 5).expect("read"), large[1 << 20..][..5]);
+    assert_eq!(read("t/a/large", 5, 5).expect("read"), b"");
+    let end = large.len() as u64;
+    assert_eq!(read("t/a/large", end - 1, end).expect("read"), large[large.len() - 1..]);
+    for (from, to) in [(end - 1, end + 1), (end, end + 1)] {
+        assert!(matches!(read("t/a/large", from, to), Err(RemoteError::Invalid { .. })), "{from} to {to} of {end}");
+    }
+    assert_eq!(read("t/a/gone", 0, 1), Err(RemoteError::NotFound));
+
+    // The first stays, whoever comes second.
+    assert_eq!(create("t/a/large", b"another"), Ok(Created::Already));
+    assert_eq!(read("t/a/large", 0, 7).expect("read"), large[..7]);
+
+    let names: Vec<String> = (0..1003).map(|at| format!("t/b/{at:05}")).collect();
+    for names in names.chunks(64) {
+        let calls: Vec<_> =
+            names.iter().map(|name| store.create(name, vec![name.clone().into_bytes().into()])).collect();
+        calls.into_iter().for_each(|call| assert_eq!(block_on(call), Ok(Created::Now)));
+    }
+    let listed = list_all(store, "t/b/");
+    assert!(listed.iter().map(|object| &object.name).eq(&names), "{} listed", listed.len());
+    assert!(listed.iter().all(|object| object.bytes == object.name.len() as u64));
+    assert_eq!(list_all(store, "t/b/0100").len(), 3);
+    assert_eq!(list_all(store, "t/b/00007").len(), 1);
+    assert_eq!(list_all(store, "nothing/").len(), 0);
+
+    block_on(store.delete(&names)).expect("deleted");
+    block_on(store.delete(&["t/a/large".into(), "t/a/never".into()])).expect("deleted");
+    assert_eq!(list_all(store, "t/").len(), 0);
+    assert_eq!(read("t/a/large", 0, 1), Err(RemoteError::NotFound));
+}

@@ -1,0 +1,123 @@
+//! Redis: against Debian's server, and Valkey's where the caller asks for it.
+
+mod common;
+#[path = "../../tests/common/skip.rs"]
+mod skip;
+
+use std::{io::Write, net::TcpListener, sync::Arc, time::Duration};
+
+use common::{Server, check_store, is_asked_for};
+use kvhoist::remote::{Created, RemoteError, RemoteStore};
+use kvhoist_remote::open;
+use pollster::block_on;
+
+/// A database of a server on this machine. `parameters` begin with a question mark.
+fn store(port: u16, parameters: &str) -> Arc<dyn RemoteStore> {
+    open(&format!("redis://127.0.0.1:{port}/1{parameters}")).expect("opened")
+}
+
+const QUICK: &str = "?timeout_ms=500&connect_timeout_ms=500";
+
+fn start(program: &str, more: &[&str]) -> Option<Server> {
+    let arguments =
+        [&["--port", "{port}", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"][..], more].concat();
+    let server = Server::start(program, &arguments);
+    if server.is_none() {
+        skip::skipped(format_args!("found no {program}; install it (Debian's package redis-server)"));
+    }
+    server
+}
+
+#[test]
+fn redis_is_a_store() {
+    let Some(server) = start("redis-server", &[]) else { return };
+    check_store(&store(server.port, ""));
+}
+
+#[test]
+fn valkey_is_a_store() {
+    if !is_asked_for("valkey-server") {
+        return;
+    }
+    let server = start("valkey-server", &[]).expect("valkey-server is installed, and starts");
+    check_store(&store(server.port, ""));
+}
+
+#[test]
+fn a_password_is_asked_for_and_told_to_nobody() {
+    let Some(server) = start("redis-server", &["--requirepass", "hunter2"]) else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let with = |password: &str| {
+        let file = folder.path().join(password);
+        std::fs::write(&file, password).expect("written");
+        format!("?password_file={}", file.display())
+    };
+    assert_eq!(block_on(store(server.port, &with("hunter2")).create("a", vec![vec![1].into()])), Ok(Created::Now));
+    for parameters in [String::new(), with("wrong-one")] {
+        let error = block_on(store(server.port, &parameters).read("a", 0..1)).expect_err("no password");
+        assert!(matches!(error, RemoteError::Refused(_)), "{error}");
+        assert!(!error.to_string().contains("wrong-one") && error.to_string().contains("password"), "{error}");
+    }
+}
+
+#[test]
+fn values_end_with_their_time() {
+    let Some(server) = start("redis-server", &[]) else { return };
+    let store = store(server.port, "?ttl_s=1");
+    assert_eq!(block_on(store.create("a", vec![vec![1].into()])), Ok(Created::Now));
+    let until = std::time::Instant::now() + Duration::from_secs(30);
+    while block_on(store.read("a", 0..1)) != Err(RemoteError::NotFound) {
+        assert!(std::time::Instant::now() < until, "the value stays");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_server_that_comes_back_is_found() {
+    let Some(server) = start("redis-server", &[]) else { return };
+    let port = server.port;
+    let store = store(port, QUICK);
+    assert_eq!(block_on(store.create("a", vec![vec![1].into()])), Ok(Created::Now));
+    drop(server);
+    // Each of the connections finds out by itself.
+    for _ in 0..8 {
+        let error = block_on(store.read("a", 0..1)).expect_err("no server");
+        assert!(matches!(error, RemoteError::Unavailable(_)), "{error}");
+    }
+    let port = port.to_string();
+    let arguments = ["--port", &port, "--bind", "127.0.0.1", "--save", ""];
+    let mut again = std::process::Command::new("redis-server")
+        .args(arguments)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .expect("as before");
+    let until = std::time::Instant::now() + Duration::from_secs(30);
+    while block_on(store.create("b", vec![vec![1].into()])).is_err() {
+        assert!(std::time::Instant::now() < until, "the server is not found again");
+    }
+    again.kill().and_then(|()| again.wait()).expect("ended");
+}
+
+#[test]
+fn one_that_never_answers_is_unavailable_in_time() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("a port").port();
+    let store = store(port, QUICK);
+    let began = std::time::Instant::now();
+    let error = block_on(store.read("a", 0..1)).expect_err("silence");
+    assert!(matches!(error, RemoteError::Unavailable(_)) && began.elapsed() < Duration::from_secs(5), "{error}");
+}
+
+#[test]
+fn one_that_speaks_something_else_is_an_error() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("a port").port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            drop((&stream).write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n"));
+        }
+    });
+    let store = store(port, QUICK);
+    let error = block_on(store.read("a", 0..1)).expect_err("another protocol");
+    assert!(matches!(error, RemoteError::Unavailable(_) | RemoteError::Refused(_)), "{error}");
+}
