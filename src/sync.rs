@@ -30,7 +30,7 @@ impl<T> Mutex<T> {
         self.lock_unless_poisoned().expect("an invariant broke under the index lock")
     }
 
-    /// Tries a few microseconds long: the lock is held for less, and putting threads to sleep and waking them costs more.
+    /// Tries for a few microseconds: the lock is held for less, and a thread that sleeps and is woken costs more.
     #[cfg(not(test))]
     #[inline]
     fn spin(&self) -> Option<MutexGuard<'_, T>> {

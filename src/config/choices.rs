@@ -71,6 +71,10 @@ pub enum RemotePolicy {
     Reused,
     /// Every block that is stored: another node may need it soon.
     Stored,
+    /// Blocks that the last tier of the node (disk, or host memory without one) evicts next, before it does: as far as
+    /// `remote_upload_bytes_per_s` keeps up with the evictions. With the eviction policy `lru` the read of a block for
+    /// that is a use, and the block is evicted a round later.
+    Evicted,
     /// None: the store is only read.
     Never,
 }
@@ -78,7 +82,8 @@ pub enum RemotePolicy {
 impl RemotePolicy {
     /// Every choice.
     #[doc(hidden)]
-    pub const ALL: &[RemotePolicy] = &[RemotePolicy::Reused, RemotePolicy::Stored, RemotePolicy::Never];
+    pub const ALL: &[RemotePolicy] =
+        &[RemotePolicy::Reused, RemotePolicy::Stored, RemotePolicy::Evicted, RemotePolicy::Never];
 }
 
 /// The I/O engine of the disk tier.

@@ -5,7 +5,7 @@ use super::{
     entry::{DIRTY, FULL, HELD, LISTED, List},
     link::Link,
 };
-use crate::block::Tier;
+use crate::block::{BlockKey, Tier};
 
 impl Index {
     /// Marks the copy in `tier` as dirty (it must be demoted before it may be evicted) or as clean. Does nothing if it
@@ -57,6 +57,27 @@ impl Index {
             return Some(leaf);
         }
         self.last_resort(tier).filter(|id| !spares_dirty || !self.entry(*id).has(tier, DIRTY))
+    }
+
+    /// At most `most` blocks whose copies in `tier` are evicted next, as far as that can be told now: leaves in the
+    /// policy's order, each followed by the copies above it that would be leaves then. Neither kept nor released ones.
+    pub fn next_victims(&self, tier: Tier, most: usize) -> Vec<BlockKey> {
+        let mut keys = Vec::new();
+        let leaves = self.policies[tier as usize].coldest_first(&self.entries, tier);
+        for leaf in leaves.filter(|id| self.entry(*id).is_evictable(tier)) {
+            let is_next = |id: &EntryId| {
+                let entry = self.entry(*id);
+                entry.may_go(tier) && entry.place(tier).children == 1 && entry.list(tier) == List::Policy
+            };
+            let above = std::iter::successors(self.parent(leaf).filter(is_next), |id| self.parent(*id).filter(is_next));
+            for id in std::iter::once(leaf).chain(above) {
+                if keys.len() == most {
+                    return keys;
+                }
+                keys.push(self.entry(id).key);
+            }
+        }
+        keys
     }
 
     /// A copy that can be evicted although it has children there, all of them held. Takes as many steps as inner copies

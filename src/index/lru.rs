@@ -110,6 +110,21 @@ impl Lru {
         }
     }
 
+    /// The entries, the one that was used longest ago first, also those that may not be evicted.
+    pub(super) fn coldest_first<'a>(
+        &'a self,
+        entries: &'a Slab<Entry>,
+        tier: Tier,
+    ) -> impl Iterator<Item = (u64, EntryId)> + 'a {
+        let first = (self.coldest != END).then_some(self.coldest);
+        let in_order = std::iter::successors(first, move |&at| {
+            let hotter = entries[at as usize].link(tier).hotter;
+            (hotter != END).then_some(hotter)
+        });
+        let in_order = in_order.map(|at| (entries[at as usize].last_use, at));
+        merged(in_order, self.late.iter().copied(), |a, b| a <= b).map(|(last_use, id)| (last_use, EntryId(id)))
+    }
+
     /// As [`Policy::fill`](super::Policy::fill).
     pub(super) fn fill<'a>(
         &mut self,
@@ -156,6 +171,20 @@ impl Lru {
         }
         Ok(count + self.late.len())
     }
+}
+
+/// Two orders as one: the next of `a` goes first where `is_first` says so of it and the next of `b`.
+pub(super) fn merged<T>(
+    a: impl Iterator<Item = T>,
+    b: impl Iterator<Item = T>,
+    is_first: impl Fn(&T, &T) -> bool,
+) -> impl Iterator<Item = T> {
+    let (mut a, mut b) = (a.peekable(), b.peekable());
+    std::iter::from_fn(move || match (a.peek(), b.peek()) {
+        (Some(next), Some(other)) if !is_first(next, other) => b.next(),
+        (Some(_), _) => a.next(),
+        (None, _) => b.next(),
+    })
 }
 
 impl Default for Lru {

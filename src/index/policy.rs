@@ -87,6 +87,18 @@ impl Policy {
         }
     }
 
+    /// The entries in the order of eviction as it is now, also those that may not be evicted.
+    pub(super) fn coldest_first<'a>(
+        &'a self,
+        entries: &'a Slab<Entry>,
+        tier: Tier,
+    ) -> Box<dyn Iterator<Item = EntryId> + 'a> {
+        match self {
+            Policy::Lru(lru) => Box::new(lru.coldest_first(entries, tier).map(|(_, id)| id)),
+            Policy::Rb(rb) => Box::new(rb.coldest_first(entries, tier).map(|(_, id)| id)),
+        }
+    }
+
     /// Enters many at once, in ascending order of last use: the blocks of a restart.
     pub(super) fn fill(&mut self, entries: &mut Slab<Entry>, tier: Tier, restored: &[Restored]) {
         match self {

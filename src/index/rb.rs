@@ -12,7 +12,7 @@
 
 use slab::Slab;
 
-use super::{EntryId, Lru, Restored, Used, entry::Entry, ghosts::Ghosts};
+use super::{EntryId, Lru, Restored, Used, entry::Entry, ghosts::Ghosts, lru::merged};
 use crate::block::Tier;
 
 /// The head start at first, and at most, as multiples of the tier's slots.
@@ -155,8 +155,23 @@ impl Rb {
     pub(super) fn victim(&mut self, entries: &mut Slab<Entry>, tier: Tier) -> Option<EntryId> {
         let [once, again] = self.lists.each_mut().map(|list| list.victim(entries, tier));
         let (Some(once), Some(again)) = (once, again) else { return once.or(again) };
-        let [once_at, again_at] = [once, again].map(|id| entries[id.0 as usize].last_use as f64);
-        Some(if once_at <= again_at + self.head { once } else { again })
+        let [once_at, again_at] = [once, again].map(|id| entries[id.0 as usize].last_use);
+        Some(if self.is_once_first(once_at, again_at) { once } else { again })
+    }
+
+    /// Whether a block that was used once, at this time, is evicted before one that was used again.
+    fn is_once_first(&self, once_at: u64, again_at: u64) -> bool {
+        once_at as f64 <= again_at as f64 + self.head
+    }
+
+    /// As [`Lru::coldest_first`], in the order of eviction as it is now.
+    pub(super) fn coldest_first<'a>(
+        &'a self,
+        entries: &'a Slab<Entry>,
+        tier: Tier,
+    ) -> impl Iterator<Item = (u64, EntryId)> + 'a {
+        let [once, again] = self.lists.each_ref().map(|list| list.coldest_first(entries, tier));
+        merged(once, again, |once, again| self.is_once_first(once.0, again.0))
     }
 
     pub(super) fn fill(&mut self, entries: &mut Slab<Entry>, tier: Tier, restored: &[Restored]) {

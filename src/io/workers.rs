@@ -51,8 +51,8 @@ pub(crate) struct Workers {
 pub(crate) struct ThreadPlan {
     /// Threads for checksums and copies.
     pub(crate) workers: u32,
-    /// How many threads read and write, each by a ring of its own, if the kernel allows it. The workers are the first of
-    /// them.
+    /// How many threads read and write, each by a ring of its own, if the kernel allows it. The workers are the first
+    /// of them.
     pub(crate) rings: u32,
     /// Further threads, which read and write by system calls.
     pub(crate) callers: u32,

@@ -23,7 +23,7 @@ use crate::{
 /// How long the task waits for more blocks of a chain, after the first.
 const GATHER: Duration = Duration::from_millis(200);
 
-/// How often the task looks for blocks that were used again.
+/// How often the task looks for blocks that were used again, or are evicted next.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// Blocks that are looked up under one lock.
@@ -32,18 +32,32 @@ const PER_LOCK: usize = 64;
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes what is queued, until it is dropped.
     pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
+        let mut pause = LOOK_AFTER;
         loop {
-            if self.shared.config.remote.policy == RemotePolicy::Reused {
-                // No event tells of a second use.
-                _ = timeout(LOOK_AFTER, remote.wake_uploads.notified()).await;
-                let reused = self.shared.lock().index.take_reused();
-                self.shared.note_reused(reused.into_iter());
-            } else {
-                remote.wake_uploads.notified().await;
-                sleep(GATHER).await;
+            match self.shared.config.remote.policy {
+                // No event tells of a second use, or that a tier is nearly full.
+                RemotePolicy::Reused | RemotePolicy::Evicted => {
+                    _ = timeout(pause, remote.wake_uploads.notified()).await;
+                    let reused = self.shared.lock().index.take_reused();
+                    self.shared.note_reused(reused.into_iter());
+                    self.shared.note_evicted_next();
+                }
+                RemotePolicy::Stored | RemotePolicy::Never => {
+                    remote.wake_uploads.notified().await;
+                    sleep(GATHER).await;
+                }
             }
-            for (parent, run) in self.chain_runs(&remote, remote.take_uploads()).await {
-                let Err(error) = of_store(self.upload(&remote, parent, &run)).await else { continue };
+            let runs = self.chain_runs(&remote, remote.take_uploads()).await;
+            // As long as objects are written it is looked at once for more.
+            pause = LOOK_AFTER;
+            for (parent, run) in runs {
+                let error = match of_store(self.upload(&remote, parent, &run)).await {
+                    Ok(is_written) => {
+                        pause = if is_written { Duration::ZERO } else { pause };
+                        continue;
+                    }
+                    Err(error) => error,
+                };
                 self.shared.metrics.remote_errors.add(1);
                 self.shared.metrics.remote_unsent.add(run.len() as u64);
                 // A subscriber that panics must not end this task.
@@ -67,13 +81,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         runs(&parents, remote.space.blocks_of(remote.capabilities().object_bytes))
     }
 
-    /// Writes an object of these blocks, those that are still there.
+    /// Writes an object of these blocks, those that are still there; false if there is none, or another node has
+    /// written it.
     async fn upload(
         self: &Rc<Self>,
         remote: &Remote,
         parent: Option<BlockKey>,
         run: &[BlockKey],
-    ) -> Result<(), RemoteError> {
+    ) -> Result<bool, RemoteError> {
         let began = Instant::now();
         let mut blocks = Vec::with_capacity(run.len());
         for key in run {
@@ -84,7 +99,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         self.shared.metrics.remote_unsent.add((run.len() - blocks.len()) as u64);
-        let Some((first, ..)) = blocks.first() else { return Ok(()) };
+        let Some((first, ..)) = blocks.first() else { return Ok(false) };
         let (name, count) = (remote.space.name(first), blocks.len());
         let parts = remote.space.encode(parent.as_ref(), blocks);
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
@@ -106,7 +121,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let rate = self.shared.config.remote.upload_bytes_per_s;
         sleep(Duration::from_secs_f64(bytes as f64 / rate as f64)).await;
-        Ok(())
+        Ok(created == Created::Now)
     }
 
     /// Enters an object that another node has written.

@@ -276,12 +276,16 @@ impl Remote {
         refused
     }
 
+    /// Those of the blocks that the store does not have, as far as is known.
+    pub(crate) fn unwritten(&self, keys: Vec<BlockKey>) -> Vec<BlockKey> {
+        let state = self.state.lock();
+        keys.into_iter().filter(|key| !state.presence.contains(key)).collect()
+    }
+
     /// Takes all blocks that are to be written and are not there by now.
     pub(crate) fn take_uploads(&self) -> Vec<BlockKey> {
-        let mut state = self.state.lock();
-        let State { presence, uploads, .. } = &mut *state;
-        let keys = uploads.take();
-        keys.into_iter().filter(|key| !presence.contains(key)).collect()
+        let keys = self.state.lock().uploads.take();
+        self.unwritten(keys.into_iter().collect())
     }
 
     /// Ends every wait; nothing is offered any more.

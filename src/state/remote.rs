@@ -14,6 +14,10 @@ use crate::{
 /// Blocks that are looked up under one lock: some tens of microseconds.
 const LOOKED_UP_UNDER_ONE_LOCK: usize = 256;
 
+/// Of this share of the last tier's slots the blocks are written before they are evicted; at least half of these at a
+/// time, so that objects hold many.
+const EVICTED_NEXT_SHARE: usize = 4;
+
 /// The remote tier that the settings want.
 pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
     let store = config.remote.store.as_ref()?.store();
@@ -64,6 +68,23 @@ impl Shared {
     pub(crate) fn note_reused(&self, keys: impl Iterator<Item = BlockKey>) {
         if self.config.remote.policy == RemotePolicy::Reused {
             self.send_remote(keys);
+        }
+    }
+
+    /// Has the blocks that the last tier of the node evicts next written to the remote store, if such blocks are. They
+    /// are looked for under one lock.
+    pub(crate) fn note_evicted_next(&self) {
+        // What the map has no room for would be written again and again.
+        let remote = self.remote.as_ref().filter(|remote| !remote.is_full());
+        let Some(remote) = remote.filter(|_| self.config.remote.policy == RemotePolicy::Evicted) else { return };
+        let (tier, state) = (self.config.last_tier(), self.lock());
+        let slots = if tier == Tier::Disk { self.config.disk_slots() } else { u64::from(self.config.host_slots()) };
+        let ahead = LOOKED_UP_UNDER_ONE_LOCK.min(slots as usize / EVICTED_NEXT_SHARE).max(1);
+        let evicted = state.index.next_victims(tier, ahead.saturating_sub(state.free_slots(tier)));
+        drop(state);
+        let unwritten = remote.unwritten(evicted);
+        if unwritten.len() >= ahead.div_ceil(2) {
+            self.send_remote(unwritten.into_iter());
         }
     }
 

@@ -308,3 +308,45 @@ async fn blocks_used_twice_or_kept_are_written_and_no_others() {
     );
     cache.close().await.expect("closed");
 }
+
+#[tokio::test]
+async fn blocks_are_written_before_the_disk_evicts_them() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    let directory = directory();
+    let mut config = config(&directory, StorageKind::Auto, 4, 32).block_bytes(BLOCK_BYTES);
+    config.remote = settings(&store).remote_policy(RemotePolicy::Evicted).remote;
+    let cache = open(config).await;
+    // Chains of 8 blocks.
+    let store_one = async |n: u64| {
+        let parent = (!n.is_multiple_of(8)).then(|| key(n - 1));
+        cache.store(&key(n), parent.as_ref(), &payload(n, BLOCK_BYTES)).await.expect("stored");
+    };
+    for n in 0..24 {
+        store_one(n).await;
+    }
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    assert_eq!(store.objects().len(), 0, "there is room for 8 blocks, as many as are looked for");
+    let mut written = 0;
+    for n in 24..48 {
+        store_one(n).await;
+        if n < 28 {
+            continue;
+        }
+        // Of the next 8 that are evicted more than half are written.
+        let evicted = (n + 1).saturating_sub(32);
+        let what = format!("written after block {n}");
+        eventually(&what, async || cache.stats().tier(Tier::Remote).resident >= evicted + 4).await;
+        written = cache.stats().tier(Tier::Remote).resident;
+    }
+    let objects = store.objects().len() as u64;
+    assert!(written / objects >= 2, "{written} blocks in {objects} objects");
+    let tiers: Vec<_> = (0..48).map(|n| cache.match_prefix(&[key(n)]).first().copied()).collect();
+    assert!(tiers.iter().all(Option::is_some), "lost: {tiers:?}");
+    let evicted: Vec<_> = (0..48).filter(|n| tiers[*n as usize] == Some(Tier::Remote)).collect();
+    assert!(evicted.len() >= 16, "{evicted:?}");
+    assert_eq!(cache.stats().remote_unsent, 0, "nothing was evicted before it was written");
+    for n in evicted {
+        assert_serves(&cache, n).await;
+    }
+    cache.close().await.expect("closed");
+}

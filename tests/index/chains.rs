@@ -2,7 +2,7 @@
 
 use kvhoist::{
     Tier,
-    internals::index::{EntryId, Index},
+    internals::index::{EntryId, Index, Lru, Policy, Rb},
 };
 
 use crate::{
@@ -153,4 +153,40 @@ fn absurd_parents_and_long_chains_are_survived() {
     }
     assert_eq!(index.resident(Tier::Disk), 0);
     assert!(index.is_empty(), "ghosts go with the last that names them");
+}
+
+/// Chains whose blocks are used now and then: what is said to be evicted next is, in that order.
+#[test]
+fn the_next_victims_are_evicted_next() {
+    let policies: [fn() -> Policy; 2] = [|| Policy::Lru(Lru::new()), || Policy::Rb(Box::new(Rb::new(4096)))];
+    for policy in policies {
+        let mut index = Index::with_policies(1, |_| policy());
+        let mut rng = Rng(common::seed());
+        for n in 0..600_u64 {
+            let parent = (!n.is_multiple_of(12)).then(|| n - 1);
+            full(&mut index, n, parent, Tier::Disk);
+        }
+        for _ in 0..60 {
+            let chain = rng.below(50) * 12;
+            index.begin_request(12);
+            let ids: Vec<_> = (chain..chain + 12).map(|n| index.find(&key(n)).expect("resident")).collect();
+            index.touch_chain(&ids);
+        }
+        let [kept, pinned] = [11, 23].map(|n| index.find(&key(n)).expect("resident"));
+        index.limit_kept(Tier::Disk, 16);
+        assert!(index.keep(kept, 1_000_000));
+        index.pin(pinned, Tier::Disk).expect("resident");
+        let next = index.next_victims(Tier::Disk, 200);
+        assert_eq!(next.len(), 200);
+        assert!(!next.contains(&key(11)) && !next.contains(&key(23)));
+        for (at, expected) in next.into_iter().enumerate() {
+            let victim = index.victim(Tier::Disk).expect("most may be evicted");
+            assert_eq!(index.key(victim), expected, "victim {at}");
+            index.evict(victim, Tier::Disk);
+        }
+        assert!(
+            index.next_victims(Tier::Disk, 10_000).len() <= 600 - 200 - 2,
+            "neither the kept one nor the pinned one"
+        );
+    }
 }

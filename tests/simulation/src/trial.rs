@@ -251,7 +251,7 @@ fn remote(plan: &mut Plan, rng: &mut Rng) {
     let block_bytes = plan.config.block_bytes as u64;
     let object_bytes = block_bytes * pick(rng, &[1, 2, 4, 8]);
     let store = SimRemote::new(rng.next_u64(), rates, latency_max, object_bytes);
-    let policies = [RemotePolicy::Stored, RemotePolicy::Stored, RemotePolicy::Reused, RemotePolicy::Never];
+    let policies = [RemotePolicy::Stored, RemotePolicy::Evicted, RemotePolicy::Reused, RemotePolicy::Never];
     plan.config = plan
         .config
         .clone()

@@ -93,9 +93,7 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
         remains
     });
     drop(pool);
-    if world.is_cache_left() {
-        context.fail("the cache is not freed at the end of its life");
-    }
+    context.check(world.check_freed());
     for entry in world.storage.log() {
         context.say(|| format!("disk: {entry:?}"));
     }
