@@ -6,8 +6,8 @@ pub const EXPECTED: &str = "a positive number of bytes, such as 65536, 64KiB, 1.
 /// Parses a number with an optional unit, in any case and with optional space between: `65536`, `64KiB`, `1.5 MiB`,
 /// `200Gi`, `10GB`.
 ///
-/// `K`, `Ki` and `KiB` are 1024 bytes and `KB` is 1000 bytes; `M`, `G` and `T` follow the same pattern. A fraction of a
-/// byte is dropped.
+/// `K`, `Ki` and `KiB` are 1024 bytes and `KB` is 1000 bytes; `M`, `G`, `T` and `P` follow the same pattern. A fraction
+/// of a byte is dropped.
 ///
 /// `None` for any other text, and for values outside 1 to 2^63 - 1.
 ///
@@ -36,7 +36,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
     if matches!(upper.as_str(), "" | "B") {
         return Some(1);
     }
-    let power = "KMGT".find(*upper.as_bytes().first()? as char)? as u32 + 1;
+    let power = "KMGTP".find(*upper.as_bytes().first()? as char)? as u32 + 1;
     match upper.get(1..)? {
         "" | "I" | "IB" => Some(1 << (10 * power)),
         "B" => Some(1000u64.pow(power)),
@@ -67,6 +67,10 @@ mod tests {
             ("2G", 2 * gib),
             ("0.5T", tib / 2),
             ("3TB", 3_000_000_000_000),
+            ("2PiB", 2048 * tib),
+            ("2pi", 2048 * tib),
+            ("1.5PB", 1_500_000_000_000_000),
+            ("8191.999999999999999999P", (1 << 63) - 1),
             ("0.1KiB", 102),
             ("1.0", 1),
             ("9223372036854775807", (1 << 63) - 1),
@@ -109,9 +113,12 @@ mod tests {
             "inf",
             "nan",
             "8388608T",
+            "8192P",
+            "1E",
             "9223372036854775808",
             "18446744073709551616",
             "99999999999T",
+            "99999999999999999999P",
             "111111111111111111111",
             "1.1111111111111111111",
         ];

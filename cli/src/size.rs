@@ -13,7 +13,7 @@ pub fn parse_bytes(text: &str) -> Result<usize, String> {
 
 /// A number of bytes for people.
 pub fn show_bytes(bytes: u64) -> String {
-    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    let units = [("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match units.iter().find(|(_, shift)| bytes >> shift > 0) {
         Some((unit, shift)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
         None => format!("{bytes} B"),
@@ -36,6 +36,7 @@ mod tests {
     #[test]
     fn sizes_are_shown_in_the_largest_unit_that_they_fill() {
         assert_eq!((show_bytes(1536), show_bytes(1023)), ("1.5 KiB".into(), "1023 B".into()));
+        assert_eq!(parse_bytes("2PiB").map(|bytes| show_bytes(bytes as u64)), Ok("2.0 PiB".into()));
         assert_eq!([7, 1_500, 2_250_000].map(|us| show_time(Duration::from_micros(us))), ["7 us", "1.5 ms", "2.2 s"]);
         assert_eq!(parse_bytes("1.5 KiB"), Ok(1536));
         assert!(parse_bytes("64XB").expect_err("no unit").contains("such as"));

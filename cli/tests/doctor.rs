@@ -201,7 +201,7 @@ fn what_the_machine_has_no_room_for_is_told_with_what_mends_it() {
     assert!(status == Some(1) && said.contains("problems (memory, ") && said.contains("space)"), "{said}");
     assert!(trouble(&report, "space")[0].contains("lower capacity to "), "{report}");
     assert!(trouble(&report, "memory")[0].contains("lower host_bytes"), "{report}");
-    assert!(trouble(&report, "space")[0].contains("7200.0 TiB configured: 8 rank(s)"), "{report}");
+    assert!(trouble(&report, "space")[0].contains("7.0 PiB configured: 8 rank(s)"), "{report}");
     // What is not there is not looked for above, and nothing is measured in its place.
     // An engine makes the last part of a path, so that is no problem, and nothing of it is made here.
     let new = directory.path().join("new");

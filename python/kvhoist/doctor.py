@@ -118,7 +118,7 @@ def _written(name: str, value: Any) -> str:
 
 def _size(nbytes: int) -> str:
     """As its reader would write it: in the largest unit that leaves no fraction."""
-    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+    for unit, shift in (("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift}{unit}"
     return str(nbytes)

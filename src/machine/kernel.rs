@@ -29,7 +29,8 @@ impl Kernel<'_> {
 
 /// Formats bytes for people.
 pub fn shown(bytes: u64) -> String {
-    match [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")].iter().find(|(shift, _)| bytes >> shift > 0) {
+    let units = [(50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    match units.iter().find(|(shift, _)| bytes >> shift > 0) {
         Some((shift, unit)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
         None => format!("{bytes} bytes"),
     }

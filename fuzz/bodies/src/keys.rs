@@ -39,7 +39,7 @@ fn size(text: &str) {
 
 /// The same grammar, digit by digit, in numbers that do not overflow.
 fn naive_size(text: &str) -> Option<u128> {
-    const UNITS: [(&[&str], u128); 9] = [
+    const UNITS: [(&[&str], u128); 11] = [
         (&["", "b"], 1),
         (&["k", "ki", "kib"], 1 << 10),
         (&["kb"], 1_000),
@@ -49,6 +49,8 @@ fn naive_size(text: &str) -> Option<u128> {
         (&["gb"], 1_000_000_000),
         (&["t", "ti", "tib"], 1 << 40),
         (&["tb"], 1_000_000_000_000),
+        (&["p", "pi", "pib"], 1 << 50),
+        (&["pb"], 1_000_000_000_000_000),
     ];
     let text = text.trim();
     let number = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
