@@ -149,6 +149,8 @@ fn pages_are_short_and_name_files_that_are_there() {
     for file in tree.iter().filter(is_page) {
         let page = read(file);
         wrong.extend(file.strip_prefix("docs").ok().and_then(|name| pages::check_length(name.to_str()?, &page)));
+        let hidden = pages::hidden(&page);
+        wrong.extend(hidden.iter().map(|line| format!("{}: a reader sees and copies '{line}'", file.display())));
         let missing = pages::missing(&page, &tree);
         wrong.extend(missing.iter().map(|name| format!("{}: there is no file {name}", file.display())));
     }

@@ -29,6 +29,19 @@ pub fn missing<'a>(page: &'a str, tree: &[PathBuf]) -> Vec<&'a str> {
     code.filter(is_name).filter(|name| !tree.iter().any(|file| file.ends_with(Path::new(name)))).collect()
 }
 
+/// Lines of a page's Rust that rustdoc would hide, and that every other reader sees and copies.
+pub fn hidden(page: &str) -> Vec<&str> {
+    let is_rust = |block: &&str| block.starts_with("rust");
+    let blocks = page.split("```").skip(1).step_by(2).filter(is_rust);
+    blocks.flat_map(str::lines).filter(|line| matches!(line.trim().as_bytes(), [b'#'] | [b'#', b' ', ..])).collect()
+}
+
+#[test]
+fn a_line_that_only_rustdoc_hides_is_found() {
+    let page = "# Page\n```rust,no_run\n#[test]\n  # async fn run() {\n#\n```\n```sh\n# a remark\n```\n";
+    assert_eq!(hidden(page), ["  # async fn run() {", "#"]);
+}
+
 #[test]
 fn a_page_that_is_too_long_or_names_no_file_is_found() {
     assert_eq!(check_length("policies.md", &"x".repeat(7 << 10)), None);
