@@ -141,12 +141,11 @@ fn use_outside_the_runtime_is_an_error() {
 
 #[test]
 fn a_second_engine_on_a_ring_works_unregistered() {
-    let Some(runtime) = ring_runtime(8) else { return };
     let (arena, files) = (Arena::new(), Files::new());
+    let Some((runtime, first)) = registered_ring(8, &files, &arena) else { return };
     runtime.block_on(async {
-        let first = ring_engine(files.files.clone(), &arena);
         let second = ring_engine(files.files.clone(), &arena);
-        assert!(first.registered() && !second.registered());
+        assert!(!second.registered());
         for engine in [first, second] {
             compare_with_model(&engine, &arena, DIRECT, IO_ALIGN, 0x5eed_0003).await;
         }

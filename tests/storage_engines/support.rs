@@ -10,6 +10,7 @@ use std::{
     rc::Rc,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Waker},
+    time::{Duration, Instant},
 };
 
 use kvhoist::internals::io::{self, Storage, uring};
@@ -81,15 +82,29 @@ pub fn ring_runtime(entries: u32) -> Option<Ring> {
     }
 }
 
+/// A ring with an engine that has `arena` registered. What rings had locked that have ended, also those of other
+/// processes of this user, the kernel gives back some time later: until then it refuses, and this tries again.
+pub fn registered_ring(entries: u32, files: &Files, arena: &Arc<Arena>) -> Option<(Ring, io::Files)> {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let ring = ring_runtime(entries)?;
+        let engine = ring.block_on(async { ring_engine(files.files.clone(), arena) });
+        if engine.registered() {
+            return Some((ring, engine));
+        }
+        assert!(
+            Instant::now() < until,
+            "found no {ARENA_BYTES} bytes that this user may lock (ulimit -l) for a minute"
+        );
+        ring.block_on(async { drop(engine) });
+    }
+}
+
 pub fn on_uring(property: impl AsyncFnOnce(Rc<io::Files>, Arc<Arena>)) {
     let (files, arena) = (Files::new(), Arena::new());
     // Few entries: hundreds of operations must wait their turn.
-    let Some(runtime) = ring_runtime(16) else { return };
-    runtime.block_on(async {
-        let engine = ring_engine(files.files.clone(), &arena);
-        assert!(engine.registered());
-        property(Rc::new(engine), arena).await;
-    });
+    let Some((ring, engine)) = registered_ring(16, &files, &arena) else { return };
+    ring.block_on(property(Rc::new(engine), arena));
 }
 
 pub fn on_calls(property: impl AsyncFnOnce(Rc<io::Files>, Arc<Arena>)) {
