@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any, Callable, Mapping
 
 from . import metrics
+from .errors import Error
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two lines.
+#: Seconds between two lines, and from the first batch after one to the next.
 EVERY_S = 60.0
 
 _lock = threading.Lock()
@@ -19,25 +19,36 @@ _lock = threading.Lock()
 _servers: dict[int, metrics.Server] = {}
 
 
-class Lines:
-    """A line about each store: what has happened since the one before. None where nothing has."""
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._due_at = clock() + EVERY_S
+
+class Lines:
+    """A line about each store: what has happened since the one before. None, and no thread, where nothing has."""
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], None] = _later) -> None:
+        self._later = later
+        self._is_due = False
         self._lock = threading.Lock()
         self._before: dict[str, dict[str, int]] = {}
 
-    def turn(self, stores: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
-        """Logs the lines, if they are due. Called after each batch; the figures are asked for only then."""
-        if self._clock() < self._due_at:
-            return
+    def turn(self, stores: Callable[[], Mapping[str, Callable[[], dict[str, Any]]]]) -> None:
+        """Has the lines logged in a minute, also if no batch follows this one. Called after each batch."""
         with self._lock:
-            if self._clock() < self._due_at:
-                return
-            self._due_at = self._clock() + EVERY_S
+            if not self._is_due:
+                self._later(EVERY_S, lambda: self._say(stores()))
+                self._is_due = True
+
+    def _say(self, stores: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+        with self._lock:
+            self._is_due = False
         for name, ask in stores.items():
-            now = _counts(ask())
+            try:
+                now = _counts(ask())
+            except Error:  # Closed, or its service is away.
+                continue
             before = self._before.get(name, {})
             # Less than before: a service has started again, and counts from 0.
             new = {what: count - before.get(what, 0) if count >= before.get(what, 0) else count for what, count in now.items()}

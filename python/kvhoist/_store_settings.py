@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Mapping
 
 from ._values import config_error, nearest, parse_bytes, whole
+from .errors import ConfigError
 
 #: What a setting is when nobody sets it.
 DEFAULT_HOST_BYTES = "1GiB"
@@ -96,11 +97,20 @@ class StoreSettings:
         unknown = sorted(map(str, set(given) - set(cls.__dataclass_fields__)))
         if unknown:
             raise config_error(unknown[0], given.get(unknown[0]), nearest(unknown[0], cls.__dataclass_fields__))
+        of_environment = {}
         for name in cls.__dataclass_fields__:
             variable = "KVHOIST_METRICS" if name == "metrics_port" else "KVHOIST_" + name.upper()
             if name not in given and name != "pool_shares" and environ.get(variable):
                 given[name] = environ[variable]
-        return cls(**_checked(given))
+                of_environment[name] = variable
+        try:
+            return cls(**_checked(given))
+        except ConfigError as error:
+            if variable := of_environment.get(error.field):
+                named = ConfigError(str(error).replace(error.field, variable, 1))
+                named.field = variable
+                raise named from None
+            raise
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:

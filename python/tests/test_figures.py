@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 from nodes import await_
 
 import kvhoist
@@ -44,28 +45,43 @@ def stats(host=0, disk=0, misses=0, read=0, written=0, evictions=0) -> dict:
 
 def test_a_line_now_and_then_says_what_happened_since_the_one_before(caplog):
     caplog.set_level(logging.INFO)
-    now, found = [1000.0], {}
-    lines = _figures.Lines(lambda: now[0])
+    due, found = [], {}
+    lines = _figures.Lines(lambda seconds, call: due.append((seconds, call)))
 
-    def said(later: float, **figures_now) -> list[str]:
-        now[0] += later
+    def closed():
+        raise kvhoist.ClosedError("the cache is closed")
+
+    def said(**figures_now) -> list[str]:
+        """What is logged a minute after two batches, without a batch since."""
         found["stats"] = stats(**figures_now)
-        lines.turn({"kv": lambda: found["stats"]})
+        for _ in range(2):
+            lines.turn(lambda: {"closed": closed, "kv": lambda: found["stats"]})
+        assert not caplog.records, "it is not due"
+        ((seconds, call),) = due
+        assert seconds == 60
+        due.clear()
+        call()
         texts = [record.getMessage() for record in caplog.records]
         caplog.clear()
         return texts
 
     gib = 1 << 30
-    assert said(1, host=5) == [], "it is not due"
-    assert said(60, host=5, disk=7, misses=2, read=gib, written=3 * gib, evictions=4) == [
+    assert said(host=5, disk=7, misses=2, read=gib, written=3 * gib, evictions=4) == [
         "kvhoist: pool kv in the last 60 s: 5 hits in host memory, 7 on disk, 2 misses; 1.00 GiB read, 3.00 GiB written; "
         "4 evictions"
     ]
-    assert said(60, host=5, disk=7, misses=2, read=gib, written=3 * gib, evictions=4) == [], "nothing happened"
+    assert said(host=5, disk=7, misses=2, read=gib, written=3 * gib, evictions=4) == [], "nothing happened"
     assert "1 hits in host memory, 0 on disk, 0 misses; 1.00 GiB read" in said(
-        60, host=6, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4
+        host=6, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4
     )[0]
-    assert "2 hits in host memory" in said(60, host=2, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4)[0]
+    assert "2 hits in host memory" in said(host=2, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4)[0]
+
+
+def test_the_line_comes_though_no_batch_follows(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(_figures, "EVERY_S", 0.01)
+    _figures.Lines().turn(lambda: {"kv": lambda: stats(host=5)})
+    await_(lambda: "pool kv in the last 0 s: 5 hits in host memory" in caplog.text, "the line")
 
 
 def test_a_cache_and_a_space_have_what_the_lines_are_made_of(store_dir):
@@ -83,6 +99,16 @@ def test_the_port_is_a_setting_and_a_variable():
     assert StoreSettings.load(given, {}).metrics_port is None
     assert StoreSettings.load(given, {"KVHOIST_METRICS": "9400"}).metrics_port == 9400
     assert StoreSettings.load({**given, "metrics_port": 9500}, {"KVHOIST_METRICS": "9400"}).metrics_port == 9500
+
+
+def test_a_wrong_variable_is_called_by_its_own_name():
+    given = {"path": "/a", "capacity": "1GiB"}
+    for variable, wrong in (("KVHOIST_METRICS", "bogus"), ("KVHOIST_HOST_BYTES", "1 apple"), ("KVHOIST_DEADLINE_MS", "0")):
+        with pytest.raises(kvhoist.ConfigError, match=f"^{variable}: found '?{wrong}'?, expected") as refused:
+            StoreSettings.load(given, {variable: wrong})
+        assert refused.value.field == variable
+    with pytest.raises(kvhoist.ConfigError, match="^metrics_port: found 'bogus'"):
+        StoreSettings.load({**given, "metrics_port": "bogus"}, {"KVHOIST_METRICS": "9400"})
 
 
 def test_a_process_of_an_engine_serves_its_figures_at_the_port_of_its_rank(caplog, monkeypatch):

@@ -384,7 +384,7 @@ class HiCacheKvhoist(HiCacheStorage):
         return [result is True for result in results]
 
     def _say_figures(self) -> None:
-        self._lines.turn({name: store.cache.stats for name, store in list(self._stores.items())})
+        self._lines.turn(lambda: {name: store.cache.stats for name, store in list(self._stores.items())})
 
     def _missed(self, error: BaseException) -> None:
         """Starts the service again if it is away, and leaves it alone for a while if it does not answer."""
