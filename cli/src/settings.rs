@@ -19,7 +19,7 @@ use serde_json::{Map, Value, json};
 use crate::{failure::Failure, json, shown::shown};
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
-const OF_ENGINES: [&str; 14] = [
+const OF_ENGINES: [&str; 16] = [
     "backend_name",
     "module_path",
     "class_name",
@@ -34,6 +34,8 @@ const OF_ENGINES: [&str; 14] = [
     "pool_shares",
     "service",
     "linger_s",
+    "lookup_ms",
+    "metrics_port",
 ];
 
 /// Settings that the files of adapters and of services have beside those of the library.
@@ -117,8 +119,14 @@ impl Settings {
         let (capacity, is_total) = capacity(&mut given)?;
         keep_in_host(&mut given)?;
         let shares = shares(given.remove("shares"))?;
-        if paths.is_empty() == capacity.is_some() || (!paths.is_empty() && given.contains_key("disks")) {
-            return Err("expected `path` and `capacity` (or `capacity_total`), or `disks`, or none of them".into());
+        known(&given)?;
+        match (paths.is_empty(), capacity) {
+            (false, None) => return Err("capacity: found nothing, expected the bytes on disk of `path`".into()),
+            (true, Some(bytes)) => return Err(format!("path: found nothing, expected what takes {bytes} bytes")),
+            (false, _) if given.contains_key("disks") => {
+                return Err("disks: found both it and path, expected either of them".into());
+            }
+            _ => {}
         }
         let has_block_bytes = given.contains_key("block_bytes");
         let says_bypass = given.contains_key("bypass_host");
@@ -245,12 +253,17 @@ fn bytes(name: &str, value: &Value) -> Result<u64, String> {
     found.ok_or_else(|| format!("{name}: found {value}, expected {}", size::EXPECTED))
 }
 
+/// Whether all names are those of settings.
+fn known(given: &Map<String, Value>) -> Result<(), String> {
+    match given.iter().find(|(name, _)| !SETTING_NAMES.contains(&name.as_str())) {
+        Some((name, value)) => Err(format!("{name}: found {value}, expected no such setting{}", nearest(name))),
+        None => Ok(()),
+    }
+}
+
 /// The library's own settings, each of which it reads itself.
 fn engine(given: Map<String, Value>) -> Result<Config, String> {
     for (name, value) in &given {
-        if !SETTING_NAMES.contains(&name.as_str()) {
-            return Err(format!("{name}: found {value}, expected no such setting{}", nearest(name)));
-        }
         let alone = Map::from_iter([(name.clone(), value.clone())]);
         let read: Result<Config, _> = serde_json::from_value(Value::Object(alone));
         read.map_err(|error| format!("{name}: found {value}, expected {}", expected_by(name, &error)))?;
@@ -308,6 +321,20 @@ mod tests {
         }
     }
 
+    /// What an operator copies from an adapter's configuration, the quick start's `metrics_port` too.
+    #[test]
+    fn every_setting_of_the_adapters_is_known() {
+        let python = include_str!("../../python/kvhoist/_store_settings.py");
+        let fields = python.split_once("class StoreSettings:").expect("the class").1;
+        let fields = fields.split_once("    def ").expect("its methods").0;
+        let names: Vec<_> = fields.lines().filter_map(|line| line.strip_prefix("    ")?.split_once(": ")).collect();
+        let names: Vec<_> = names.iter().map(|(name, _)| *name).filter(|name| !name.starts_with(['#', '"'])).collect();
+        assert!(names.len() > 15 && names.contains(&"metrics_port"), "{names:?}");
+        let known = [&OF_ENGINES[..], &OF_ADAPTERS, SETTING_NAMES].concat();
+        let unknown: Vec<_> = names.iter().filter(|name| !known.contains(name)).collect();
+        assert!(unknown.is_empty(), "{unknown:?}");
+    }
+
     #[test]
     fn a_wrong_setting_is_named() {
         let cases = [
@@ -318,8 +345,10 @@ mod tests {
             (r#"{"colour": "red"}"#, "expected no such setting; docs/reference/settings.md lists all"),
             (r#"{"path": "/a", "capacity": "10 apples"}"#, "capacity: found \"10 apples\", expected a positive"),
             (r#"{"path": [], "capacity": 1}"#, "path: found []"),
-            (r#"{"path": "/a"}"#, "expected `path` and `capacity`"),
-            (r#"{"capacity": 5}"#, "expected `path` and `capacity`"),
+            (r#"{"path": "/a"}"#, "capacity: found nothing, expected the bytes on disk of `path`"),
+            (r#"{"capacity": 5}"#, "path: found nothing, expected what takes 5 bytes"),
+            (r#"{"path": "/a", "capcity": "1GiB"}"#, "capcity: found \"1GiB\", expected no such setting; did you mean"),
+            (r#"{"path": "/a", "capacity": 5, "disks": []}"#, "disks: found both it and path, expected either"),
             (r#"{"path": "/a", "capacity": 5, "capacity_total": 6}"#, "capacity_total: found 6, expected either"),
             (r#"{"keep_in_host": "1GiB", "host_bytes": 5}"#, "keep_in_host: found \"1GiB\", expected true or false"),
             (r#"{"keep_in_host": true, "bypass_host": true}"#, "keep_in_host: found true, expected either it or"),
