@@ -14,6 +14,7 @@ use std::path::Path;
 use kvhoist::internals::machine::{DriveWear, Kernel, drive_wear, near_node_at, shown};
 
 pub use huge_pools::huge_pool_advice;
+pub use limits::LOCKED_MEMORY_FIX;
 pub use plan::{Finding, Plan};
 pub use sizes::{disk_bytes, is_on_root, memory_bytes};
 

@@ -94,6 +94,10 @@ fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
     tightest
 }
 
+/// What raises the limit on locked memory.
+pub const LOCKED_MEMORY_FIX: &str = "ulimit -l unlimited; LimitMEMLOCK=infinity in systemd; docker --ulimit \
+                                     memlock=-1; or grant CAP_IPC_LOCK. Without it transfers cost more processor time";
+
 /// Whether the host tiers of all ranks can be registered with a ring: the kernel counts locked memory per user.
 fn locked_memory(kernel: &Kernel<'_>, wanted: u64) -> Finding {
     const WHAT: &str = "locked memory";
@@ -110,12 +114,10 @@ fn locked_memory(kernel: &Kernel<'_>, wanted: u64) -> Finding {
     if exempt {
         return Finding::note(WHAT, format!("{found}, which does not bind this process (CAP_IPC_LOCK)"));
     }
-    let fix = "ulimit -l unlimited; LimitMEMLOCK=infinity in systemd; docker --ulimit memlock=-1; or grant \
-               CAP_IPC_LOCK. Without it transfers cost more processor time";
     match wanted {
-        0 => Finding::note(WHAT, found).fix(fix),
+        0 => Finding::note(WHAT, found).fix(LOCKED_MEMORY_FIX),
         _ if wanted <= bytes => Finding::note(WHAT, format!("{found}, of {} that all ranks register", shown(wanted))),
-        _ => Finding::trouble(WHAT, format!("{found}, and all ranks register {}", shown(wanted)), fix),
+        _ => Finding::trouble(WHAT, format!("{found}, and all ranks register {}", shown(wanted)), LOCKED_MEMORY_FIX),
     }
 }
 

@@ -81,11 +81,7 @@ fn locked_memory(registered: bool) -> Finding {
     let found =
         if registered { "host memory, with the ring" } else { "nothing: the limit on locked memory is too low" };
     let finding = Finding::note("registered", found).decides(Want::LockedMemory, registered);
-    if registered {
-        finding
-    } else {
-        finding.fix("ulimit -l unlimited, systemd LimitMEMLOCK=infinity, docker --ulimit memlock=-1")
-    }
+    if registered { finding } else { finding.fix(kvhoist_doctor::LOCKED_MEMORY_FIX) }
 }
 
 /// The drive under a path: its folder in /sys.

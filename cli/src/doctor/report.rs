@@ -1,6 +1,6 @@
 //! The report: what was found, what is wrong with it, and the verdict.
 
-use std::fmt;
+use std::{collections::HashSet, fmt};
 
 use clap::ValueEnum;
 use serde_json::{Value, json};
@@ -131,9 +131,10 @@ impl Report {
     }
 
     /// All findings, or those that fit on a screen: without devices that nobody uses, and with fixes only for what does
-    /// not work (`!`) or could be better (`-`).
+    /// not work (`!`) or could be better (`-`), each fix once.
     fn table(&self, full: bool) -> String {
         let mut text = String::new();
+        let mut fixes = HashSet::new();
         for (name, findings) in &self.sections {
             if !full && !self.has_device && OF_DEVICES.contains(name) {
                 continue;
@@ -145,6 +146,9 @@ impl Report {
                 let mark = self.mark(finding);
                 text.push_str(&format!("{mark} {:14} {}\n", finding.what, plain(&finding.found)));
                 if let Some(fix) = finding.fix.as_ref().filter(|_| full || ["!", "-"].contains(&mark)) {
+                    if !full && !fixes.insert(fix) {
+                        continue;
+                    }
                     text.push_str(&format!("  {:14} -> {}\n", "", plain(fix)));
                 }
             }
@@ -171,6 +175,13 @@ mod tests {
         let of_devices = report(vec![Want::Cuda], &[(Want::Cuda, false), (Want::Cuda, true)]);
         assert!(of_devices.problems().is_empty());
         assert!(report(vec![Want::DirectIo], &[]).problems().is_empty(), "nobody looked");
+    }
+
+    #[test]
+    fn a_fix_of_two_findings_is_shown_once() {
+        let both = report(vec![Want::Ring], &[(Want::Ring, false), (Want::LockedMemory, false)]);
+        assert_eq!(both.table(false).matches("-> mend it").count(), 1, "{}", both.table(false));
+        assert_eq!(both.table(true).matches("-> mend it").count(), 2);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::Finding;
 
 pub fn findings(plan: &Plan) -> Vec<Finding> {
     let mut findings: Vec<Finding> = examine(plan).into_iter().map(Finding::of_machine).collect();
-    findings.push(numa());
+    findings.extend(numa());
     findings.push(Finding::note("engines", engines_in_words()));
     findings
 }
@@ -25,11 +25,12 @@ pub fn has_module(name: &str) -> bool {
     read("/proc/modules").is_some_and(|modules| modules.lines().any(|line| line.split(' ').next() == Some(name)))
 }
 
-fn numa() -> Finding {
+/// What a machine of several nodes is told.
+fn numa() -> Option<Finding> {
     let nodes = fs::read_dir("/sys/devices/system/node").map_or(1, |entries| {
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         names.filter(|name| name.strip_prefix("node").is_some_and(|n| n.parse::<u32>().is_ok())).count()
     });
-    let finding = Finding::note("NUMA", format!("{nodes} node(s)"));
-    if nodes > 1 { finding.fix("run near the drive and the GPU: numactl --cpunodebind=N --membind=N") } else { finding }
+    let fix = "run near the drive and the GPU: numactl --cpunodebind=N --membind=N";
+    (nodes > 1).then(|| Finding::note("NUMA", format!("{nodes} nodes")).fix(fix))
 }

@@ -25,9 +25,8 @@ def prefetch_limits(given: Mapping[str, Any], token_bytes: int | None = None) ->
     per_ki = _seconds(given, "prefetch_timeout_per_ki_token", PER_KI_TOKEN_S)
     limit = base + per_ki * _EXAMPLE_TOKENS / 1024
     words = (
-        f"by SGLang's own limits: none of fewer than {threshold} tokens, and none while half of the host pool's tokens are "
-        f"being prefetched; with --hicache-storage-prefetch-policy timeout {limit:g} s for {_EXAMPLE_TOKENS} tokens, and "
-        "what arrives later is dropped"
+        f"none of fewer than {threshold} tokens, nor while half of the host pool's are being prefetched; with the policy "
+        f"timeout {limit:g} s for {_EXAMPLE_TOKENS} tokens"
     )
     if limit <= 0:
         return words, "set prefetch_timeout_base to 1 and prefetch_timeout_per_ki_token to 0.25, or the policy to wait_complete"
