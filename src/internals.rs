@@ -21,6 +21,11 @@ pub mod service {
     };
 }
 
+/// What `kvhoist remote verify` reads objects by.
+pub mod remote {
+    pub use crate::remote::format::blocks_of_object;
+}
+
 /// What exporters of a cache's figures show.
 pub mod exported {
     pub use crate::cache::{Kind, Metric, Sample, WEAR, metrics};

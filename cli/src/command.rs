@@ -4,6 +4,8 @@ use std::{ffi::OsString, io::Write};
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind};
 
+#[cfg(feature = "remote")]
+use crate::remote;
 use crate::{
     bench, doctor,
     failure::{EXIT_STATUS, Failure},
@@ -50,6 +52,10 @@ enum Command {
     /// Show the state and the rates of a running service until interrupted.
     #[command(after_help = EXIT_STATUS)]
     Top(top::Args),
+    /// Look at a store beyond the node, S3 or Redis, and delete from it.
+    #[cfg(feature = "remote")]
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Remote(remote::Args),
     /// Print the completions of this command for a shell.
     #[command(after_help = manual::COMPLETIONS_HELP, arg_required_else_help = true)]
     Completions(manual::Completions),
@@ -108,6 +114,8 @@ impl Parsed {
             Command::Completions(args) => manual::completions(&args, Cli::command()),
             Command::Ls(args) => ls::run(&args),
             Command::Man(args) => manual::pages(&args, Cli::command()),
+            #[cfg(feature = "remote")]
+            Command::Remote(args) => remote::run(&args),
             Command::Serve(args) => serve::run(&args),
             Command::Space(args) => space::run(&args),
             Command::Status(args) => status::run(&args),

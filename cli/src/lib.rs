@@ -31,6 +31,10 @@ mod output;
 mod plot;
 #[cfg(feature = "command")]
 mod progress;
+#[cfg(feature = "remote")]
+mod remote;
+#[cfg(feature = "command")]
+mod remote_store;
 #[cfg(feature = "command")]
 mod replay;
 #[cfg(feature = "command")]
@@ -58,3 +62,5 @@ mod wipe;
 
 #[cfg(feature = "command")]
 pub use progress::BesideProgress;
+#[cfg(feature = "command")]
+pub use remote_store::open_remote;

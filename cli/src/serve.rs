@@ -22,7 +22,8 @@ use signal_hook::{
 };
 
 use crate::{
-    choice::choice, failure::Failure, found, http, output::emit, settings::Settings, shown::shown, size::parse_bytes,
+    choice::choice, failure::Failure, found, http, output::emit, remote_store::open_remote, settings::Settings,
+    shown::shown, size::parse_bytes,
 };
 
 /// Flags of `kvhoist serve`.
@@ -172,7 +173,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     // Before the server starts: a signal in between would kill it undrained.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
-    let config = args.config()?;
+    let mut config = args.config()?;
+    config.cache = open_remote(config.cache)?;
     let (socket, paths) = (config.socket.clone(), config.paths.clone());
     // Before the service makes anything.
     let bound = args.http.map(http::bind).transpose()?;

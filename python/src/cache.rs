@@ -104,6 +104,7 @@ impl PyCache {
     #[pyo3(signature = (settings))]
     fn open(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Self> {
         let config = options::config(py, settings)?;
+        let config = kvhoist_cli::open_remote(config).map_err(|error| errors::to_python(py, &error))?;
         let cache = wait::interruptible(py, Cache::open(config))?.map_err(|error| errors::to_python(py, &error))?;
         let (block_bytes, namespace) = (cache.config().block_bytes, cache.config().namespace.clone());
         let opened = Opened { cache, registrations: Arc::default(), interrupted: Mutex::default() };

@@ -8,12 +8,20 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use kvhoist::remote::{Object, RemoteError, RemoteStore};
+use futures_util::{StreamExt, stream};
+use kvhoist::{
+    internals::{checksum::Digest, remote::blocks_of_object},
+    remote::{Object, RemoteError, RemoteStore},
+};
 
 /// What the names of objects begin with: the format and its version.
 pub const PREFIX: &str = "kvhoist1/";
 /// Objects that one request deletes.
 const DELETED_PER_REQUEST: usize = 1000;
+/// Bytes of an object that are read at once: more than any table has.
+const PIECE_BYTES: u64 = 8 << 20;
+/// Objects that are verified at a time.
+const VERIFIED_AT_A_TIME: u32 = 8;
 
 /// Objects of a namespace, counted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -82,6 +90,67 @@ pub async fn usage(store: &dyn RemoteStore) -> Result<BTreeMap<String, Usage>, R
     };
     list(store, PREFIX, see).await?;
     Ok(found)
+}
+
+/// Reads each object whose name begins with a prefix, and holds its table and its blocks against their checksums, some
+/// objects at a time. `see` gets each object with the number of its blocks, or what is wrong with it. One that is
+/// deleted meanwhile is left out.
+///
+/// # Errors
+/// Of the store: one that was not read is not wrong.
+pub async fn verify(
+    store: &dyn RemoteStore,
+    prefix: &str,
+    mut see: impl FnMut(&Object, Result<usize, RemoteError>),
+) -> Result<(), RemoteError> {
+    let mut objects = Vec::new();
+    let keep = |object| {
+        objects.push(object);
+        Ok(())
+    };
+    list(store, prefix, keep).await?;
+    let at_a_time = store.capabilities().requests_in_flight.clamp(1, VERIFIED_AT_A_TIME) as usize;
+    let checks = objects.iter().map(async |object| (object, check(store, object).await));
+    let mut checks = stream::iter(checks).buffer_unordered(at_a_time);
+    while let Some((object, found)) = checks.next().await {
+        match found {
+            Err(RemoteError::NotFound) => {}
+            Ok(_) | Err(RemoteError::Invalid { .. }) => see(object, found),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Reads an object piece by piece; the number of its blocks, if all are right.
+async fn check(store: &dyn RemoteStore, object: &Object) -> Result<usize, RemoteError> {
+    let piece = async |from: u64| {
+        let range = from..object.bytes.min(from + PIECE_BYTES);
+        let bytes = store.read(&object.name, range.clone()).await?.concat();
+        let is_whole = bytes.len() as u64 == range.end - range.start;
+        is_whole.then_some(bytes).ok_or_else(|| RemoteError::Invalid {
+            found: "a part of a range".into(),
+            expected: format!("{} bytes at {from}", range.end - range.start),
+        })
+    };
+    let (mut bytes, mut from) = (piece(0).await?, 0);
+    let blocks = blocks_of_object(&object.name, &bytes, object.bytes)?;
+    for (number, (range, expected)) in blocks.iter().enumerate() {
+        let (mut digest, mut at) = (Digest::new(), range.start);
+        while at < range.end {
+            if at == from + bytes.len() as u64 {
+                (bytes, from) = (piece(at).await?, at);
+            }
+            let end = range.end.min(from + bytes.len() as u64);
+            digest.update(&bytes[(at - from) as usize..(end - from) as usize]);
+            at = end;
+        }
+        if digest.finish() != *expected {
+            let found = format!("block {number} with another checksum");
+            return Err(RemoteError::Invalid { found, expected: "the one in its table".into() });
+        }
+    }
+    Ok(blocks.len())
 }
 
 /// Which objects a collection deletes.

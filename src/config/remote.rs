@@ -9,8 +9,9 @@ use crate::remote::RemoteStore;
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct RemoteConfig {
-    /// Where the store is: `s3://bucket/prefix` or `redis://host:6379/0`, say. The cache opens no connection: a program
-    /// gives it a [`store`](Self::store) as well. None: no remote tier.
+    /// Where the store is: `s3://bucket/prefix` or `redis://host:6379/0`, say, with its parameters. The service and the
+    /// Python package open it; a Rust program opens it by the crate `kvhoist-remote`, and gives it as
+    /// [`store`](Self::store). Credentials come from the environment and from files. None: no remote tier.
     pub url: Option<String>,
     /// The store itself.
     pub store: Option<RemoteHandle>,

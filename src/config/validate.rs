@@ -36,7 +36,7 @@ impl Config {
         let remote = &self.remote;
         if let (Some(url), None) = (&remote.url, &remote.store) {
             let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
-            let expected = "a store given by `remote_store`, which a Rust program implements, or no `remote` at all";
+            let expected = "a store given by `remote_store`, or a build of kvhoist with the cargo feature `remote`";
             return Err(wrong("remote", format!("an URL that begins with {scheme:?}, and no store"), expected));
         }
         check("remote_upload_bytes_per_s", remote.upload_bytes_per_s, 1, u64::MAX >> 1, "bytes a second")?;

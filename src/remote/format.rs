@@ -16,6 +16,8 @@
 //! 120  crc of the others     8
 //! ```
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use sha2::{Digest as _, Sha256};
 
@@ -67,9 +69,9 @@ impl Space {
     /// Bytes of the table of an object of this length; `None` if no object has it.
     pub(crate) fn table_bytes(&self, object_bytes: u64) -> Option<u64> {
         let of_blocks = object_bytes.checked_sub(HEAD_BYTES as u64)?;
-        let blocks = of_blocks / (ENTRY_BYTES as u64 + self.block_bytes);
-        let is_whole =
-            of_blocks % (ENTRY_BYTES as u64 + self.block_bytes) == 0 && (1..=BLOCKS_MAX as u64).contains(&blocks);
+        let bytes_each = self.block_bytes.checked_add(ENTRY_BYTES as u64)?;
+        let blocks = of_blocks / bytes_each;
+        let is_whole = of_blocks.is_multiple_of(bytes_each) && (1..=BLOCKS_MAX as u64).contains(&blocks);
         is_whole.then_some(HEAD_BYTES as u64 + blocks * ENTRY_BYTES as u64)
     }
 
@@ -136,6 +138,23 @@ impl Space {
     }
 }
 
+/// The blocks of an object of whichever namespace, for `kvhoist remote verify`: the range and the checksum of each.
+/// `start` is the beginning of the object, with the whole table.
+///
+/// # Errors
+/// [`RemoteError::Invalid`].
+pub fn blocks_of_object(name: &str, start: &[u8], object_bytes: u64) -> Result<Vec<(Range<u64>, u64)>, RemoteError> {
+    let no_object = || invalid("another beginning, or another name", "an object of kvhoist");
+    let digest = name.split('/').nth(1).and_then(|digits| digits.parse::<BlockKey>().ok()).ok_or_else(no_object)?;
+    let head = start.get(..HEAD_BYTES).filter(|head| head.starts_with(MAGIC)).ok_or_else(no_object)?;
+    let block_bytes = u64::from_le_bytes(array(head, 16));
+    let space = Space { block_bytes, digest: *digest.as_bytes() };
+    let table_bytes = space.table_bytes(object_bytes).and_then(|bytes| start.get(..bytes as usize));
+    let table = space.decode(name, table_bytes.ok_or_else(no_object)?, object_bytes)?;
+    let of_block = |known: &Known| (known.offset..known.offset + block_bytes, known.checksum);
+    Ok(table.blocks.iter().map(of_block).collect())
+}
+
 /// The checksum of a table, but for the place of the checksum.
 fn crc_of(table: &[u8]) -> u64 {
     let mut digest = Digest::new();
@@ -176,10 +195,18 @@ mod tests {
                 assert_eq!((known.key, known.checksum), (*key, *checksum));
                 assert_eq!(object[known.offset as usize..][..16], payload[..]);
             }
+            let found = blocks_of_object(&name, &object, bytes).expect("as written");
+            let expected: Vec<_> = decoded.blocks.iter().map(|b| (b.offset..b.offset + 16, b.checksum)).collect();
+            assert_eq!(found, expected, "without the namespace's name");
+            for cut in [0, 127, table.len() - 1] {
+                assert!(blocks_of_object(&name, &object[..cut], bytes).is_err(), "{cut} bytes");
+            }
+            assert!(blocks_of_object(&space.name(&key(2)), &object, bytes).is_err());
             for at in 0..table.len() {
                 let mut changed = table.to_vec();
                 changed[at] ^= 4;
                 assert!(space.decode(&name, &changed, bytes).is_err(), "byte {at}");
+                assert!(blocks_of_object(&name, &changed, bytes).is_err(), "byte {at}");
             }
             assert!(space.decode(&space.name(&key(2)), table, bytes).is_err(), "another name");
             assert!(space.decode(&name, table, bytes + 64).is_err(), "another length");

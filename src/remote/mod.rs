@@ -5,7 +5,7 @@
 //! The rest is the remote tier as callers and the reactor share it: pure data behind a lock of its own. It is a source
 //! behind a miss, and a sink beside the disk: blocks that it brings are stored as any new block (`mover/remote.rs`).
 
-mod format;
+pub(crate) mod format;
 mod health;
 mod presence;
 mod store;

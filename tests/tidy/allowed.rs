@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The library's modules, from the top down: nobody imports what stands above it.
 pub const ALLOWED: &[(&str, &str)] = &[
-    ("internals", "cache device config memory fork shield"),
+    ("internals", "cache remote device config memory fork shield"),
     (
         "cache",
         "mover state device disk runtime config index io machine memory metrics block checksum error fork \

@@ -6,7 +6,7 @@ use kvhoist::{Capacity, Config, DirectIo, DiskPath, StorageKind};
 use kvhoist_doctor::Plan;
 
 use super::{args::Args, finding::Want};
-use crate::{failure::Failure, settings::Settings};
+use crate::{failure::Failure, remote_store::open_remote, settings::Settings};
 
 /// A store of more blocks than 2 to the power of this would be refused for its number of blocks.
 const BLOCKS_LOG_MAX: u32 = 30;
@@ -40,6 +40,7 @@ pub fn plan(args: &Args) -> Result<Planned, Failure> {
     let least = settings.capacity.map_or(0, |bytes| (bytes >> BLOCKS_LOG_MAX).next_power_of_two() as usize);
     let unknown = settings.config.block_bytes.max(least);
     let config = settings.config(if settings.has_block_bytes { settings.config.block_bytes } else { unknown })?;
+    let config = open_remote(config)?;
     config.validate()?;
     let slot = config.slot_bytes() as u64;
     let on_disk = |disk: &DiskPath| {

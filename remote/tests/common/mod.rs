@@ -12,8 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvhoist::block_on;
 use kvhoist::remote::{Object, RemoteStore};
-use pollster::block_on;
 
 /// A server of another project, on a port of this machine, ended with the value.
 pub struct Server {

@@ -1,0 +1,292 @@
+//! `kvhoist remote`: what a store beyond the node has, whether it is right, and deletion from it.
+
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use clap::{Args as ClapArgs, Subcommand};
+use kvhoist::{
+    block_on,
+    remote::{RemoteError, RemoteStore},
+};
+use kvhoist_remote::{maintenance, open};
+use serde_json::json;
+
+use crate::{
+    columns::columns,
+    failure::{EXIT_STATUS, Failure},
+    output::emit,
+    progress::Progress,
+    shown::plain,
+    size::{parse_bytes, show_bytes},
+};
+
+/// Flags of `kvhoist remote`.
+#[derive(ClapArgs)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// List the objects of a store. Changes nothing.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Ls(Ls),
+    /// Count the objects and the bytes of each namespace. Changes nothing.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Du(Du),
+    /// Delete objects by age and by bytes, the oldest first. Any node may do that while all others run.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Gc(Gc),
+    /// Read every object, and check the checksums of its table and its blocks. Changes nothing.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Verify(Ls),
+}
+
+/// The store. Credentials come from the environment and from files.
+#[derive(ClapArgs)]
+struct Place {
+    /// The store, as the setting `remote` names it: s3://BUCKET/PREFIX, redis://HOST:PORT/DATABASE or
+    /// rediss://HOST:PORT/DATABASE, with parameters such as ?endpoint=http://HOST:PORT.
+    url: String,
+}
+
+/// Flags of `kvhoist remote ls` and `verify`.
+#[derive(ClapArgs)]
+struct Ls {
+    #[command(flatten)]
+    place: Place,
+    /// Only this namespace: its digest, or the first digits of it, as `kvhoist remote du` prints it.
+    #[arg(long, value_name = "DIGEST")]
+    namespace: Option<String>,
+    /// Print one JSON object a line instead of text.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Flags of `kvhoist remote du`.
+#[derive(ClapArgs)]
+struct Du {
+    #[command(flatten)]
+    place: Place,
+    /// Print one JSON list instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Flags of `kvhoist remote gc`.
+#[derive(ClapArgs)]
+struct Gc {
+    #[command(flatten)]
+    place: Place,
+    /// Delete what was created longer ago than this: a number with h or d, such as 36h or 7d.
+    #[arg(long, value_name = "AGE", value_parser = parse_age, required_unless_present = "max_bytes")]
+    older_than: Option<Duration>,
+    /// Delete the oldest objects until the others have as many bytes, such as 500GiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    max_bytes: Option<usize>,
+    /// Only this namespace: its digest, or the first digits of it.
+    #[arg(long, value_name = "DIGEST")]
+    namespace: Option<String>,
+    /// Say what would be deleted, and delete nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Print one JSON object instead of a line.
+    #[arg(long)]
+    json: bool,
+    /// Print no progress.
+    #[arg(long)]
+    quiet: bool,
+}
+
+/// Runs it.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    match &args.command {
+        Command::Ls(args) => ls(args),
+        Command::Du(args) => du(args),
+        Command::Gc(args) => gc(args),
+        Command::Verify(args) => verify(args),
+    }
+}
+
+impl Place {
+    fn open(&self) -> Result<Arc<dyn RemoteStore>, Failure> {
+        open(&self.url).map_err(|error| Failure::usage(error.to_string()))
+    }
+
+    /// Why the store did not do what was asked. Its URL has no credential: it was opened.
+    fn failed(&self, error: &RemoteError) -> Failure {
+        let text = format!("{}: {error}", self.url);
+        match error {
+            RemoteError::Refused(_) | RemoteError::Invalid { .. } => Failure::usage(text),
+            _ => Failure::run(text),
+        }
+    }
+}
+
+/// With what the names of a namespace begin, or of all.
+fn prefix(namespace: Option<&str>) -> Result<String, Failure> {
+    let digest = namespace.unwrap_or_default();
+    if digest.len() > 64 || !digest.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+        let text = "found another text, expected up to 64 digits 0 to f of a digest, as `kvhoist remote du` prints it";
+        return Err(Failure::usage(format!("--namespace: {text}")));
+    }
+    Ok(format!("{}{digest}", maintenance::PREFIX))
+}
+
+fn ls(args: &Ls) -> Result<(), Failure> {
+    let (prefix, store) = (prefix(args.namespace.as_deref())?, args.place.open()?);
+    let mut printed = Ok(());
+    // Line by line: a store may have millions.
+    let listed = block_on(maintenance::list(&*store, &prefix, |object| {
+        let line = if args.json {
+            let created = object.modified.map(seconds);
+            format!("{}\n", json!({ "name": object.name, "bytes": object.bytes, "created": created }))
+        } else {
+            format!("{:>11}  {}\n", show_bytes(object.bytes), plain(&object.name))
+        };
+        if printed.is_ok() {
+            printed = emit(&line);
+        }
+        Ok(())
+    }));
+    listed.map_err(|error| args.place.failed(&error)).and(printed)
+}
+
+fn du(args: &Du) -> Result<(), Failure> {
+    let store = args.place.open()?;
+    let found = block_on(maintenance::usage(&*store)).map_err(|error| args.place.failed(&error))?;
+    if args.json {
+        let of = |(namespace, usage): (&String, &maintenance::Usage)| {
+            json!({
+                "namespace": namespace,
+                "objects": usage.objects,
+                "bytes": usage.bytes,
+                "oldest": usage.oldest.map(seconds),
+                "newest": usage.newest.map(seconds),
+            })
+        };
+        return emit(&format!("{:#}\n", found.iter().map(of).collect::<serde_json::Value>()));
+    }
+    if found.is_empty() {
+        return emit("no objects\n");
+    }
+    let age = |time: Option<SystemTime>| time.map_or_else(|| "unknown".into(), shown_age);
+    let row = |(namespace, usage): (&String, &maintenance::Usage)| {
+        let digest = namespace[..16].to_owned();
+        vec![usage.objects.to_string(), show_bytes(usage.bytes), age(usage.oldest), age(usage.newest), digest]
+    };
+    let rows: Vec<Vec<String>> = found.iter().map(row).collect();
+    emit(&columns(&["objects", "bytes", "oldest", "newest", "namespace"], &rows))
+}
+
+fn gc(args: &Gc) -> Result<(), Failure> {
+    let (prefix, store) = (prefix(args.namespace.as_deref())?, args.place.open()?);
+    let limits = maintenance::Limits { age_max: args.older_than, bytes_max: args.max_bytes.map(|bytes| bytes as u64) };
+    let failed = |error| args.place.failed(&error);
+    let found = block_on(maintenance::plan(&*store, &prefix, limits, SystemTime::now())).map_err(failed)?;
+    if !args.dry_run {
+        let mut progress = Progress::new(found.names.len(), "objects", args.quiet);
+        let told = |done| progress.update(done, || "deleted".into());
+        block_on(maintenance::delete(&*store, &found.names, told)).map_err(failed)?;
+    }
+    let (count, kept) = (found.names.len(), &found.kept);
+    if args.json {
+        let object = json!({
+            "deleted": !args.dry_run,
+            "objects": count,
+            "bytes": found.bytes,
+            "kept_objects": kept.objects,
+            "kept_bytes": kept.bytes,
+        });
+        return emit(&format!("{object:#}\n"));
+    }
+    let did = if args.dry_run { "would delete" } else { "deleted" };
+    let (bytes, left) = (show_bytes(found.bytes), show_bytes(kept.bytes));
+    emit(&format!("{did} {count} objects ({bytes}); {} are left ({left})\n", kept.objects))
+}
+
+fn verify(args: &Ls) -> Result<(), Failure> {
+    let (prefix, store) = (prefix(args.namespace.as_deref())?, args.place.open()?);
+    let (mut right, mut blocks, mut wrong, mut printed) = (0, 0, 0, Ok(()));
+    let read = block_on(maintenance::verify(&*store, &prefix, |object, found| {
+        let what = match found {
+            Ok(count) => {
+                (right, blocks) = (right + 1, blocks + count);
+                return;
+            }
+            Err(error) => error.to_string(),
+        };
+        wrong += 1;
+        let line = if args.json {
+            format!("{}\n", json!({ "name": object.name, "wrong": what }))
+        } else {
+            format!("{}: {}\n", plain(&object.name), plain(&what))
+        };
+        if printed.is_ok() {
+            printed = emit(&line);
+        }
+    }));
+    read.map_err(|error| args.place.failed(&error)).and(printed)?;
+    emit(&if args.json {
+        format!("{}\n", json!({ "right_objects": right, "blocks": blocks, "wrong_objects": wrong }))
+    } else {
+        format!("{right} objects are right, with {blocks} blocks; {wrong} are wrong\n")
+    })?;
+    match wrong {
+        0 => Ok(()),
+        _ => {
+            Err(Failure::run(format!("{wrong} wrong objects found: readers pass them over, `gc` deletes them in time")))
+        }
+    }
+}
+
+fn seconds(time: SystemTime) -> u64 {
+    time.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
+fn shown_age(time: SystemTime) -> String {
+    let age = SystemTime::now().duration_since(time).unwrap_or_default().as_secs();
+    match age {
+        0..3600 => format!("{} min ago", age / 60),
+        3600..172_800 => format!("{} h ago", age / 3600),
+        _ => format!("{} days ago", age / 86_400),
+    }
+}
+
+/// A number of hours or days.
+fn parse_age(text: &str) -> Result<Duration, String> {
+    let seconds_each = match text.chars().last() {
+        Some('h') => 3600,
+        Some('d') => 86_400,
+        _ => 0,
+    };
+    let number: Option<u64> = text.get(..text.len().saturating_sub(1)).and_then(|digits| digits.parse().ok());
+    match number.and_then(|number| number.checked_mul(seconds_each)) {
+        Some(seconds) if seconds > 0 => Ok(Duration::from_secs(seconds)),
+        _ => Err("expected a number of hours or days, such as 36h or 7d".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_have_a_unit() {
+        assert_eq!(parse_age("36h"), Ok(Duration::from_secs(36 * 3600)));
+        assert_eq!(parse_age("7d"), Ok(Duration::from_secs(7 * 86_400)));
+        for wrong in ["", "7", "0d", "d", "-1d", "7 d", "99999999999999999999d", "9999999999999999999d", "7\u{e4}"] {
+            assert!(parse_age(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_namespace_is_digits_of_a_digest() {
+        assert_eq!(prefix(None).expect("all"), "kvhoist1/");
+        assert_eq!(prefix(Some("0a")).expect("digits"), "kvhoist1/0a");
+        assert_eq!(prefix(Some("../x")).expect_err("no digits").exit_status(), Failure::USAGE);
+    }
+}
