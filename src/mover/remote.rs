@@ -29,6 +29,20 @@ const REPEATS_MAX: u32 = 2;
 /// The longest wait before the first repetition; it doubles with each.
 const REPEAT_AFTER: Duration = Duration::from_millis(50);
 
+/// Turns of reads, those of all batches.
+struct Turns {
+    /// Requests in flight.
+    requests: Semaphore,
+    /// Reads that have memory: in flight, or being copied.
+    held: Semaphore,
+}
+
+impl Turns {
+    fn new(requests: usize) -> Self {
+        Turns { requests: Semaphore::new(requests), held: Semaphore::new(2 * requests) }
+    }
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Starts the tasks of the remote tier, if there is one.
     pub(super) fn start_remote(self: &Rc<Self>) -> Vec<JoinHandle<()>> {
@@ -51,11 +65,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Brings what is wanted, until it is dropped.
     pub(super) async fn remote_loop(self: Rc<Self>, remote: Arc<Remote>) {
-        let reads = Rc::new(Semaphore::new(remote.capabilities().requests_in_flight.max(1) as usize));
+        let turns = Rc::new(Turns::new(remote.capabilities().requests_in_flight.max(1) as usize));
         let mut batches = FuturesUnordered::new();
         loop {
             while let Some((batch, planned)) = remote.next_batch() {
-                batches.push(self.bring_batch(&remote, &reads, batch, planned));
+                batches.push(self.bring_batch(&remote, &turns, batch, planned));
             }
             tokio::select! {
                 biased;
@@ -66,14 +80,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Brings the blocks of a batch, and answers all who wait for one.
-    async fn bring_batch(self: &Rc<Self>, remote: &Arc<Remote>, turns: &Semaphore, batch: Batch, planned: Vec<Read>) {
+    async fn bring_batch(self: &Rc<Self>, remote: &Arc<Remote>, turns: &Turns, batch: Batch, planned: Vec<Read>) {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
         let read = async |read: Read| {
-            let turn = turns.acquire().await.expect("it is not closed");
-            if let Err(error) = self.read_blocks(remote, &read, batch.is_awaited, &brought).await {
+            let held = turns.held.acquire().await.expect("it is not closed");
+            if let Err(error) = self.read_blocks(remote, &turns.requests, &read, batch.is_awaited, &brought).await {
                 failed.set(Some(error));
             }
-            drop(turn);
+            drop(held);
         };
         let all = stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {});
         let failed = self.in_time(of_store(all.map(Ok))).await.err().or(failed.take());
@@ -94,12 +108,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn read_blocks(
         self: &Rc<Self>,
         remote: &Arc<Remote>,
+        requests: &Semaphore,
         read: &Read,
         is_awaited: bool,
         brought: &Cell<usize>,
     ) -> Result<(), RemoteError> {
+        let turn = requests.acquire().await.expect("it is not closed");
         let began = Instant::now();
-        let parts = match repeated(remote, || remote.store().read(&read.object, read.range.clone())).await {
+        let result = repeated(remote, || remote.store().read(&read.object, read.range.clone())).await;
+        // The next request is on its way while these blocks are copied.
+        drop(turn);
+        let parts = match result {
             Ok(parts) => parts,
             // Another node deleted it, or a rule of the store.
             Err(RemoteError::NotFound) => {
