@@ -113,6 +113,7 @@ impl Settings {
         let Value::Object(mut given) = value else {
             return Err("found no object, expected a JSON object of settings".into());
         };
+        of_other_engines(&given)?;
         of_sglang(&given)?;
         OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
         let paths = paths(given.remove("path"))?;
@@ -181,13 +182,35 @@ pub fn disks(
     Ok(paths.iter().map(|path| DiskPath::with_blocks(path.as_ref(), blocks)).collect())
 }
 
+/// A whole configuration of an engine, which the doctor of the Python package takes apart.
+fn of_other_engines(given: &Map<String, Value>) -> Result<(), String> {
+    const NAMES: [(&str, &str); 8] = [
+        ("kv_connector", "vllm"),
+        ("kv_connector_extra_config", "vllm"),
+        ("secondary_tiers", "vllm"),
+        ("spec_name", "vllm"),
+        ("adapter_params", "lmcache"),
+        ("type", "lmcache"),
+        ("linker", "sglang"),
+        ("linker_extra_config", "sglang"),
+    ];
+    match NAMES.iter().find_map(|(name, engine)| Some((name, engine, given.get(*name)?))) {
+        Some((name, engine, value)) => Err(format!(
+            "{name}: found {value}, expected path, capacity and other settings of a store; `python -m kvhoist doctor \
+             --engine {engine} --config FILE` takes the engine's own"
+        )),
+        None => Ok(()),
+    }
+}
+
 /// What SGLang finds the adapter by, and calls it by, where the settings say so.
 fn of_sglang(given: &Map<String, Value>) -> Result<(), String> {
     let expected = [("module_path", json!("kvhoist.sglang")), ("class_name", json!("HiCacheKvhoist"))];
     let calls = given.contains_key("class_name").then(|| ("interface_v1", json!(1)));
     for (name, value) in expected.into_iter().filter(|(name, _)| given.contains_key(*name)).chain(calls) {
         if given.get(name) != Some(&value) {
-            return Err(format!("{name}: found {}, expected {value}", given.get(name).unwrap_or(&Value::Null)));
+            let found = given.get(name).map_or("nothing".into(), Value::to_string);
+            return Err(format!("{name}: found {found}, expected {value}"));
         }
     }
     Ok(())
@@ -338,6 +361,10 @@ mod tests {
     #[test]
     fn a_wrong_setting_is_named() {
         let cases = [
+            (r#"{"kv_connector": "KvhoistConnector"}"#, "kv_connector: found \"KvhoistConnector\", expected path,"),
+            (r#"{"type": "plugin", "module_path": "kvhoist.lmcache"}"#, "doctor --engine lmcache --config FILE` takes"),
+            (r#"{"linker": "KvhoistLinker"}"#, "`python -m kvhoist doctor --engine sglang"),
+            (r#"{"class_name": "HiCacheKvhoist"}"#, "interface_v1: found nothing, expected 1"),
             ("{", "expected a JSON object"),
             ("[]", "found no object"),
             (r#"{"capasity": 1}"#, "capasity: found 1, expected no such setting; did you mean capacity?"),

@@ -133,7 +133,7 @@ fn settings_that_cannot_work_are_named() {
         (serde_json::json!({ "module_path": "kvhoist.sglang", "class_name": "X" }), "class_name: found \"X\""),
         (
             serde_json::json!({ "module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist" }),
-            "interface_v1: found null, expected 1",
+            "interface_v1: found nothing, expected 1",
         ),
     ] {
         let output = kvhoist(&["doctor", "--config", &good(wrong)]);
