@@ -7,7 +7,7 @@ use std::{
     ops::Range,
     path::Path,
     sync::{
-        Arc, PoisonError, RwLock,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -107,11 +107,14 @@ fn password(file: Option<&Path>) -> Result<Option<String>, OpenError> {
     }
 }
 
+/// The place of a connection.
+type Place = tokio::sync::Mutex<Option<MultiplexedConnection>>;
+
 /// Connections that are opened when they are needed, and again after a failure.
 struct Connections {
     client: Client,
     config: AsyncConnectionConfig,
-    open: [RwLock<Option<MultiplexedConnection>>; CONNECTIONS],
+    open: [Place; CONNECTIONS],
     turn: AtomicUsize,
 }
 
@@ -124,28 +127,29 @@ impl std::fmt::Debug for Connections {
 
 impl Connections {
     /// The next connection, opened if it is not, and its place.
-    async fn next(&self) -> Result<(MultiplexedConnection, &RwLock<Option<MultiplexedConnection>>), RemoteError> {
+    async fn next(&self) -> Result<(MultiplexedConnection, &Place), RemoteError> {
         let place = &self.open[self.turn.fetch_add(1, Ordering::Relaxed) % CONNECTIONS];
-        let found = place.read().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(connection) = found {
-            return Ok((connection, place));
+        // Held while it is opened, so that all who want it wait for one.
+        let mut open = place.lock().await;
+        if let Some(connection) = &*open {
+            return Ok((connection.clone(), place));
         }
         let opened = self.client.get_multiplexed_async_connection_with_config(&self.config).await;
         let opened = opened.map_err(|error| of_redis(&error))?;
-        *place.write().unwrap_or_else(PoisonError::into_inner) = Some(opened.clone());
+        *open = Some(opened.clone());
         Ok((opened, place))
     }
 
     /// Sends a command. A connection that fails below the protocol is opened anew by the next.
     async fn run<T: FromRedisValue>(&self, command: &Cmd) -> Result<T, RemoteError> {
         let (mut connection, place) = self.next().await?;
-        settle(command.query_async(&mut connection).await, place)
+        settle(command.query_async(&mut connection).await, place).await
     }
 
     /// Sends several commands at once.
     async fn run_all<T: FromRedisValue>(&self, commands: &Pipeline) -> Result<T, RemoteError> {
         let (mut connection, place) = self.next().await?;
-        settle(commands.query_async(&mut connection).await, place)
+        settle(commands.query_async(&mut connection).await, place).await
     }
 
     /// The lengths of values; 0 for one that is not there.
@@ -183,13 +187,15 @@ impl Connections {
 }
 
 /// A reply; after a failure of the connection its place is empty.
-fn settle<T>(reply: RedisResult<T>, place: &RwLock<Option<MultiplexedConnection>>) -> Result<T, RemoteError> {
-    reply.map_err(|error| {
-        if error.is_unrecoverable_error() || error.is_timeout() || error.is_io_error() {
-            *place.write().unwrap_or_else(PoisonError::into_inner) = None;
-        }
-        of_redis(&error)
-    })
+async fn settle<T>(reply: RedisResult<T>, place: &Place) -> Result<T, RemoteError> {
+    let error = match reply {
+        Ok(reply) => return Ok(reply),
+        Err(error) => error,
+    };
+    if error.is_unrecoverable_error() || error.is_timeout() || error.is_io_error() {
+        *place.lock().await = None;
+    }
+    Err(of_redis(&error))
 }
 
 /// A pattern that matches a text alone.

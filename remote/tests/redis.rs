@@ -4,9 +4,15 @@ mod common;
 #[path = "../../tests/common/skip.rs"]
 mod skip;
 
-use std::{io::Write, net::TcpListener, sync::Arc, time::Duration};
+use std::{
+    io::{BufRead, BufReader, Write},
+    net::TcpListener,
+    sync::{Arc, Barrier},
+    time::Duration,
+};
 
 use common::{Server, check_store, is_asked_for};
+use futures_util::future::join_all;
 use kvhoist::remote::{Created, RemoteError, RemoteStore};
 use kvhoist_remote::open;
 use pollster::block_on;
@@ -120,4 +126,39 @@ fn one_that_speaks_something_else_is_an_error() {
     let store = store(port, QUICK);
     let error = block_on(store.read("a", 0..1)).expect_err("another protocol");
     assert!(matches!(error, RemoteError::Unavailable(_) | RemoteError::Refused(_)), "{error}");
+}
+
+/// Serves four connections, and answers the reads of each only once so many have come over all.
+fn serve_together(listener: &TcpListener, reads_each: usize) {
+    let all_came = Arc::new(Barrier::new(4));
+    for stream in listener.incoming().flatten() {
+        let all_came = Arc::clone(&all_came);
+        std::thread::spawn(move || {
+            let mut held = 0;
+            // A command is an array of strings, a line each; its name says how it is answered.
+            for line in BufReader::new(&stream).lines().map_while(Result::ok) {
+                match line.as_str() {
+                    "SELECT" | "CLIENT" => (&stream).write_all(b"+OK\r\n").expect("sent"),
+                    "GETRANGE" => held += 1,
+                    _ => {}
+                }
+                if line == "GETRANGE" && held == reads_each {
+                    all_came.wait();
+                    (&stream).write_all(&b"$1\r\nx\r\n".repeat(held)).expect("sent");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn reads_do_not_wait_for_the_answers_of_others() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("a port").port();
+    std::thread::spawn(move || serve_together(&listener, 4));
+    let store = store(port, "");
+    let reads: Vec<_> = (0..16).map(|_| store.read("a", 0..1)).collect();
+    for read in block_on(join_all(reads)) {
+        assert_eq!(read.expect("answered").concat(), b"x");
+    }
 }
