@@ -171,6 +171,42 @@ fn failures_have_a_status_and_no_secret() {
     }
 }
 
+/// `kvhoist doctor` on a cache with a store.
+fn doctor(url: &str) -> Output {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let settings = serde_json::json!({
+        "path": folder.path(), "capacity": "64MiB", "host_bytes": "8MiB", "direct_io": "prefer",
+        "block_bytes": 65536, "remote": url, "recompute_us": 1,
+    });
+    let output = command().args(["doctor", "--config", &settings.to_string()]).output().expect("the command runs");
+    assert!(!format!("{}{}", text(&output.stdout), text(&output.stderr)).contains(SECRET));
+    output
+}
+
+#[test]
+fn the_doctor_writes_reads_and_deletes_an_object() {
+    let double = Double::start();
+    let report = doctor(&s3_url(&double));
+    let said = text(&report.stdout);
+    assert!(report.status.success(), "{said}{}", text(&report.stderr));
+    for word in ["remote store", "4.0 MiB read in", "against recompute_us", "remote clock"] {
+        assert!(said.contains(word), "{word} in {said}");
+    }
+    assert!(!said.contains("remote creation"), "it keeps the first: {said}");
+    assert_eq!(double.state.objects.lock().expect("no panic").len(), 0, "nothing is left");
+
+    double.ignore_conditions();
+    assert!(text(&doctor(&s3_url(&double)).stdout).contains("ignores If-None-Match"));
+    double.fail(Fault::Answer(403, "AccessDenied"));
+    let report = doctor(&s3_url(&double));
+    assert_eq!(report.status.code(), Some(1));
+    assert!(
+        text(&report.stdout).contains("list: refused: the service answers AccessDenied"),
+        "{}",
+        text(&report.stdout)
+    );
+}
+
 #[test]
 fn a_service_refuses_a_url_without_telling_its_password() {
     for (url, word) in [(format!("redis://:{SECRET}@127.0.0.1/0"), "REDISCLI_AUTH"), ("ftp://host".into(), "s3://")] {

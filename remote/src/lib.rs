@@ -11,6 +11,7 @@ mod failure;
 pub mod maintenance;
 mod options;
 mod place;
+mod probe;
 mod redis;
 mod runtime;
 mod s3;
@@ -22,6 +23,7 @@ use kvhoist::remote::RemoteStore;
 
 pub use options::OpenError;
 use place::Place;
+pub use probe::{PROBE_BYTES, Probe, ProbeError, probe};
 use runtime::Runtime;
 
 /// Opens the store that a URL names: `s3://bucket/prefix`, `redis://host:6379/0` or `rediss://host:6380/0` (TLS), with

@@ -10,6 +10,8 @@ mod gpu;
 mod plan;
 #[cfg_attr(not(feature = "rdma"), path = "absent/rdma.rs")]
 mod rdma;
+#[cfg_attr(not(feature = "remote"), path = "absent/remote.rs")]
+mod remote;
 mod report;
 mod system;
 
@@ -32,13 +34,16 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 /// As [`run`], with what an engine's package has found out.
 pub fn run_for_engine(args: &Args, of_engine: Vec<Finding>) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
-    let Planned { plan, has_device, wanted } = plan::plan(args)?;
+    let Planned { plan, has_device, wanted, remote } = plan::plan(args)?;
     let is_asked_for = !args.path.is_empty() || args.config.is_some() || !of_engine.is_empty();
     let mut report = Report::new(wanted, has_device, is_asked_for);
     if !of_engine.is_empty() {
         report.add("engine", of_engine);
     }
     report.add("system", system::findings(&plan));
+    if let Some(remote) = remote {
+        report.add("remote", remote::findings(&remote)?);
+    }
     let looked = look(args, &plan, &interrupted, &mut report);
     if interrupted.load(Ordering::Relaxed) {
         report.print(args)?;

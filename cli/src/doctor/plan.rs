@@ -18,6 +18,16 @@ pub struct Planned {
     pub has_device: bool,
     /// Features whose absence is a problem.
     pub wanted: Vec<Want>,
+    /// The store beyond the node.
+    pub remote: Option<RemotePlan>,
+}
+
+/// A store beyond the node that will be opened.
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "without the feature there is none"))]
+pub struct RemotePlan {
+    pub url: String,
+    /// Microseconds of computing a block, and its bytes, where the settings have both.
+    pub recompute: Option<(u64, usize)>,
 }
 
 /// The caches that will be opened.
@@ -32,7 +42,7 @@ pub fn plan(args: &Args) -> Result<Planned, Failure> {
         if plan.paths.is_empty() {
             plan.paths.push(std::env::temp_dir());
         }
-        return Ok(Planned { plan, has_device: false, wanted: wanted(args, &Config::default()) });
+        return Ok(Planned { plan, has_device: false, wanted: wanted(args, &Config::default()), remote: None });
     };
     let settings = Settings::given(given)?;
     settings.check_paths().map_err(|wrong| Failure::usage(format!("--config: {wrong}")))?;
@@ -63,7 +73,10 @@ pub fn plan(args: &Args) -> Result<Planned, Failure> {
         };
     }
     let has_device = !matches!(config.device.capacity, Capacity::Blocks(0) | Capacity::Bytes(0));
-    Ok(Planned { plan, has_device, wanted: wanted(args, &config) })
+    let block_bytes = settings.has_block_bytes.then_some(config.block_bytes);
+    let remote = config.remote.url.clone();
+    let remote = remote.map(|url| RemotePlan { url, recompute: config.remote.recompute_us.zip(block_bytes) });
+    Ok(Planned { plan, has_device, wanted: wanted(args, &config), remote })
 }
 
 /// The features that the flags name, or what the settings use.

@@ -6,7 +6,7 @@ use std::{
     net::{TcpListener, TcpStream},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -37,6 +37,8 @@ pub struct Double {
 pub struct State {
     pub objects: Mutex<BTreeMap<String, Vec<u8>>>,
     pub fault: Mutex<Option<Fault>>,
+    /// A service that replaces objects, whatever a request says.
+    pub ignores_conditions: AtomicBool,
     pub requests: AtomicUsize,
     /// Heads of requests as they came.
     pub heads: Mutex<Vec<String>>,
@@ -63,6 +65,10 @@ impl Double {
         *self.state.fault.lock().expect("no panic under it") = fault.into();
     }
 
+    pub fn ignore_conditions(&self) {
+        self.state.ignores_conditions.store(true, Ordering::Relaxed);
+    }
+
     pub fn requests(&self) -> usize {
         self.state.requests.load(Ordering::Relaxed)
     }
@@ -79,7 +85,10 @@ struct Request {
 /// The requests of a connection, until one of the sides ends it.
 fn serve(stream: &TcpStream, state: &State) -> std::io::Result<()> {
     let mut reader = BufReader::new(stream.try_clone()?);
-    while let Some(request) = read(&mut reader, state)? {
+    while let Some(mut request) = read(&mut reader, state)? {
+        if state.ignores_conditions.load(Ordering::Relaxed) {
+            request.headers.remove("if-none-match");
+        }
         state.requests.fetch_add(1, Ordering::Relaxed);
         let fault = *state.fault.lock().expect("no panic under it");
         let (status, mut body, extra) = match fault {
