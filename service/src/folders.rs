@@ -8,6 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use kvhoist::internals::machine::shown;
 use kvhoist_doctor::{disk_bytes, is_on_root, memory_bytes};
 
 use super::config::ServerConfig;
@@ -23,12 +24,13 @@ pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
     let places = config.paths.iter().map(|path| place(path)).collect::<Result<Vec<_>>>()?;
     once_each(&config.paths, &places)?;
     if let Some(most) = memory_bytes().filter(|&most| config.host_bytes > most) {
-        let expected = format!("{most} at most, the memory of this machine or of its cgroup");
-        return Err(Error::config("host_bytes", format!("{} bytes", config.host_bytes), expected));
+        let expected = format!("{} at most, the memory of this machine or of its cgroup", size(most));
+        return Err(Error::config("host_bytes", size(config.host_bytes), expected));
     }
     if let Some(most) = disk_bytes(&places).filter(|&most| config.capacity_bytes > most) {
+        let most = size(most);
         let expected = format!("{most} at most, which the file systems of the paths have, each path the same part");
-        return Err(Error::config("capacity_bytes", format!("{} bytes", config.capacity_bytes), expected));
+        return Err(Error::config("capacity_bytes", size(config.capacity_bytes), expected));
     }
     for path in &config.paths {
         match fs::DirBuilder::new().mode(0o700).create(path) {
@@ -38,6 +40,11 @@ pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
     }
     warn_of_root(config);
     Ok(())
+}
+
+/// For people, and exactly: what is refused may be a little too much.
+fn size(bytes: u64) -> String {
+    format!("{} ({bytes} bytes)", shown(bytes))
 }
 
 /// Refuses two names of one folder: its drive would have two parts of the capacity. `places` as of [`place`].

@@ -88,10 +88,12 @@ fn wrong_places_and_sizes_are_said_in_the_words_of_the_command() {
 fn more_than_the_machine_has_is_refused_at_the_start() {
     let store = stores();
     let disk = refused(store.path(), ["900TiB", "1MiB"], &[]);
-    assert!(disk.contains("--capacity: found 989560464998400 bytes, expected "), "{disk}");
+    assert!(disk.contains("--capacity: found 900.0 TiB (989560464998400 bytes), expected "), "{disk}");
     assert!(disk.contains(" at most, which the file systems of the paths have"), "{disk}");
     let memory = refused(store.path(), ["1GiB", "900TiB"], &[]);
-    assert!(memory.contains("--host-bytes: found 989560464998400 bytes, expected "), "{memory}");
+    assert!(memory.contains("--host-bytes: found 900.0 TiB (989560464998400 bytes), expected "), "{memory}");
+    let disk = refused(store.path(), ["2PiB", "1MiB"], &[]);
+    assert!(disk.contains("--capacity: found 2.0 PiB (2251799813685248 bytes), expected "), "{disk}");
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
 }
 
