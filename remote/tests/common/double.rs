@@ -170,8 +170,8 @@ fn decoded(text: &str) -> String {
 /// An answer of S3, which repeats what the client sent, as AWS does for a wrong signature.
 fn error(code: &str) -> Vec<u8> {
     format!(
-        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>no</Message><AWSAccessKeyId>AKIATEST\
-         </AWSAccessKeyId><Resource>/r</Resource><RequestId>1</RequestId></Error>"
+        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>of the key AKIATEST\
+         </Message><AWSAccessKeyId>AKIATEST</AWSAccessKeyId><Resource>/r</Resource><RequestId>1</RequestId></Error>"
     )
     .into_bytes()
 }
