@@ -24,20 +24,27 @@ pub struct Server {
 impl Server {
     /// Starts a command that has `{port}` in its arguments; `None` if it is not installed.
     pub fn start(program: &str, arguments: &[&str]) -> Option<Self> {
+        // Another process may take the port first.
+        let tried = (0..5).find_map(|_| Self::try_start(program, arguments).transpose());
+        tried.unwrap_or_else(|| panic!("{program} ended five times before it listened")).ok()
+    }
+
+    /// `None` if it ended before it listened.
+    fn try_start(program: &str, arguments: &[&str]) -> std::io::Result<Option<Self>> {
         let port = free_port();
         let arguments = arguments.iter().map(|text| text.replace("{port}", &port.to_string()));
         let mut command = Command::new(program);
         let child = command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let mut server = Server { child: child.ok()?, port };
+        let mut server = Server { child: child?, port };
         let until = Instant::now() + Duration::from_secs(60);
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             if server.child.try_wait().is_ok_and(|ended| ended.is_some()) {
-                return None;
+                return Ok(None);
             }
             assert!(Instant::now() < until, "{program} does not listen on port {port}");
             std::thread::sleep(Duration::from_millis(20));
         }
-        Some(server)
+        Ok(Some(server))
     }
 }
 
