@@ -38,9 +38,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // No event tells of a second use, or that a tier is nearly full.
                 RemotePolicy::Reused | RemotePolicy::Evicted => {
                     _ = timeout(pause, remote.wake_uploads.notified()).await;
-                    let reused = self.shared.lock().index.take_reused();
-                    self.shared.note_reused(reused.into_iter());
-                    self.shared.note_evicted_next();
+                    self.shared.queue_found();
                 }
                 RemotePolicy::Stored | RemotePolicy::Never => {
                     remote.wake_uploads.notified().await;
@@ -81,8 +79,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         runs(&parents, remote.space.blocks_of(remote.capabilities().object_bytes))
     }
 
-    /// Writes an object of these blocks, those that are still there; false if there is none, or another node has
-    /// written it.
+    /// Writes an object of these blocks, those that are still there; false if there is none, another node has written
+    /// it, or it is not known then: whoever looks for blocks to be written would find these again.
     async fn upload(
         self: &Rc<Self>,
         remote: &Remote,
@@ -105,6 +103,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
         let created = self.in_time(repeated(remote, || remote.store().create(&name, parts.clone()))).await?;
         let object = Object { name, bytes, modified: None };
+        let mut is_known = false;
         match created {
             Created::Now => {
                 let table = remote.space.decode(&object.name, &parts[0], bytes)?;
@@ -112,16 +111,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 for _ in 0..count {
                     self.shared.metrics.moved(Route::HostToRemote, self.shared.config.block_bytes, began.elapsed());
                 }
-                if !remote.enter(&object.name, table) {
-                    self.shared.metrics.remote_unlisted.add(1);
-                }
+                is_known = remote.enter(&object.name, table);
+                self.shared.metrics.remote_unlisted.add(u64::from(!is_known));
             }
             // Another node's, whose length a listing tells.
             Created::Already => self.learn(remote, &object.name).await?,
         }
         let rate = self.shared.config.remote.upload_bytes_per_s;
         sleep(Duration::from_secs_f64(bytes as f64 / rate as f64)).await;
-        Ok(created == Created::Now)
+        Ok(is_known)
     }
 
     /// Enters an object that another node has written.

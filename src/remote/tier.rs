@@ -267,13 +267,7 @@ impl Remote {
         if *is_closed {
             return 0;
         }
-        let refused = keys.filter(|key| !presence.contains(key) && !uploads.push(key)).count();
-        let is_empty = uploads.is_empty();
-        drop(state);
-        if !is_empty {
-            self.wake_uploads.notify_one();
-        }
-        refused
+        keys.filter(|key| !presence.contains(key) && !uploads.push(key)).count()
     }
 
     /// Those of the blocks that the store does not have, as far as is known.

@@ -15,10 +15,6 @@ impl Uploads {
         Uploads { keys: BTreeSet::new(), most }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.keys.is_empty()
-    }
-
     /// Queues a block; false if there is no room.
     pub(crate) fn push(&mut self, key: &BlockKey) -> bool {
         self.keys.contains(key) || self.keys.len() < self.most && self.keys.insert(*key)

@@ -71,12 +71,22 @@ impl Shared {
         }
     }
 
-    /// Has the blocks that the last tier of the node evicts next written to the remote store, if such blocks are. They
-    /// are looked for under one lock.
-    pub(crate) fn note_evicted_next(&self) {
+    /// Queues what the task that writes finds by itself, and is not woken for: blocks that were used again, or that the
+    /// last tier of the node evicts next, which are looked for under one lock.
+    pub(crate) fn queue_found(&self) {
+        match self.config.remote.policy {
+            RemotePolicy::Reused => {
+                let reused = self.lock().index.take_reused();
+                self.queue_remote(reused.into_iter());
+            }
+            RemotePolicy::Evicted => self.queue_evicted_next(),
+            RemotePolicy::Stored | RemotePolicy::Never => {}
+        }
+    }
+
+    fn queue_evicted_next(&self) {
         // What the map has no room for would be written again and again.
-        let remote = self.remote.as_ref().filter(|remote| !remote.is_full());
-        let Some(remote) = remote.filter(|_| self.config.remote.policy == RemotePolicy::Evicted) else { return };
+        let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_full()) else { return };
         let (tier, state) = (self.config.last_tier(), self.lock());
         let slots = if tier == Tier::Disk { self.config.disk_slots() } else { u64::from(self.config.host_slots()) };
         let ahead = LOOKED_UP_UNDER_ONE_LOCK.min(slots as usize / EVICTED_NEXT_SHARE).max(1);
@@ -84,11 +94,18 @@ impl Shared {
         drop(state);
         let unwritten = remote.unwritten(evicted);
         if unwritten.len() >= ahead.div_ceil(2) {
-            self.send_remote(unwritten.into_iter());
+            self.queue_remote(unwritten.into_iter());
         }
     }
 
     fn send_remote(&self, keys: impl Iterator<Item = BlockKey>) {
+        self.queue_remote(keys);
+        if let Some(remote) = &self.remote {
+            remote.wake_uploads.notify_one();
+        }
+    }
+
+    fn queue_remote(&self, keys: impl Iterator<Item = BlockKey>) {
         if let Some(remote) = &self.remote {
             self.metrics.remote_unsent.add(remote.queue_uploads(keys) as u64);
         }
