@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/performance.md, docs/files.md and docs/vllm.md from the rows beside this file.
+"""Writes the tables of docs/{performance,files,remote,vllm}.md from the rows beside this file.
 
     docs/results/tables.py            # writes them
     docs/results/tables.py --check    # exit status 1 where one is not what the rows give
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PAGES = [HERE.parent / name for name in ("performance.md", "files.md", "vllm.md")]
+PAGES = [HERE.parent / name for name in ("performance.md", "files.md", "remote.md", "vllm.md")]
 ORIGIN = ("date", "commit", "machine", "command")
 #: Columns that no table shows.
 HIDDEN = {*ORIGIN, "runs"}
