@@ -61,7 +61,7 @@ def lines_of(rows: list[Row]) -> list[str]:
     if "value" in rows[0]:
         lines = ["|what|measured|bar|", "|--|--:|--|"]
         for row in rows:
-            text = f"{row['value']} {row['unit']}"
+            text = f"{row['value']} {row['unit']}".strip()
             text = f"**{text}**" if row["met"] == "no" else text
             lines.append(f"|{', '.join(filter(None, (row['what'], row['case'])))}|{text}|{row['bar']}|")
         return lines
