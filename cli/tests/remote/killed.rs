@@ -10,6 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvhoist_bench_kit::pattern::Rng;
+
 use crate::{
     common::double::Double,
     node::{Node, NodeClient, payload},
@@ -26,17 +28,6 @@ fn seconds() -> u64 {
     said.map_or(15, |text| text.parse().expect("KVHOIST_REMOTE_KILL_S is a number of seconds"))
 }
 
-/// A random sequence (SplitMix64), the same for the same seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb) % end
-    }
-}
-
 /// What the threads of the test have seen.
 #[derive(Default)]
 struct Seen {
@@ -49,7 +40,7 @@ struct Seen {
 /// Stores and loads chains on a node, whoever kills it meanwhile.
 fn work(node: &Mutex<Node>, seen: &Seen, seed: u64) {
     let folder = node.lock().expect("no panic").folder.clone();
-    let (mut random, mut client, mut acknowledged) = (Random(seed), None, BTreeSet::new());
+    let (mut random, mut client, mut acknowledged) = (Rng::new(seed), None, BTreeSet::new());
     while !seen.ended.load(Ordering::Relaxed) {
         let Some(connected) = client.take().or_else(|| NodeClient::connect(folder.path()).ok()) else {
             thread::sleep(Duration::from_millis(5));
@@ -96,7 +87,7 @@ fn nodes_that_are_killed_serve_no_wrong_byte_and_lose_nothing_acknowledged() {
                 })
             })
             .collect();
-        let (mut random, until) = (Random(!seed), Instant::now() + Duration::from_secs(seconds()));
+        let (mut random, until) = (Rng::new(!seed), Instant::now() + Duration::from_secs(seconds()));
         while Instant::now() < until && !workers.iter().any(thread::ScopedJoinHandle::is_finished) {
             thread::sleep(Duration::from_millis(random.below(1500)));
             nodes[random.below(2) as usize].lock().expect("no panic").restart();

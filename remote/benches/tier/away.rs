@@ -14,7 +14,7 @@ use std::{
 use kvhoist::{BlockKey, Cache, Config, RemotePolicy, remote::RemoteStore};
 use kvhoist_bench_kit::drive::{key, other};
 
-/// What the store does, as the line's process is told.
+/// What the store does, as the link's process is told.
 const TROUBLES: [&str; 4] = ["cut", "silence", "503", "slow"];
 const HOST_BLOCKS: u64 = 64;
 /// How long hits are timed, and how long the cache has to notice a change before.

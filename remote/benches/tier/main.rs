@@ -1,4 +1,4 @@
-//! The remote tier over S3 through a slow line, beside OpenDAL's own loop, in interleaved rounds.
+//! The remote tier over S3 through a slow link, beside OpenDAL's own loop, in interleaved rounds.
 //!
 //!     cargo bench -p kvhoist-remote --bench tier -- [--endpoint URL] [--mib N] [--block-bytes N] [--rounds N]
 //!                                                   [--delay-ms N] [--mb-per-s N]
@@ -16,7 +16,7 @@ mod away;
 #[path = "../../tests/common/double.rs"]
 #[allow(dead_code)]
 mod double;
-mod line;
+mod link;
 
 use std::{
     io::{self, BufRead, BufReader, Write},
@@ -60,7 +60,7 @@ struct Options {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.first().map(String::as_str) {
-        Some("--line") => serve(&arguments[1..]),
+        Some("--link") => serve(&arguments[1..]),
         _ => Options::parse(&arguments).and_then(|options| run(&options)),
     };
     match result {
@@ -97,15 +97,15 @@ impl Options {
     }
 }
 
-/// The other process: the double, where there is no other server, and the line to it. Ends with its standard input.
+/// The other process: the double, where there is no other server, and the link to it. Ends with its standard input.
 fn serve(arguments: &[String]) -> io::Result<()> {
-    let [target, delay_ms, mb_per_s] = arguments else { return Err(other("found other arguments of --line")) };
+    let [target, delay_ms, mb_per_s] = arguments else { return Err(other("found other arguments of --link")) };
     let double = (target == "double").then(Double::start);
     let target = double.as_ref().map_or_else(|| target.clone(), |double| format!("127.0.0.1:{}", double.port));
     let number = |text: &String| text.parse().map_err(other);
     let is_cut = Arc::new(AtomicBool::new(false));
     let delay = Duration::from_millis(number(delay_ms)?);
-    let port = line::start(&target, delay, number(mb_per_s)? * 1_000_000, Arc::clone(&is_cut))?;
+    let port = link::start(&target, delay, number(mb_per_s)? * 1_000_000, Arc::clone(&is_cut))?;
     println!("{port}");
     io::stdout().flush()?;
     for trouble in io::stdin().lines() {
@@ -122,28 +122,28 @@ fn serve(arguments: &[String]) -> io::Result<()> {
     Ok(())
 }
 
-/// The process with the line, and the port of its near end.
-struct Line {
+/// The process with the link, and the port of its near end.
+struct Link {
     child: Child,
     port: u16,
 }
 
-impl Line {
-    fn start(options: &Options) -> io::Result<Line> {
+impl Link {
+    fn start(options: &Options) -> io::Result<Link> {
         let endpoint = options.endpoint.as_deref().unwrap_or("http://double");
         let target = endpoint.trim_start_matches("http://").trim_end_matches('/').to_owned();
         let arguments = [target, options.delay_ms.to_string(), options.mb_per_s.to_string()];
         let mut command = Command::new(std::env::current_exe()?);
-        command.arg("--line").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.arg("--link").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn()?;
         let mut told = String::new();
         BufReader::new(child.stdout.take().expect("it is piped")).read_line(&mut told)?;
-        let port = told.trim().parse().map_err(|_| other("found no port of the line's process"))?;
-        Ok(Line { child, port })
+        let port = told.trim().parse().map_err(|_| other("found no port of the link's process"))?;
+        Ok(Link { child, port })
     }
 }
 
-impl Drop for Line {
+impl Drop for Link {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
         drop(self.child.wait());
@@ -161,8 +161,8 @@ fn run(options: &Options) -> io::Result<()> {
         unsafe { std::env::set_var(name, value) };
     }
     _ = rustls::crypto::ring::default_provider().install_default();
-    let mut line = Line::start(options)?;
-    let endpoint = format!("http://127.0.0.1:{}", line.port);
+    let mut link = Link::start(options)?;
+    let endpoint = format!("http://127.0.0.1:{}", link.port);
     let store = || kvhoist_remote::open(&format!("s3://bucket/bench?endpoint={endpoint}")).map_err(other);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let blocks = (options.mib << 20) / options.block_bytes as u64;
@@ -202,7 +202,7 @@ fn run(options: &Options) -> io::Result<()> {
     let small = config.clone().block_bytes(LOOKED_UP_BLOCK_BYTES).host_blocks(LOOKED_UP as u32 + 16);
     runtime.block_on(look_up(small.namespace(format!("{namespace}-look-up")), store()?))?;
     if options.endpoint.is_none() {
-        let control = line.child.stdin.as_mut().expect("it is piped");
+        let control = link.child.stdin.as_mut().expect("it is piped");
         runtime.block_on(away::measure(config, store()?, &keys, options.rounds, control))?;
     }
     Ok(())

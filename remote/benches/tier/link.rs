@@ -1,4 +1,4 @@
-//! A line of some length and width: what comes in goes out so much later, and no faster than its bytes a second.
+//! A network link with a delay and a bandwidth: a proxy that delivers each byte so much later, and no faster.
 
 use std::{
     io::{self, Read, Write},
@@ -14,13 +14,13 @@ use std::{
 
 /// Bytes that go out at once.
 const PIECE_BYTES: usize = 64 << 10;
-/// Pieces on their way at most, on each connection: more than the line holds.
+/// Pieces on their way at most, on each connection: more than the link holds.
 const PIECES: usize = 1024;
 
-/// When the line is free again, in each direction.
+/// When the link is free again, in each direction.
 type Free = Arc<Mutex<Instant>>;
 
-/// Starts a line to `target`; returns the port of its near end. The delay is that of both directions together. While it
+/// Starts a link to `target`; returns the port of its near end. The delay is the round trip's. While it
 /// is cut, connections end.
 pub fn start(target: &str, delay: Duration, bytes_per_s: u64, is_cut: Arc<AtomicBool>) -> io::Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -71,7 +71,7 @@ fn take_in(mut from: TcpStream, delay: Duration, pieces: &mpsc::SyncSender<(Inst
     }
 }
 
-/// Sends each piece when it has come and the line is free.
+/// Sends each piece when it has come and the link is free.
 fn let_out(
     mut to: TcpStream,
     pieces: &mpsc::Receiver<(Instant, Vec<u8>)>,
