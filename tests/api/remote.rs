@@ -309,13 +309,37 @@ async fn blocks_used_twice_or_kept_are_written_and_no_others() {
     cache.close().await.expect("closed");
 }
 
+/// Settings with a disk of 32 blocks, which are written to the store before they are evicted.
+fn evicting(store: &Arc<MemoryStore>, directory: &tempfile::TempDir) -> Config {
+    let mut config = config(directory, StorageKind::Auto, 4, 32).block_bytes(BLOCK_BYTES);
+    config.remote = settings(store).remote_policy(RemotePolicy::Evicted).remote;
+    config
+}
+
+#[tokio::test]
+async fn a_store_that_refuses_blocks_is_asked_again_once_a_second() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    let directory = directory();
+    let cache = open(evicting(&store, &directory)).await;
+    store.set(Trouble::Fails(RemoteError::Refused("on purpose".into())));
+    for n in 0..32 {
+        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+    }
+    eventually("refused", async || cache.stats().remote_errors > 0).await;
+    let began = std::time::Instant::now();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    // Blocks without a parent are an object each: 8 refusals a look, and one of a listing now and then.
+    let looks = began.elapsed().as_secs() + 2;
+    let errors = cache.stats().remote_errors;
+    assert!(errors <= 9 * looks, "{errors} refusals in {looks} looks");
+    cache.close().await.expect("closed");
+}
+
 #[tokio::test]
 async fn blocks_are_written_before_the_disk_evicts_them() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     let directory = directory();
-    let mut config = config(&directory, StorageKind::Auto, 4, 32).block_bytes(BLOCK_BYTES);
-    config.remote = settings(&store).remote_policy(RemotePolicy::Evicted).remote;
-    let cache = open(config).await;
+    let cache = open(evicting(&store, &directory)).await;
     // Chains of 8 blocks.
     let store_one = async |n: u64| {
         let parent = (!n.is_multiple_of(8)).then(|| key(n - 1));
