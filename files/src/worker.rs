@@ -94,18 +94,32 @@ fn bounced(
     let buffer = &mut lane.bounce.bytes()[..(to.next_multiple_of(align) - first) as usize];
     let took = file.read(way, first, buffer)?;
     shared.counts.read(took, (to - from) as usize);
+    for (begin, end, address) in copies(piece, from, to) {
+        let bytes = &buffer[(begin - first) as usize..(end - first) as usize];
+        shared.counts.bounced(bytes.len());
+        // SAFETY: the caller of the transfer vouches for the range's memory, and `finish` follows before the buffer is
+        // used again.
+        unsafe { lane.copies.put(address, bytes) }?;
+    }
+    lane.copies.finish()
+}
+
+/// The parts of a piece in `from..to`: where each begins and ends in the file, and its address. Neighbors in the file
+/// that are neighbors in memory too are one copy.
+fn copies(piece: &Piece, from: u64, to: u64) -> Vec<(u64, u64, usize)> {
+    let mut copies: Vec<(u64, u64, usize)> = Vec::new();
     for part in &piece.parts {
         let (begin, end) = (part.offset.max(from), (part.offset + part.len as u64).min(to));
         if begin >= end {
             continue;
         }
-        let bytes = &buffer[(begin - first) as usize..(end - first) as usize];
-        shared.counts.bounced(bytes.len());
-        // SAFETY: the caller of the transfer vouches for the range's memory, and `finish` follows before the buffer is
-        // used again.
-        unsafe { lane.copies.put(part.address + (begin - part.offset) as usize, bytes) }?;
+        let address = part.address + (begin - part.offset) as usize;
+        match copies.last_mut() {
+            Some(last) if last.1 == begin && last.2 + (last.1 - last.0) as usize == address => last.1 = end,
+            _ => copies.push((begin, end, address)),
+        }
     }
-    lane.copies.finish()
+    copies
 }
 
 impl Lane {
@@ -120,5 +134,22 @@ impl Lane {
         }
         self.copies.finish()?;
         Ok(buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Part;
+
+    #[test]
+    fn neighbors_in_the_file_and_in_memory_are_one_copy() {
+        let part = |offset, len, address| Part { range: 0, offset, len, address };
+        // The second follows the first in both; the third in the file only; the fourth in memory only.
+        let parts = vec![part(100, 10, 1000), part(110, 20, 1010), part(130, 5, 4000), part(140, 6, 4005)];
+        let piece = Piece { file: 0, start: 100, end: 146, parts };
+        assert_eq!(copies(&piece, 100, 146), [(100, 130, 1000), (130, 135, 4000), (140, 146, 4005)]);
+        assert_eq!(copies(&piece, 105, 132), [(105, 130, 1005), (130, 132, 4000)]);
+        assert_eq!(copies(&piece, 135, 140), []);
     }
 }

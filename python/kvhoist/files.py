@@ -10,7 +10,7 @@
 
 Targets and sources are torch tensors of a CPU or a CUDA device, numpy arrays and other buffer objects, and objects with
 ``__cuda_array_interface__``; contiguous, of any alignment. What the page cache has is taken from there, the rest comes
-past it (direct I/O), by many threads in requests of 4 MiB; the bytes of a GPU pass through pinned memory, 128 MiB at
+past it (direct I/O), by many threads in requests of 512 KiB; the bytes of a GPU pass through pinned memory, 64 MiB at
 most with the default settings. :class:`Result` says which way the bytes took. No call holds the interpreter's lock
 while it waits; Ctrl-C ends a transfer.
 """
