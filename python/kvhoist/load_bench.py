@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -161,10 +162,14 @@ def drop(paths: list[str]) -> None:
 
 def warm(paths: list[str]) -> None:
     """Reads files into the page cache."""
-    for path in paths:
+
+    def read(path: str, at: int) -> None:
         with open(path, "rb") as file:
-            while file.read(_PIECE):
-                pass
+            os.preadv(file.fileno(), [bytearray(_PIECE)], at)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for path in paths:
+            list(pool.map(lambda at, path=path: read(path, at), range(0, os.path.getsize(path), _PIECE)))
 
 
 def timed(loader: str, paths: list[str], device: str) -> tuple[float, float, Tensors | None]:
@@ -176,43 +181,56 @@ def timed(loader: str, paths: list[str], device: str) -> tuple[float, float, Ten
     return time.perf_counter() - begun, time.process_time() - busy, found
 
 
-def compare(loader: str, found: Tensors, paths: list[str]) -> None:
+def reference(paths: list[str], device: str) -> Tensors:
+    """The tensors by the safetensors library: on the device where it has room for them twice, which compares faster."""
+    has_room = device == "cpu" or torch.cuda.mem_get_info(device)[0] > 3 * sum(map(os.path.getsize, paths))
+    return _by_safetensors(paths, device if has_room else "cpu")
+
+
+def compare(loader: str, found: Tensors, wanted: Tensors) -> None:
     """Compares tensors with the safetensors library's."""
-    wanted = _by_safetensors(paths, "cpu")
     if found.keys() != wanted.keys():
         raise ArgumentError(f"{loader}: found {len(found)} tensors, expected {len(wanted)}")
     for name, tensor in wanted.items():
         # As bits: a NaN is no other NaN.
-        bits = [one.cpu().contiguous().flatten().view(torch.uint8) for one in (found[name], tensor)]
+        bits = [one.to(tensor.device).contiguous().flatten().view(torch.uint8) for one in (found[name], tensor)]
         if found[name].dtype != tensor.dtype or found[name].shape != tensor.shape or not torch.equal(*bits):
             raise ArgumentError(f"{loader}: the tensor {name} differs from the safetensors library's")
 
 
-def measure(paths: list[str], device: str, rounds: int, names: list[str]) -> list[Row]:
-    """Loads by all of these loaders in turns, cold and warm."""
+def measure(paths: list[str], device: str, rounds: int, names: list[str], seconds: float = float("inf")) -> list[Row]:
+    """Loads by all of these loaders in turns, cold and warm; no turn begins after so many seconds of a state."""
     rows = [Row(name, LOADERS[name].found() or "not installed") for name in names]
-    compares = LOADERS["safetensors"].found() is not None
+    wanted = reference(paths, device) if LOADERS["safetensors"].found() else None
     for state in ("cold", "warm"):
+        until = time.monotonic() + seconds
         for turn in range(rounds + 1):
+            if turn > 1 and time.monotonic() > until:
+                break
             for row in rows:
                 if row.failed or row.version == "not installed":
                     continue
                 drop(paths) if state == "cold" else warm(paths)
                 try:
-                    seconds, busy, found = timed(row.loader, paths, device)
+                    took, busy, found = timed(row.loader, paths, device)
                     if turn > 0:
-                        row.turns.setdefault(state, []).append((seconds, busy))
-                    elif found is not None and state == "cold" and compares:
-                        compare(row.loader, found, paths)
+                        row.turns.setdefault(state, []).append((took, busy))
+                    elif found is not None and state == "cold" and wanted is not None:
+                        compare(row.loader, found, wanted)
                 except Exception as error:  # Of any package: the others are measured.
                     row.failed = f"{type(error).__name__}: {error}"
                 found = None
                 if device != "cpu":
                     torch.cuda.empty_cache()
+        wanted = None
+    return rows
+
+
+def add_host_bytes(rows: list[Row], paths: list[str], device: str) -> None:
+    """Adds the host memory of each loader that loads."""
     for row in rows:
         if row.turns and row.loader != "threads of pread":
             row.host_bytes = host_bytes(row.loader, paths, device)
-    return rows
 
 
 def host_bytes(loader: str, paths: list[str], device: str) -> int | None:
@@ -301,6 +319,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILES", help="files, folders or indexes of checkpoints")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=3, help="turns that count, after one that does not (3)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further turn after so many, cold or warm")
     parser.add_argument("--loaders", default="", help=f"some of: {', '.join(LOADERS)} (all; the service where one runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -313,7 +332,8 @@ def run(arguments: list[str]) -> int:
     try:
         paths = [path for path, _ in checkpoint_files(options.files)]
         nbytes = sum(map(os.path.getsize, paths))
-        rows = measure(paths, options.device, options.rounds, names or _all())
+        rows = measure(paths, options.device, options.rounds, names or _all(), options.seconds)
+        add_host_bytes(rows, paths, options.device)
         first_ms = first_tensor_ms(paths, options.device)
     except (Error, OSError) as error:
         print(f"kvhoist: {error}", file=sys.stderr)
