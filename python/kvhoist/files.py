@@ -263,6 +263,15 @@ def start_reads(reads: Sequence[tuple[Any, int, Any]], settings: dict[str, Any])
     return _native.files_read(given, ranges, _device_of(places), _settings(settings), places)
 
 
+def start_parts(
+    file: File, target: Any, parts: Sequence[tuple[int, int, int]], settings: dict[str, Any]
+) -> _native.FileTransfer:
+    """Starts to read parts of a file into parts of one target: (first byte there, first byte in the target, length)."""
+    place = place_of(target, writable=True)
+    ranges = [(0, offset, place.address + at, nbytes) for offset, at, nbytes in parts]
+    return _native.files_read([file._source], ranges, place.device, _settings(settings), place)
+
+
 def _offset(offset: int) -> int:
     if not 0 <= offset < 1 << 63:
         raise ArgumentError(f"offset: found {offset}, expected a number of bytes from 0 on")

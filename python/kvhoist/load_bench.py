@@ -28,7 +28,8 @@ import torch
 from . import _native
 from .errors import ArgumentError, Error
 from .files import Service
-from .safetensors import checkpoint_files, iterate, load_files
+from .safetensors import iterate, load_files
+from .safetensors.index import checkpoint_files
 
 #: Bytes of a request of the bare threads, and their number.
 _PIECE = 4 << 20

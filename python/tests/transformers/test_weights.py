@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import signal
+import time
 
 import pytest
 
@@ -216,6 +218,24 @@ def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
         load_file(tmp_path / "file", "meta")
 
 
+def test_tensors_that_their_file_does_not_align_are_copied(tmp_path):
+    """Other writers put a wide type behind a narrow one, and give the header any length."""
+    header, content, wanted, at = {}, b"", {}, 0
+    shapes = [("a", "U8", (3,)), ("b", "F32", (2, 2)), ("c", "F32", (5,)), ("d", "I64", ()), ("e", "BF16", (7,)), ("f", "F32", (0,))]
+    for name, dtype, shape in shapes:
+        known = {"U8": torch.uint8, "F32": torch.float32, "I64": torch.int64, "BF16": torch.bfloat16}[dtype]
+        wanted[name] = (torch.arange(torch.Size(shape).numel()) + len(content)).to(known).view(shape)
+        content += wanted[name].view(-1).view(torch.uint8).numpy().tobytes() if wanted[name].numel() else b""
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, len(content)]}
+        at = len(content)
+    for padding in range(9):
+        text = json.dumps(header).encode() + b" " * padding
+        (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + content)
+        assert same_all(load_file(tmp_path / "file"), wanted)
+        for window in (1, 30, 1 << 20):
+            assert same_all(dict(iterate(tmp_path / "file", window_bytes=window)), wanted)
+
+
 def test_a_window_is_freed_with_its_tensors(tmp_path):
     save_file({f"t{n}": torch.full((1000,), n) for n in range(20)}, tmp_path / "file")
     found = iterate(tmp_path / "file", window_bytes=16_000)
@@ -234,43 +254,65 @@ def test_files_on_several_drives_take_turns(tmp_path, monkeypatch):
         part = {f"file{n}.t{i}": torch.full((1000,), 10 * n + i) for i in range(5)}
         save_file(part, tmp_path / f"model-{n}.safetensors")
         wanted.update(part)
-    monkeypatch.setattr("kvhoist.safetensors._drive_of", lambda path: int("-2." in path))
+    monkeypatch.setattr("kvhoist.safetensors.checkpoint._drive_of", lambda path: int("-2." in path))
     found = list(iterate(tmp_path, window_bytes=8000))
     assert same_all(dict(found), wanted)
     # Two files on one drive, one on the other, in windows of a tensor.
     assert [name for name, _ in found][:6] == [f"file{n}.t{i}" for i in range(3) for n in (0, 2)]
 
 
-def test_ranks_read_a_part_each_and_get_all(tmp_path):
-    wanted = {f"t{n}": torch.arange(n * 1000, dtype=torch.int32) for n in range(20)}
-    save_file(wanted, tmp_path / "file")
+@contextlib.contextmanager
+def ranks_of(world, do, *arguments):
+    """Ranks in processes of their own, and what they answer."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    ranks = [context.Process(target=sharded.load_part, args=(n, 3, os.fspath(tmp_path), answers)) for n in range(3)]
+    ranks = [context.Process(target=do, args=(n, world, arguments[0], answers, *arguments[1:])) for n in range(world)]
     for rank in ranks:
         rank.start()
-    found = dict(answers.get(timeout=240) for _ in ranks)
-    for rank in ranks:
-        rank.join()
-    assert all(found[n] == {name: tensor.tolist() for name, tensor in wanted.items()} for n in range(3))
+    try:
+        yield answers
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize(("world", "seems_nccl"), [(2, True), (4, False)])
+def test_ranks_read_a_part_each_and_get_all(tmp_path, world, seems_nccl):
+    wanted = {}
+    for n in range(2):
+        tensors = {f"f{n}.t{i}": torch.arange(i * 30_000, dtype=torch.int32) + n for i in range(20)}
+        tensors[f"f{n}.last"] = torch.arange(1001).to(torch.uint8)
+        save_file(tensors, tmp_path / f"{n}.safetensors")
+        wanted.update((name, tensor.numpy().tobytes()) for name, tensor in tensors.items())
+    with ranks_of(world, sharded.load_part, os.fspath(tmp_path), seems_nccl) as answers:
+        found = [answers.get(timeout=240) for _ in range(world)]
+    assert sorted(rank for rank, *_ in found) == list(range(world))
+    assert all(tensors == wanted for _, tensors, _ in found)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert 0.99 < sum(read for *_, read in found) / size < 1.02
     with pytest.raises(ArgumentError, match="shard"):
-        load_files(tmp_path / "file", shard=(3, 3))
+        load_files(tmp_path, shard=(3, 3))
+
+
+@pytest.mark.parametrize(("step", "seems_nccl"), [("_read_part", True), ("share", False)])
+def test_a_rank_that_dies_is_an_error_of_the_others_at_once(tmp_path, step, seems_nccl):
+    save_file({"one": torch.arange(1_000_000)}, tmp_path / "file.safetensors")
+    begun = time.monotonic()
+    with ranks_of(3, sharded.die_in_one_rank, os.fspath(tmp_path), seems_nccl, step) as answers:
+        found = dict(answers.get(timeout=120) for _ in range(2))
+    # Not after the 200 s of their group.
+    assert time.monotonic() - begun < 100
+    for rank, error in found.items():
+        assert error.startswith(f"IoError: rank {rank} of 3: another rank has ended"), error
 
 
 def test_a_rank_that_fails_is_an_error_of_all_that_names_it(tmp_path):
     save_file({"one": torch.arange(100_000)}, tmp_path / "file")
     save_file({"one": torch.arange(100_001)}, tmp_path / "other")
     (tmp_path / "damaged").write_bytes((tmp_path / "file").read_bytes()[:-1])
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=sharded.fail_in_one_rank, args=(n, 3, os.fspath(tmp_path), answers)) for n in range(3)]
-    for rank in ranks:
-        rank.start()
-    try:
-        found = dict(answers.get(timeout=120) for _ in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with ranks_of(3, sharded.fail_in_one_rank, os.fspath(tmp_path)) as answers:
+        found = dict(answers.get(timeout=120) for _ in range(3))
     for rank, (damaged, others, numbers) in found.items():
         cut = "ArgumentError: " + os.fspath(tmp_path / "damaged") + ": found"
         wanted = cut if rank == 1 else "IoError: rank 1 of 3 has not read its part: " + cut
