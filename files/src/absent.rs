@@ -1,5 +1,7 @@
 //! In the place of the device's half, where it is not compiled in.
 
+use std::{fs::File, sync::Arc, time::Duration};
+
 use crate::{Error, Result, pages::Pages};
 
 /// There is none.
@@ -30,6 +32,27 @@ impl Copier {
     }
 
     pub(crate) fn finish(&self) -> Result<()> {
+        match *self {}
+    }
+}
+
+/// There is none.
+pub(crate) enum Reader {}
+
+impl Reader {
+    pub(crate) fn open(_file: Arc<File>, _limit: Duration) -> std::result::Result<Self, String> {
+        Err("this build has no support for CUDA devices (cargo feature `cuda`)".into())
+    }
+
+    /// # Safety
+    /// Cannot be called.
+    pub(crate) unsafe fn prove(&self, _: usize, _: usize, _: u64) -> std::result::Result<String, String> {
+        match *self {}
+    }
+
+    /// # Safety
+    /// Cannot be called.
+    pub(crate) unsafe fn read(&self, _: usize, _: usize, _: u64) -> std::result::Result<usize, String> {
         match *self {}
     }
 }

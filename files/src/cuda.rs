@@ -3,7 +3,10 @@
 use std::{fmt, sync::Arc};
 
 use cudarc::driver::sys::{self, CUevent_flags, CUresult, CUstream_flags};
-use kvhoist::internals::gpu::{Gpu, HostPin};
+use kvhoist::internals::{
+    device::cufile::CufileReader,
+    gpu::{Gpu, HostPin},
+};
 
 use crate::{Error, Result, pages::Pages};
 
@@ -13,6 +16,9 @@ pub(crate) struct Copier {
     stream: sys::CUstream,
     event: sys::CUevent,
 }
+
+/// A file that libcufile reads.
+pub(crate) type Reader = CufileReader;
 
 /// Host memory that is pinned for a device.
 pub(crate) type Pinned = HostPin;

@@ -75,10 +75,12 @@ pub(crate) enum Way {
     Buffered,
     /// From a copy that another process holds in memory.
     Held,
+    /// From the drive into device memory, by libcufile.
+    Cufile,
 }
 
 impl Way {
-    pub(crate) const COUNT: usize = 4;
+    pub(crate) const COUNT: usize = 5;
 }
 
 impl SourceFile {
@@ -137,6 +139,11 @@ impl SourceFile {
     /// The device that it is on.
     pub(crate) fn drive(&self) -> u64 {
         self.inner.drive
+    }
+
+    /// The file past the page cache, and the device that it is on.
+    pub(crate) fn direct(&self) -> Option<(&File, u64)> {
+        self.inner.direct.as_ref().map(|direct| (&direct.file, self.inner.drive))
     }
 
     /// How to read a range; `uses_cache` is false where the page cache is not to be asked.

@@ -8,7 +8,8 @@
 //! there; the rest is read with direct I/O, which leaves the page cache alone, straight into host memory that is
 //! aligned as the file is, and through bounce buffers otherwise: file offsets, addresses and lengths need no alignment.
 //! A file system without direct I/O is read through the page cache. Bytes for a GPU pass through pinned bounce buffers,
-//! of which a process keeps as many as it needed at once. [`Report`] says which bytes took which way.
+//! of which a process keeps as many as it needed at once, or come straight from the drive by libcufile ([`Mode`]).
+//! [`Report`] says which bytes took which way.
 //!
 //! [`safetensors`] reads the header of that format.
 //!
@@ -33,6 +34,7 @@
 mod bounce;
 #[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
 mod cuda;
+mod cufile;
 mod error;
 mod file;
 mod held;
@@ -53,7 +55,7 @@ pub use held::{Arrival, FileIdentity};
 pub use memory::Memory;
 pub use plan::Range;
 pub use shared::{Progress, Report};
-pub use transfer::{Options, Transfer, read};
+pub use transfer::{Mode, Options, Transfer, read};
 pub use write::{write, write_at};
 
 /// Results of this crate.

@@ -28,6 +28,8 @@ pub struct Report {
     pub buffered_bytes: u64,
     /// Bytes read from a copy that a service holds in memory.
     pub held_bytes: u64,
+    /// Bytes that libcufile moved from the drive into device memory.
+    pub cufile_bytes: u64,
     /// Bytes copied from or to bounce buffers.
     pub bounced_bytes: u64,
 }
@@ -209,7 +211,7 @@ impl Shared {
     }
 
     fn report(&self) -> Report {
-        let [page_cache_bytes, direct_bytes, buffered_bytes, held_bytes] =
+        let [page_cache_bytes, direct_bytes, buffered_bytes, held_bytes, cufile_bytes] =
             self.counts.ways.each_ref().map(|count| count.load(Ordering::Relaxed));
         Report {
             bytes: self.bytes_total,
@@ -218,6 +220,7 @@ impl Shared {
             direct_bytes,
             buffered_bytes,
             held_bytes,
+            cufile_bytes,
             bounced_bytes: self.counts.bounced.load(Ordering::Relaxed),
         }
     }

@@ -10,10 +10,26 @@ use std::{
 };
 
 use crate::{
-    Error, Memory, Progress, Range, Report, Result, SourceFile, plan,
+    Error, Memory, Progress, Range, Report, Result, SourceFile,
+    cufile::Routes,
+    plan,
     shared::Shared,
     worker::{self, Carry, Reads},
 };
+
+/// How the bytes of a drive come into device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// As [`Cufile`](Self::Cufile) where the kernel module nvidia-fs is loaded, else as [`Bounce`](Self::Bounce):
+    /// opening libcufile takes long.
+    #[default]
+    Auto,
+    /// Through pinned bounce buffers.
+    Bounce,
+    /// By libcufile, where its counters prove that it moves them from this drive straight into the device. What it does
+    /// not, and a request that it refuses, goes through bounce buffers.
+    Cufile,
+}
 
 /// How a transfer is carried out.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,12 +41,14 @@ pub struct Options {
     pub piece_bytes: usize,
     /// Take what the page cache has from there.
     pub page_cache: bool,
+    /// How reads come into device memory.
+    pub mode: Mode,
 }
 
 impl Default for Options {
     fn default() -> Self {
         // All buffers together fit the processor's cache: beyond some 16 MiB bytes go to memory before they are copied.
-        Options { threads: None, piece_bytes: 512 << 10, page_cache: true }
+        Options { threads: None, piece_bytes: 512 << 10, page_cache: true, mode: Mode::Auto }
     }
 }
 
@@ -186,7 +204,12 @@ pub unsafe fn read(files: Vec<SourceFile>, ranges: Vec<Range>, memory: Memory, o
     plan::check(&ranges, &files)?;
     let align = files.iter().filter_map(SourceFile::direct_align).fold(4096, u64::max);
     let drives: Vec<u64> = files.iter().map(SourceFile::drive).collect();
-    let reads = Reads { files, page_cache: options.page_cache };
+    let ordinal = match memory {
+        Memory::Host => None,
+        Memory::Cuda(ordinal) => Some(ordinal),
+    };
+    let cufile = ordinal.and_then(|ordinal| Routes::new(files.len(), ordinal, options.mode));
+    let reads = Reads { files, page_cache: options.page_cache, cufile };
     Transfer::start(&ranges, memory, (align, &drives), options, Arc::new(reads))
 }
 

@@ -3,7 +3,13 @@
 use std::{panic::AssertUnwindSafe, sync::atomic::Ordering};
 
 use crate::{
-    Error, Memory, Result, SourceFile, bounce::Bounce, file::Way, memory::Copies, plan::Piece, shared::Shared,
+    Error, Memory, Result, SourceFile,
+    bounce::Bounce,
+    cufile::{self, Routes, Target},
+    file::Way,
+    memory::Copies,
+    plan::Piece,
+    shared::Shared,
 };
 
 /// One direction of a transfer.
@@ -45,6 +51,7 @@ pub(crate) fn run(shared: &Shared, carry: &dyn Carry) {
 pub(crate) struct Reads {
     pub(crate) files: Vec<SourceFile>,
     pub(crate) page_cache: bool,
+    pub(crate) cufile: Option<Routes>,
 }
 
 impl Carry for Reads {
@@ -52,9 +59,14 @@ impl Carry for Reads {
         let file = &self.files[piece.file];
         let way = file.way(piece.start, piece.end, self.page_cache, &shared.cancelled);
         let align = if way == Way::Direct { file.direct_align().unwrap_or(1) } else { 1 };
+        let cufile = self.cufile.as_ref().filter(|_| way == Way::Direct);
+        let align = if cufile.is_some() { align.max(cufile::ALIGN) } else { align };
         // What is read straight into its place.
         let (start, end) = match piece.parts[..] {
-            [part] if shared.memory == Memory::Host && part.address as u64 % align == part.offset % align => {
+            [part]
+                if (shared.memory == Memory::Host || cufile.is_some())
+                    && part.address as u64 % align == part.offset % align =>
+            {
                 (piece.start.next_multiple_of(align), piece.end - piece.end % align)
             }
             _ => (piece.end, piece.end),
@@ -62,12 +74,22 @@ impl Carry for Reads {
         if start >= end {
             return bounced(shared, lane, file, way, align, (piece, piece.start, piece.end));
         }
-        let address = piece.parts[0].address + (start - piece.start) as usize;
-        // SAFETY: the caller of the transfer vouches for the range's memory, of which this is a part; no other piece
-        // has it.
-        let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, (end - start) as usize) };
-        let took = file.read(way, start, target)?;
-        shared.counts.read(took, target.len());
+        let (address, len) = (piece.parts[0].address + (start - piece.start) as usize, (end - start) as usize);
+        if let Some(routes) = cufile {
+            let target = Target { offset: start, len, address };
+            // SAFETY: the caller of the transfer vouches for the range's memory, of which this is a part; no other
+            // piece has it. The lane's copies made the device's context current on this thread.
+            if unsafe { routes.read(piece.file, file, &lane.copies, target) } {
+                shared.counts.read(Way::Cufile, len);
+            } else {
+                return bounced(shared, lane, file, way, align, (piece, piece.start, piece.end));
+            }
+        } else {
+            // SAFETY: as above; host memory.
+            let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };
+            let took = file.read(way, start, target)?;
+            shared.counts.read(took, len);
+        }
         for (from, to) in [(piece.start, start), (end, piece.end)] {
             if from < to {
                 bounced(shared, lane, file, way, align, (piece, from, to))?;

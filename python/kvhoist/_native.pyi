@@ -67,7 +67,7 @@ def _logs_renew() -> None: ...
 #: (file's number, first byte in the file, first byte in memory, length)
 _Range = tuple[int, int, int, int]
 #: Threads, bytes of the longest request, whether the page cache is asked.
-_FileSettings = tuple[int | None, int | None, bool]
+_FileSettings = tuple[int | None, int | None, bool, str]
 
 def files_read(
     files: Sequence[FileSource],

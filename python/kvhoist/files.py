@@ -51,18 +51,21 @@ class Result:
     buffered_bytes: int
     #: Bytes out of the memory of the node's service.
     held_bytes: int
+    #: Bytes that libcufile moved from the drive into a GPU's memory.
+    cufile_bytes: int
     #: Bytes that were copied from or to bounce buffers.
     bounced_bytes: int
 
     @property
     def mode(self) -> str:
-        """The way that most bytes took: ``"page cache"``, ``"direct"``, ``"buffered"`` or ``"service"``, with
-        ``", bounced"`` where they were copied on the way, as all bytes of a GPU are."""
+        """The way that most bytes took: ``"page cache"``, ``"direct"``, ``"buffered"``, ``"service"`` or ``"cufile"``,
+        with ``", bounced"`` where they were copied on the way, as a GPU's are but for cuFile."""
         ways = {
             "page cache": self.page_cache_bytes,
             "direct": self.direct_bytes,
             "buffered": self.buffered_bytes,
             "service": self.held_bytes,
+            "cufile": self.cufile_bytes,
         }
         bounced = ", bounced" if 2 * self.bounced_bytes > self.nbytes else ""
         return max(ways, key=lambda way: ways[way]) + bounced
@@ -202,16 +205,20 @@ def read_many(
     threads: int | None = None,
     piece_bytes: int | None = None,
     page_cache: bool = True,
+    mode: str = "auto",
 ) -> Result:
     """Reads (file, offset, target) in one go: neighboring ranges are read together, many at once.
 
     All targets are in host memory, or on one device. ``progress``: a function, or True for a bar on
     a terminal, and lines in a log.
     ``threads`` each have one request of at most ``piece_bytes`` at a time. ``page_cache=False``: read past it even what it
-    has. A file that is written to meanwhile is an error; then, and after any other error, the targets' content is not
+    has. ``mode`` says how a drive's bytes come into a GPU: ``"bounce"`` through pinned memory; ``"cufile"`` straight, where
+    libcufile proves that they do, else bounced; ``"auto"`` as ``"cufile"`` where nvidia-fs is loaded. A file that is written to meanwhile is an error; then, and after any other error, the targets' content is not
     defined.
     """
-    settings = {"progress": progress, "threads": threads, "piece_bytes": piece_bytes, "page_cache": page_cache}
+    settings = {
+        "progress": progress, "threads": threads, "piece_bytes": piece_bytes, "page_cache": page_cache, "mode": mode,
+    }  # fmt: skip
     return finish(start_reads(list(reads), settings), settings)
 
 
@@ -287,11 +294,12 @@ def _device_of(places: Sequence[Place]) -> int | None:
     return devices.pop() if devices else None
 
 
-def _settings(settings: dict[str, Any]) -> tuple[int | None, int | None, bool]:
-    unknown = settings.keys() - {"progress", "threads", "piece_bytes", "page_cache"}
+def _settings(settings: dict[str, Any]) -> tuple[int | None, int | None, bool, str]:
+    unknown = settings.keys() - {"progress", "threads", "piece_bytes", "page_cache", "mode"}
     if unknown:
-        raise TypeError(f"found {sorted(unknown)[0]!r}, expected progress, threads, piece_bytes or page_cache")
-    return settings.get("threads"), settings.get("piece_bytes"), settings.get("page_cache", True)
+        raise TypeError(f"found {sorted(unknown)[0]!r}, expected progress, threads, piece_bytes, page_cache or mode")
+    page_cache, mode = settings.get("page_cache", True), settings.get("mode", "auto")
+    return settings.get("threads"), settings.get("piece_bytes"), page_cache, mode
 
 
 def finish(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:

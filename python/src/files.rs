@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist_files::{Error, Memory, Options, Range, Report, SourceFile, Transfer, safetensors};
+use kvhoist_files::{Error, Memory, Mode, Options, Range, Report, SourceFile, Transfer, safetensors};
 use kvhoist_service::FileClient;
 use pyo3::{prelude::*, types::PyDict};
 
@@ -18,8 +18,8 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(50);
 /// A range of a file: its file's number, first byte there, first byte in memory, length.
 type RawRange = (usize, u64, usize, usize);
 
-/// Threads, bytes of the longest request, whether the page cache is asked.
-type Settings = (Option<usize>, Option<usize>, bool);
+/// Threads, bytes of the longest request, whether the page cache is asked, how reads come into device memory.
+type Settings = (Option<usize>, Option<usize>, bool, String);
 
 /// The exported memory of a buffer object.
 #[pyclass(frozen, module = "kvhoist._native")]
@@ -192,7 +192,7 @@ pub fn files_read(
     kept: Py<PyAny>,
 ) -> PyResult<FileTransfer> {
     let files = files.iter().map(|file| file.0.clone()).collect();
-    let (ranges, memory, options) = (to_ranges(ranges), memory(device), options(settings));
+    let (ranges, memory, options) = (to_ranges(ranges), memory(device), options(py, settings)?);
     // SAFETY: `kept` keeps the memory, and is dropped after the transfer.
     let transfer = py.detach(|| unsafe { kvhoist_files::read(files, ranges, memory, &options) });
     FileTransfer::of(py, transfer, kept)
@@ -208,8 +208,9 @@ pub fn files_write(
     settings: Settings,
     kept: Py<PyAny>,
 ) -> PyResult<FileTransfer> {
+    let options = options(py, settings)?;
     // SAFETY: as in `files_read`.
-    let transfer = py.detach(|| unsafe { kvhoist_files::write(path, &pieces, memory(device), &options(settings)) });
+    let transfer = py.detach(|| unsafe { kvhoist_files::write(path, &pieces, memory(device), &options) });
     FileTransfer::of(py, transfer, kept)
 }
 
@@ -223,9 +224,9 @@ pub fn files_write_at(
     settings: Settings,
     kept: Py<PyAny>,
 ) -> PyResult<FileTransfer> {
-    let ranges = to_ranges(ranges);
+    let (ranges, options) = (to_ranges(ranges), options(py, settings)?);
     // SAFETY: as in `files_read`.
-    let transfer = py.detach(|| unsafe { kvhoist_files::write_at(path, &ranges, memory(device), &options(settings)) });
+    let transfer = py.detach(|| unsafe { kvhoist_files::write_at(path, &ranges, memory(device), &options) });
     FileTransfer::of(py, transfer, kept)
 }
 
@@ -237,12 +238,18 @@ fn to_ranges(ranges: Vec<RawRange>) -> Vec<Range> {
     ranges.into_iter().map(|(file, offset, address, len)| Range { file, offset, len, address }).collect()
 }
 
-fn options((threads, piece_bytes, page_cache): Settings) -> Options {
+fn options(py: Python<'_>, (threads, piece_bytes, page_cache, mode): Settings) -> PyResult<Options> {
     let mut options = Options::default();
     options.threads = threads;
     options.piece_bytes = piece_bytes.unwrap_or(options.piece_bytes);
     options.page_cache = page_cache;
-    options
+    options.mode = match mode.as_str() {
+        "auto" => Mode::Auto,
+        "bounce" => Mode::Bounce,
+        "cufile" => Mode::Cufile,
+        _ => return Err(errors::argument(py, "mode", format!("{mode:?}"), "'auto', 'bounce' or 'cufile'")),
+    };
+    Ok(options)
 }
 
 fn to_dict(py: Python<'_>, report: &Report) -> PyResult<Py<PyDict>> {
@@ -253,6 +260,7 @@ fn to_dict(py: Python<'_>, report: &Report) -> PyResult<Py<PyDict>> {
     dict.set_item("direct_bytes", report.direct_bytes)?;
     dict.set_item("buffered_bytes", report.buffered_bytes)?;
     dict.set_item("held_bytes", report.held_bytes)?;
+    dict.set_item("cufile_bytes", report.cufile_bytes)?;
     dict.set_item("bounced_bytes", report.bounced_bytes)?;
     Ok(dict.unbind())
 }

@@ -80,7 +80,7 @@ def test_what_is_no_file_and_wrong_settings_are_refused(path, tmp_path):
     assert raised.value.errno == 2 and "nothing" in str(raised.value)
     with pytest.raises(kvhoist.ArgumentError, match="found a folder"):
         files.open(tmp_path)
-    for wrong in [{"threads": 0}, {"piece_bytes": 5}]:
+    for wrong in [{"threads": 0}, {"piece_bytes": 5}, {"mode": "nonsense"}]:
         with pytest.raises(kvhoist.ArgumentError, match=next(iter(wrong))):
             files.open(path[0]).read_into(bytearray(3), **wrong)
     with pytest.raises(kvhoist.ArgumentError, match="offset"):

@@ -12,7 +12,7 @@ from .. import files as _files
 from ..errors import ArgumentError
 from .index import checkpoint_files
 
-#: Direct I/O reads host memory without a copy where its address and the file's offset agree up to this, in bytes.
+#: Direct I/O and cuFile read into memory without a copy where its address and the file's offset agree up to this.
 ALIGN = 4096
 
 #: torch's names of the format's types; older releases lack some.
@@ -93,10 +93,8 @@ class Checkpoint:
         return self.file.size
 
     def buffer(self, start: int, end: int, device: torch.device) -> torch.Tensor:
-        """Memory for this range of the file: on the host such that direct I/O reads into it."""
-        if device.type != "cpu":
-            return torch.empty(end - start, dtype=torch.uint8, device=device)
-        memory = torch.empty(end - start + ALIGN, dtype=torch.uint8)
+        """Memory for this range of the file, such that direct I/O and cuFile read into it."""
+        memory = torch.empty(end - start + ALIGN, dtype=torch.uint8, device=device)
         shift = (start - memory.data_ptr()) % ALIGN
         # A header whose length is no multiple of 8 would misalign all tensors.
         shift = shift if shift % 8 == 0 else 0

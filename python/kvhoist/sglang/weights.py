@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator
 logger = logging.getLogger(__name__)
 
 _TARGET = "sglang.srt.model_loader.weight_utils.instanttensor_weights_iterator"
-_SETTINGS = ("threads", "piece_bytes", "window_bytes", "page_cache", "service", "keep")
+_SETTINGS = ("threads", "piece_bytes", "window_bytes", "page_cache", "mode", "service", "keep")
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Generator
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = ("threads", "piece_bytes", "window_bytes", "page_cache", "service", "keep")
+_SETTINGS = ("threads", "piece_bytes", "window_bytes", "page_cache", "mode", "service", "keep")
 
 
 def register() -> None:

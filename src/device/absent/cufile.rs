@@ -2,6 +2,8 @@
 
 pub(crate) use super::transfer::{Buffer, Ended, Part, SelfTest, Setup};
 
+use std::{fs::File, sync::Arc, time::Duration};
+
 use super::not_built;
 use crate::block::{FileId, OpKind};
 
@@ -32,6 +34,35 @@ impl Cufile {
     }
 
     pub(crate) async fn close(&self) -> bool {
+        match *self {}
+    }
+}
+
+/// A file that libcufile reads: none in this build.
+pub enum CufileReader {}
+
+impl CufileReader {
+    /// # Errors
+    /// Always: there is no engine.
+    pub fn open(_file: Arc<File>, _limit: Duration) -> Result<Self, String> {
+        Err(not_built("cufile"))
+    }
+
+    /// # Safety
+    /// None: there is no value to call it on.
+    ///
+    /// # Errors
+    /// None.
+    pub unsafe fn prove(&self, _address: usize, _len: usize, _offset: u64) -> Result<String, String> {
+        match *self {}
+    }
+
+    /// # Safety
+    /// None: there is no value to call it on.
+    ///
+    /// # Errors
+    /// None.
+    pub unsafe fn read(&self, _address: usize, _len: usize, _offset: u64) -> Result<usize, String> {
         match *self {}
     }
 }

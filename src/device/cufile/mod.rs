@@ -9,10 +9,12 @@
 
 mod open;
 mod queue;
+mod reader;
 mod request;
 mod sys;
 mod worker;
 
+pub use reader::CufileReader;
 pub use sys::{Counters, CufileError, Driver, Library};
 
 pub(crate) use super::transfer::{Buffer, Ended, Owner, Part, SelfTest, Setup};

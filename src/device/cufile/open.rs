@@ -116,12 +116,12 @@ fn prepare(setup: Setup, queue: Arc<Queue<Request>>) -> Result<(Worker, SelfTest
 }
 
 /// Reads from each file, and compares libcufile's own counters before and after.
-fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<SelfTest, String> {
+pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<SelfTest, String> {
     let text = |fault: CufileError| fault.to_string();
     let _counting = driver.start_counting().map_err(text)?;
     let before = driver.counters().map_err(text)?;
     for handle in handles {
-        // SAFETY: by the contract of `open` only the self-test uses the memory.
+        // SAFETY: by the contracts of `Cufile::open` and of `CufileReader::prove` only the self-test uses the memory.
         let moved = unsafe { handle.transfer(OpKind::Read, probe.ptr, probe.len, probe.offset) }.map_err(text)?;
         if moved != probe.len {
             return Err(format!("a read of {} bytes at {} moved {moved}", probe.len, probe.offset));

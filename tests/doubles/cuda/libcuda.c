@@ -239,7 +239,14 @@ int cuEventQuery(event *e) {
     e->upto = NULL;
     return SUCCESS;
 }
+int cuEventSynchronize(event *e) {
+    int found;
+    while ((found = cuEventQuery(e)) == NOT_READY) sched_yield();
+    return found;
+}
 int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, stream *s) { return put(s, dst, src, n); }
+int cuMemcpyHtoDAsync_v2(uint64_t dst, const void *src, size_t n, stream *s) { return put(s, dst, (uint64_t)src, n); }
+int cuMemcpyDtoHAsync_v2(void *dst, uint64_t src, size_t n, stream *s) { return put(s, (uint64_t)dst, src, n); }
 int cuMemcpyBatchAsync_v2(uint64_t *dsts, uint64_t *srcs, size_t *lens, size_t n, void *attrs, size_t *first, size_t n_attrs, stream *s) {
     (void)attrs;
     if (n == 0 || n_attrs != 1 || first[0] != 0) return INVALID_VALUE;

@@ -17,6 +17,7 @@
  *   ends      a transfer of a batch moves nothing, and says that it is complete
  *   wrong     a read by a batch ends well, with one bit wrong
  *   liar      a read by cuFileRead ends well, and moves nothing
+ *   parts     a cuFileRead of more than 4 KiB moves 4 KiB and a bit at first, and every fifth fails
  *   event     every transfer of a batch fails
  *   once      the first three transfers of a batch fail, but not in a row
  *   submit    a batch is submitted alone or not at all
@@ -51,7 +52,7 @@ enum { READ = 0, COMPLETE = 16, FAILED = 64, CAPACITY = 8, BUFFERS = 4096 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
-static int is_released, opened, counting, in_flight, handles, unanswered, failed;
+static int is_released, opened, counting, in_flight, handles, writable, unanswered, failed, asked_reads;
 static uint64_t read_bytes, reads_direct, reads_posix, writes_direct, writes_posix, batches, most_in_flight;
 static flight flights[CAPACITY];
 static struct { uint64_t start, bytes; } buffers[BUFFERS];
@@ -81,6 +82,7 @@ uint64_t cufile_double_direct_writes(void) { return writes_direct; }
 uint64_t cufile_double_posix(void) { return reads_posix; }
 uint64_t cufile_double_buffers(void) { return buffer_count; }
 uint64_t cufile_double_handles(void) { return handles; }
+uint64_t cufile_double_writable(void) { return writable; }
 uint64_t cufile_double_in_flight(void) { return in_flight; }
 
 result cuFileGetVersion(int *v) { *v = 1150; return ok(); }
@@ -123,6 +125,7 @@ result cuFileHandleRegister(void **h, description *d) {
     int flags = fcntl(d->u.fd, F_GETFL);
     if (flags & O_NOFOLLOW) return fail(5019);
     if (!(flags & O_DIRECT)) return fail(5020);
+    if ((flags & O_ACCMODE) != O_RDONLY) writable++;
     handle *mine = calloc(1, sizeof *mine);
     mine->fd = d->u.fd;
     *h = mine;
@@ -168,6 +171,18 @@ ssize_t cuFileRead(handle *h, void *base, size_t n, long at, long offset) {
         reads_direct++; read_bytes += n;
         pthread_mutex_unlock(&lock);
         return n;
+    }
+    if (is("parts")) {
+        /* The first one is the self-test. */
+        if (__atomic_add_fetch(&asked_reads, 1, __ATOMIC_RELAXED) % 5 == 0) return -5030;
+        if (asked_reads > 1 && n > 4096 + 100) {
+            char *bounce = aligned_alloc(4096, 8192);
+            ssize_t moved = move(h, READ, bounce, 8192, at);
+            if (moved > 4096 + 100) moved = 4096 + 100;
+            if (moved > 0) memcpy((char *)base + offset, bounce, moved);
+            free(bounce);
+            return moved;
+        }
     }
     return move(h, READ, (char *)base + offset, n, at);
 }

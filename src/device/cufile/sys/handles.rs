@@ -8,6 +8,8 @@ use std::{
     sync::Arc,
 };
 
+use rustix::fs::OFlags;
+
 use super::{
     driver::Driver,
     library::{CufileError, RawDescription, RawEntry, RawEvent, RawFile, check},
@@ -89,11 +91,12 @@ impl Drop for Handle {
     }
 }
 
-/// Opens the same file again through `/proc`, for a descriptor without `O_NOFOLLOW`: libcufile refuses that flag
-/// (5019). The `/proc` link leads to the open file itself, whatever its name means by now.
+/// Opens the same file again through `/proc`, with the access that it has, for a descriptor without `O_NOFOLLOW`:
+/// libcufile refuses that flag (5019). The `/proc` link leads to the open file itself, whatever its name means by now.
 fn open_again(file: &File) -> std::io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)
+    let writes = rustix::fs::fcntl_getfl(file)?.contains(OFlags::RDWR);
+    OpenOptions::new().read(true).write(writes).custom_flags(libc::O_DIRECT).open(path)
 }
 
 /// A range of device memory registered with libcufile; deregistered when dropped.

@@ -1,0 +1,179 @@
+//! Reads into device memory by libcufile, without a device: over doubles of its library and of the driver's. Each test
+//! runs in processes of its own, because a process loads a library once.
+#![cfg(feature = "cufile")]
+
+use std::{
+    ffi::{CStr, CString},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+use kvhoist::internals::gpu::{DeviceBuffer, Gpu};
+use kvhoist::internals::memory::DeviceMemory;
+use kvhoist_files::{Memory, Mode, Options, Range, Report, SourceFile, read};
+use tempfile::TempDir;
+
+/// How the double behaves, in a process that runs a test apart.
+const DOUBLE: &str = "CUFILE_DOUBLE";
+
+/// Bytes of each file, and of a request: some requests of each thread.
+const FILE_BYTES: usize = (3 << 20) + 777;
+const PIECE_BYTES: usize = 64 << 10;
+
+/// On a file system with direct I/O, as a rule.
+fn directory() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder")
+}
+
+/// A folder with the doubles; libcufile's if it is to be there.
+fn built(cufile: bool) -> TempDir {
+    let folder = directory();
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/doubles");
+    let compile = |source: &str, library: &str| {
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", "-pthread", "-o"]).arg(folder.path().join(library));
+        assert!(compiler.arg(sources.join(source)).status().expect("Rust links with cc").success(), "{source}");
+    };
+    compile("cuda/libcuda.c", "libcuda.so");
+    if cufile {
+        compile("cufile/libcufile.c", "libcufile.so.0");
+    }
+    folder
+}
+
+/// Runs the body of the test `name` for each way to behave; `none`: there is no libcufile.
+fn with_doubles(name: &str, behaviors: &[&str], body: impl FnOnce(&str)) {
+    static DOUBLES: OnceLock<[TempDir; 2]> = OnceLock::new();
+    if let Ok(behavior) = std::env::var(DOUBLE) {
+        // SAFETY: takes a number; a process that hangs is ended by a signal.
+        unsafe { libc::alarm(120) };
+        return body(&behavior);
+    }
+    let [with, without] = DOUBLES.get_or_init(|| [built(true), built(false)]);
+    for behavior in behaviors {
+        let doubles: PathBuf = if *behavior == "none" { without.path().into() } else { with.path().into() };
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
+        command.args(["--exact", name, "--nocapture", "--test-threads", "1"]);
+        let output = command.env("LD_LIBRARY_PATH", doubles).env(DOUBLE, behavior).output().expect("it starts again");
+        let said = [&output.stdout[..], &output.stderr[..]].map(String::from_utf8_lossy).concat();
+        assert!(output.status.success() && said.contains("1 passed"), "{behavior}: {}: {said}", output.status);
+    }
+}
+
+/// A number that the double of libcufile has counted; 0 where it was never loaded.
+fn counted(what: &str) -> u64 {
+    // SAFETY: looks a loaded library up, and closes none.
+    let library = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    if library.is_null() {
+        return 0;
+    }
+    let name = CString::new(format!("cufile_double_{what}")).expect("no zeros");
+    // SAFETY: a valid handle and a name.
+    let found = unsafe { libc::dlsym(library, CStr::as_ptr(&name)) };
+    assert!(!found.is_null(), "the double has {what}");
+    // SAFETY: the double's counters take nothing and return a number.
+    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> u64>(found)() }
+}
+
+/// Two files, read to device memory whose addresses agree with their offsets but for `shift` bytes. Checks every byte.
+fn load(mode: Mode, shift: usize) -> Option<Report> {
+    let folder = directory();
+    let gpu = Gpu::open(0).expect("the double has one");
+    let room = FILE_BYTES + 3 * 4096;
+    let memory = DeviceBuffer::new(gpu, 2 * room).expect("room");
+    let first = (memory.base().as_ptr().addr()).next_multiple_of(4096);
+    let mut files = Vec::new();
+    let mut ranges = Vec::new();
+    for n in 0..2 {
+        let path = folder.path().join(n.to_string());
+        let content: Vec<u8> = (0..FILE_BYTES).map(|at| (at * 7 + at / 4096 + n) as u8).collect();
+        std::fs::write(&path, content).expect("a small file");
+        let file = SourceFile::open(&path).expect("it is there");
+        file.direct_align()?;
+        files.push(file);
+        let (offset, len) = (1000, FILE_BYTES - 1500);
+        ranges.push(Range { file: n, offset, len, address: first + n * (room - room % 4096) + 1000 + shift });
+    }
+    let mut options = Options::default();
+    (options.mode, options.page_cache) = (mode, false);
+    (options.threads, options.piece_bytes) = (Some(4), PIECE_BYTES);
+    // SAFETY: the memory lives until the transfer has ended, and nothing else uses it.
+    let report = unsafe { read(files, ranges.clone(), Memory::Cuda(0), &options) }.expect("they are in the files");
+    let report = report.wait().expect("all is read");
+    for (n, range) in ranges.iter().enumerate() {
+        // SAFETY: the double's device memory is host memory, and the transfer has ended.
+        let found = unsafe { std::slice::from_raw_parts(range.address as *const u8, range.len) };
+        let is_right = |(at, byte): (usize, &u8)| *byte == ((at + 1000) * 7 + (at + 1000) / 4096 + n) as u8;
+        assert!(found.iter().enumerate().all(is_right), "file {n}");
+    }
+    assert_eq!(counted("handles"), 0, "every file is given back");
+    Some(report)
+}
+
+macro_rules! or_skip {
+    ($report:expr) => {
+        match $report {
+            Some(report) => report,
+            None => return eprintln!("SKIPPED: no direct I/O here"),
+        }
+    };
+}
+
+#[test]
+fn a_proven_way_is_taken_but_for_unaligned_ends() {
+    with_doubles("a_proven_way_is_taken_but_for_unaligned_ends", &["direct", "p2p"], |_| {
+        let report = or_skip!(load(Mode::Cufile, 0));
+        // A page at most at each end of a range.
+        let ends = report.bytes - report.cufile_bytes;
+        assert!(ends > 0 && ends <= 4 * 4096, "{report:?}");
+        assert_eq!((report.bounced_bytes, report.direct_bytes, report.buffered_bytes), (ends, ends, 0));
+        assert_eq!(counted("writable"), 0, "a file is opened for reading only");
+    });
+}
+
+#[test]
+fn what_proves_no_direct_way_is_bounced() {
+    // In compat mode; a library that says that it has read, and has not; a drive that it refuses; none.
+    with_doubles("what_proves_no_direct_way_is_bounced", &["compat", "liar", "record", "none"], |_| {
+        let report = or_skip!(load(Mode::Cufile, 0));
+        assert_eq!((report.cufile_bytes, report.bounced_bytes), (0, report.bytes), "{report:?}");
+        let asked = counted("posix");
+        // Asked once for each drive, not again.
+        or_skip!(load(Mode::Cufile, 0));
+        assert_eq!(counted("posix"), asked);
+    });
+}
+
+#[test]
+fn a_request_that_it_refuses_is_bounced_and_a_short_one_goes_on() {
+    with_doubles("a_request_that_it_refuses_is_bounced_and_a_short_one_goes_on", &["parts"], |_| {
+        let report = or_skip!(load(Mode::Cufile, 0));
+        assert!(report.cufile_bytes > 0 && report.bounced_bytes > 2 * PIECE_BYTES as u64, "{report:?}");
+        assert_eq!(report.cufile_bytes + report.bounced_bytes, report.bytes);
+    });
+}
+
+#[test]
+fn memory_that_does_not_lie_as_the_file_does_is_bounced() {
+    with_doubles("memory_that_does_not_lie_as_the_file_does_is_bounced", &["direct"], |_| {
+        let report = or_skip!(load(Mode::Cufile, 512));
+        assert_eq!((report.cufile_bytes, report.bounced_bytes), (0, report.bytes), "{report:?}");
+    });
+}
+
+#[test]
+fn it_is_not_opened_unless_it_is_wanted() {
+    with_doubles("it_is_not_opened_unless_it_is_wanted", &["direct"], |_| {
+        let modes = if Path::new("/proc/driver/nvidia-fs").exists() {
+            vec![Mode::Bounce]
+        } else {
+            vec![Mode::Bounce, Mode::Auto]
+        };
+        for mode in modes {
+            let report = or_skip!(load(mode, 0));
+            assert_eq!((report.cufile_bytes, report.bounced_bytes), (0, report.bytes), "{report:?}");
+            assert_eq!(counted("direct"), 0);
+        }
+    });
+}
