@@ -83,37 +83,28 @@ fn status(text: &str) -> Option<&str> {
     rest.get(..3).filter(|status| status.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// What an error of the Redis client means.
-pub fn of_redis(error: &redis::RedisError) -> RemoteError {
+/// What an error means that a Redis answers: a code, and a text that may repeat the command.
+pub fn of_redis(line: &str) -> RemoteError {
+    let code = line.split(' ').next().unwrap_or_default();
+    let is_code = !code.is_empty() && code.len() < 32 && code.bytes().all(|byte| byte.is_ascii_uppercase());
+    let answers = format!("the server answers {}", if is_code { code } else { "an error" });
+    match code {
+        "NOAUTH" | "WRONGPASS" | "NOPERM" => RemoteError::Refused(format!("{answers}; check {LOGIN}")),
+        "OOM" | "BUSY" | "LOADING" | "TRYAGAIN" => RemoteError::Throttled(answers),
+        "MOVED" | "READONLY" | "WRONGTYPE" => RemoteError::Refused(answers),
+        _ => RemoteError::Unavailable(answers),
+    }
+}
+
+/// What an error of a connection means.
+pub fn of_network(error: &std::io::Error) -> RemoteError {
     let text = error.to_string();
-    // The client keeps no code of this one: no password, no permission, or no such database.
-    if text.contains("switch database") {
-        let why = error.detail().unwrap_or("no reason given");
-        return RemoteError::Refused(format!("the server refused the database: {why}; check its number, and {LOGIN}"));
-    }
-    match error.code() {
-        Some(code @ ("NOAUTH" | "WRONGPASS" | "NOPERM")) => {
-            return RemoteError::Refused(format!("the server answers {code}; check {LOGIN}"));
-        }
-        Some(code @ ("OOM" | "BUSY" | "LOADING" | "TRYAGAIN")) => {
-            return RemoteError::Throttled(format!("the server answers {code}"));
-        }
-        Some(code @ ("MOVED" | "READONLY" | "WRONGTYPE")) => {
-            return RemoteError::Refused(format!("the server answers {code}"));
-        }
-        Some(code) => return RemoteError::Unavailable(format!("the server answers {code}")),
-        None => {}
-    }
     match error.kind() {
-        redis::ErrorKind::AuthenticationFailed => {
-            RemoteError::Refused(format!("the server refused the password; check {LOGIN}"))
-        }
-        redis::ErrorKind::InvalidClientConfig => RemoteError::Refused(error.category().to_owned()),
-        redis::ErrorKind::Io if is_lasting(&text) => RemoteError::Refused(text),
-        redis::ErrorKind::Io => RemoteError::Unavailable(text),
-        _ => RemoteError::Unavailable(error.category().to_owned()),
+        std::io::ErrorKind::UnexpectedEof => RemoteError::Unavailable("the server has closed the connection".into()),
+        _ if is_lasting(&text) => RemoteError::Refused(text),
+        _ => RemoteError::Unavailable(text),
     }
 }
 
 /// Where a user and a password come from.
-const LOGIN: &str = "the user, REDISCLI_AUTH or the password's file";
+pub const LOGIN: &str = "the user, REDISCLI_AUTH or the password's file";

@@ -124,15 +124,7 @@ pub async fn verify(
 
 /// Reads an object piece by piece; the number of its blocks, if all are right.
 async fn check(store: &dyn RemoteStore, object: &Object) -> Result<usize, RemoteError> {
-    let piece = async |from: u64| {
-        let range = from..object.bytes.min(from + PIECE_BYTES);
-        let bytes = store.read(&object.name, range.clone()).await?.concat();
-        let is_whole = bytes.len() as u64 == range.end - range.start;
-        is_whole.then_some(bytes).ok_or_else(|| RemoteError::Invalid {
-            found: "a part of a range".into(),
-            expected: format!("{} bytes at {from}", range.end - range.start),
-        })
-    };
+    let piece = async |from: u64| store.read(&object.name, from..object.bytes.min(from + PIECE_BYTES)).await;
     let (mut bytes, mut from) = (piece(0).await?, 0);
     let blocks = blocks_of_object(&object.name, &bytes, object.bytes)?;
     for (number, (range, expected)) in blocks.iter().enumerate() {
@@ -173,32 +165,35 @@ pub struct Collection {
     pub kept: Usage,
 }
 
-/// Finds what a collection deletes. Changes nothing.
+/// Finds what a collection deletes: with no bytes to be kept, all. Changes nothing.
 ///
 /// # Errors
-/// Of the store; [`RemoteError::Invalid`] where it does not say when objects were created, as Redis does not.
+/// Of the store; [`RemoteError::Invalid`] where it does not say when objects were created, as Redis does not, unless all
+/// are deleted.
 pub async fn plan(
     store: &dyn RemoteStore,
     prefix: &str,
     limits: Limits,
     now: SystemTime,
 ) -> Result<Collection, RemoteError> {
-    let mut all: Vec<(SystemTime, Object)> = Vec::new();
+    let mut all: Vec<Object> = Vec::new();
     let see = |object: Object| {
-        let created = object.modified.ok_or_else(|| RemoteError::Invalid {
-            found: "no times of creation".into(),
-            expected: "a store that has them; give Redis values a time to live and the server a `maxmemory`".into(),
-        })?;
-        all.push((created, object));
+        if object.modified.is_none() && limits.bytes_max != Some(0) {
+            let expected = "a store that has them, or all to be deleted (`--max-bytes 0`); give Redis values a time to \
+                            live and the server a `maxmemory`";
+            return Err(RemoteError::Invalid { found: "no times of creation".into(), expected: expected.into() });
+        }
+        all.push(object);
         Ok(())
     };
     list(store, prefix, see).await?;
-    all.sort_unstable_by(|(one, object), (other, another)| (one, &object.name).cmp(&(other, &another.name)));
-    let mut bytes: u64 = all.iter().map(|(_, object)| object.bytes).sum();
+    all.sort_unstable_by(|one, other| (one.modified, &one.name).cmp(&(other.modified, &other.name)));
+    let mut bytes: u64 = all.iter().map(|object| object.bytes).sum();
     let mut collection = Collection::default();
-    for (created, object) in all {
+    for object in all {
         // A creation in the future, by the store's clock, is young.
-        let is_old = limits.age_max.is_some_and(|max| now.duration_since(created).is_ok_and(|age| age > max));
+        let age = object.modified.and_then(|created| now.duration_since(created).ok());
+        let is_old = age.zip(limits.age_max).is_some_and(|(age, max)| age > max);
         let is_too_much = limits.bytes_max.is_some_and(|max| bytes > max);
         if is_old || is_too_much {
             bytes -= object.bytes;
@@ -225,10 +220,10 @@ pub async fn delete(store: &dyn RemoteStore, names: &[String], mut done: impl Fn
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeMap, ops::Range, sync::Mutex};
+    use std::{collections::BTreeMap, sync::Mutex};
 
     use bytes::Bytes;
-    use kvhoist::remote::{Capabilities, Created, Page, RemoteFuture};
+    use kvhoist::remote::{Capabilities, Created, Page, ReadBuffer, RemoteFuture};
     use pollster::block_on;
 
     use super::*;
@@ -243,11 +238,11 @@ mod tests {
 
     impl RemoteStore for Store {
         fn capabilities(&self) -> Capabilities {
-            Capabilities { scheme: "test", object_bytes: 1, requests_in_flight: 1 }
+            Capabilities { scheme: "test", object_bytes: 1, requests_in_flight: 1, reads_per_call: 1 }
         }
 
-        fn read(&self, _: &str, _: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
-            ready(Vec::new())
+        fn read_into(&self, _: &str, _: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer> {
+            ready(buffer)
         }
 
         fn create(&self, _: &str, _: Vec<Bytes>) -> RemoteFuture<Created> {
@@ -325,8 +320,10 @@ mod tests {
     fn a_store_without_times_is_not_collected() {
         let store = filled();
         store.0.lock().expect("no panic").values_mut().for_each(|(_, modified)| *modified = None);
-        let limits = Limits { age_max: None, bytes_max: Some(0) };
-        let error = block_on(plan(&store, PREFIX, limits, at(110))).expect_err("no times");
+        let by_bytes =
+            |bytes| block_on(plan(&store, PREFIX, Limits { age_max: None, bytes_max: Some(bytes) }, at(110)));
+        let error = by_bytes(1).expect_err("no times");
         assert!(error.to_string().contains("maxmemory"), "{error}");
+        assert_eq!(by_bytes(0).expect("no times are asked for").names.len(), 5);
     }
 }

@@ -69,7 +69,7 @@ async fn measure(store: &dyn RemoteStore, name: &str, bytes: &Bytes, write: Dura
     let read = store.read(name, 0..PROBE_BYTES).await;
     let time = began.elapsed();
     let keeps_the_first = match read {
-        Ok(parts) => again == Created::Already && parts.concat() == *bytes,
+        Ok(read) => again == Created::Already && read == *bytes,
         // It is shorter now.
         Err(RemoteError::Invalid { .. }) => false,
         Err(error) => return Err(failed("read")(error)),

@@ -1,13 +1,13 @@
 //! S3, and what speaks its protocol, by OpenDAL.
 
-use std::{fmt, ops::Range, time::Duration};
+use std::{fmt, time::Duration};
 
 use bytes::Bytes;
 use futures_util::StreamExt;
-use kvhoist::remote::{Capabilities, Created, Object, Page, RemoteFuture, RemoteStore};
+use kvhoist::remote::{Capabilities, Created, Object, Page, ReadBuffer, RemoteFuture, RemoteStore};
 use opendal::{
     Buffer, ErrorKind, HttpTransporter, OperationContext, Operator,
-    options::{ListOptions, ReadOptions, WriteOptions},
+    options::{ListOptions, WriteOptions},
     services,
 };
 use opendal_http_transport_reqwest::ReqwestTransport;
@@ -63,6 +63,7 @@ impl S3 {
             scheme: "s3",
             object_bytes: options.object_bytes.unwrap_or(OBJECT_BYTES),
             requests_in_flight: options.requests_in_flight,
+            reads_per_call: 1,
         };
         Ok(S3 { operator, runtime, capabilities, timeout: options.timeout })
     }
@@ -103,16 +104,21 @@ impl RemoteStore for S3 {
         self.capabilities
     }
 
-    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
-        let (operator, object) = (self.operator.clone(), object.to_owned());
+    fn read_into(&self, object: &str, start: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer> {
+        let (operator, object, mut buffer) = (self.operator.clone(), object.to_owned(), buffer);
         self.runtime.call(self.timeout, async move {
-            if range.is_empty() {
-                return Ok(Vec::new());
+            let end = start + buffer.remaining() as u64;
+            if start == end {
+                return Ok(buffer);
             }
-            // OpenDAL refuses an answer of another length.
-            let options = ReadOptions { range: range.into(), ..Default::default() };
-            let read = operator.read_options(&object, options).await.map_err(|error| of_s3(&error))?;
-            Ok(Iterator::collect(read))
+            let reader = operator.reader(&object).await.map_err(|error| of_s3(&error))?;
+            // One request, whose bytes are copied while they are in the processor's cache.
+            let mut pieces = reader.into_stream(start..end).await.map_err(|error| of_s3(&error))?;
+            while let Some(piece) = pieces.next().await {
+                let piece = piece.map_err(|error| of_s3(&error))?;
+                Iterator::try_for_each(&mut piece.into_iter(), |bytes| buffer.put(&bytes))?;
+            }
+            Ok(buffer)
         })
     }
 

@@ -1,6 +1,6 @@
 //! TLS: who is trusted.
 
-use std::{fs, path::Path, sync::Arc};
+use std::{path::Path, sync::Arc};
 
 use rustls::{
     ClientConfig, RootCertStore,
@@ -25,13 +25,6 @@ pub fn config(options: &Options) -> Result<ClientConfig, OpenError> {
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
     let builder = builder.with_safe_default_protocol_versions().expect("ring has the versions of rustls");
     Ok(builder.with_root_certificates(roots).with_no_client_auth())
-}
-
-/// The file of authorities, as it is.
-pub fn ca_pem(options: &Options) -> Result<Option<Vec<u8>>, OpenError> {
-    let Some(file) = &options.ca_file else { return Ok(None) };
-    certificates(file)?;
-    fs::read(file).map(Some).map_err(|error| wrong_file(file, &error.to_string()))
 }
 
 fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, OpenError> {

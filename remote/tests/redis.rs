@@ -6,14 +6,14 @@ mod skip;
 
 use std::{
     io::{BufRead, BufReader, Write},
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
     sync::{Arc, Barrier},
     time::Duration,
 };
 
 use common::{Server, check_store, is_asked_for};
 use futures_util::future::join_all;
-use kvhoist::remote::{Created, RemoteError, RemoteStore};
+use kvhoist::remote::{Created, ReadBuffer, RemoteError, RemoteStore};
 use kvhoist_remote::open;
 use pollster::block_on;
 
@@ -81,16 +81,12 @@ fn values_end_with_their_time() {
 #[test]
 fn a_server_that_comes_back_is_found() {
     let Some(server) = start("redis-server", &[]) else { return };
-    let port = server.port;
-    let store = store(port, QUICK);
-    assert_eq!(block_on(store.create("a", vec![vec![1].into()])), Ok(Created::Now));
+    let store_port = server.port;
+    let store = store(store_port, QUICK);
+    let calls: Vec<_> = (0..8).map(|n| store.create(&format!("a{n}"), vec![vec![1; 1 << 20].into()])).collect();
+    block_on(join_all(calls)).into_iter().for_each(|created| assert_eq!(created, Ok(Created::Now)));
     drop(server);
-    // Each of the connections finds out by itself.
-    for _ in 0..8 {
-        let error = block_on(store.read("a", 0..1)).expect_err("no server");
-        assert!(matches!(error, RemoteError::Unavailable(_)), "{error}");
-    }
-    let port = port.to_string();
+    let port = store_port.to_string();
     let arguments = ["--port", &port, "--bind", "127.0.0.1", "--save", ""];
     let mut again = std::process::Command::new("redis-server")
         .args(arguments)
@@ -98,10 +94,39 @@ fn a_server_that_comes_back_is_found() {
         .spawn()
         .expect("as before");
     let until = std::time::Instant::now() + Duration::from_secs(30);
-    while block_on(store.create("b", vec![vec![1].into()])).is_err() {
-        assert!(std::time::Instant::now() < until, "the server is not found again");
+    while TcpStream::connect(("127.0.0.1", store_port)).is_err() {
+        assert!(std::time::Instant::now() < until, "the server does not listen");
+        std::thread::sleep(Duration::from_millis(10));
     }
+    // The first call finds a connection that has ended; the next one tries none of the others.
+    let error = block_on(store.read("a0", 0..1)).expect_err("a connection of the other server");
+    assert!(matches!(error, RemoteError::Unavailable(_)), "{error}");
+    assert_eq!(block_on(store.create("b", vec![vec![1].into()])), Ok(Created::Now));
     again.kill().and_then(|()| again.wait()).expect("ended");
+}
+
+#[test]
+fn an_error_amid_answers_is_of_no_other_call() {
+    let Some(server) = start("redis-server", &[]) else { return };
+    let store = store(server.port, "?requests_in_flight=1");
+    for name in ["a", "b"] {
+        assert_eq!(block_on(store.create(name, vec![name.as_bytes().to_vec().into()])), Ok(Created::Now));
+    }
+    let mut other = TcpStream::connect(("127.0.0.1", server.port)).expect("connected");
+    other.write_all(b"SELECT 1\r\nRPUSH list x\r\n").expect("sent");
+    let lines: Vec<String> = BufReader::new(&other).lines().take(2).map_while(Result::ok).collect();
+    assert_eq!(lines, ["+OK", ":1"]);
+    let read = |names: &[&str]| {
+        let reads = names.iter().map(|name| ((*name).to_owned(), 0, ReadBuffer::new(1))).collect();
+        let answers = block_on(store.read_each(reads))?;
+        Ok(answers.into_iter().map(|answer| answer.and_then(ReadBuffer::into_bytes)).collect::<Vec<_>>())
+    };
+    for _ in 0..3 {
+        let error = read(&["a", "list", "b"]).expect_err("a list");
+        assert!(matches!(error, RemoteError::Refused(_)), "{error}");
+        let expected = vec![Ok(b"b".to_vec()), Err(RemoteError::NotFound), Ok(b"a".to_vec())];
+        assert_eq!(read(&["b", "gone", "a"]), Ok(expected));
+    }
 }
 
 #[test]
@@ -128,23 +153,21 @@ fn one_that_speaks_something_else_is_an_error() {
     assert!(matches!(error, RemoteError::Unavailable(_) | RemoteError::Refused(_)), "{error}");
 }
 
-/// Serves four connections, and answers the reads of each only once so many have come over all.
-fn serve_together(listener: &TcpListener, reads_each: usize) {
-    let all_came = Arc::new(Barrier::new(4));
+/// Serves so many connections, and answers the read of each only once all of them have one.
+fn serve_together(listener: &TcpListener, connections: usize) {
+    let all_came = Arc::new(Barrier::new(connections));
     for stream in listener.incoming().flatten() {
         let all_came = Arc::clone(&all_came);
         std::thread::spawn(move || {
-            let mut held = 0;
             // A command is an array of strings, a line each; its name says how it is answered.
             for line in BufReader::new(&stream).lines().map_while(Result::ok) {
                 match line.as_str() {
-                    "SELECT" | "CLIENT" => (&stream).write_all(b"+OK\r\n").expect("sent"),
-                    "GETRANGE" => held += 1,
+                    "SELECT" => (&stream).write_all(b"+OK\r\n").expect("sent"),
+                    "GETRANGE" => {
+                        all_came.wait();
+                        (&stream).write_all(b"$1\r\nx\r\n").expect("sent");
+                    }
                     _ => {}
-                }
-                if line == "GETRANGE" && held == reads_each {
-                    all_came.wait();
-                    (&stream).write_all(&b"$1\r\nx\r\n".repeat(held)).expect("sent");
                 }
             }
         });
@@ -155,10 +178,10 @@ fn serve_together(listener: &TcpListener, reads_each: usize) {
 fn reads_do_not_wait_for_the_answers_of_others() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("a port").port();
-    std::thread::spawn(move || serve_together(&listener, 4));
+    std::thread::spawn(move || serve_together(&listener, 16));
     let store = store(port, "");
     let reads: Vec<_> = (0..16).map(|_| store.read("a", 0..1)).collect();
     for read in block_on(join_all(reads)) {
-        assert_eq!(read.expect("answered").concat(), b"x");
+        assert_eq!(read.expect("answered"), b"x");
     }
 }

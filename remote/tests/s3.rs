@@ -10,7 +10,7 @@ use std::{
 };
 
 use common::{
-    Server, check_any_store, check_store,
+    SECRET, Server, check_any_store, check_store,
     double::{Double, Fault},
     free_port, is_asked_for,
 };
@@ -18,20 +18,9 @@ use kvhoist::remote::{Created, RemoteError, RemoteStore};
 use kvhoist_remote::open;
 use pollster::block_on;
 
-const SECRET: &str = "hunter2hunter2";
-
-/// A store on a port of this machine. The credentials are those of the process, which all tests here share.
+/// A store on a port of this machine.
 fn store(port: u16, parameters: &str) -> Arc<dyn RemoteStore> {
-    static CREDENTIALS: std::sync::Once = std::sync::Once::new();
-    CREDENTIALS.call_once(|| {
-        let set = [
-            ("AWS_ACCESS_KEY_ID", "AKIATEST"),
-            ("AWS_SECRET_ACCESS_KEY", SECRET),
-            ("AWS_EC2_METADATA_DISABLED", "true"),
-        ];
-        // SAFETY: the threads that read the environment, those of stores, are started behind this.
-        set.into_iter().for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
-    });
+    common::set_credentials();
     open(&format!("s3://bucket/team?endpoint=http://127.0.0.1:{port}{parameters}")).expect("opened")
 }
 

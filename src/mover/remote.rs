@@ -4,7 +4,6 @@
 
 use std::{cell::Cell, panic::AssertUnwindSafe, rc::Rc, sync::Arc, time::Duration};
 
-use bytes::Bytes;
 use futures_util::{FutureExt, StreamExt, stream, stream::FuturesUnordered};
 use tokio::{
     sync::Semaphore,
@@ -15,10 +14,9 @@ use tokio::{
 use super::Mover;
 use crate::{
     block::{Route, Tier},
-    checksum::checksum,
     device::CopyEngine,
     io::Storage,
-    remote::{self, Batch, Read, ReadBlock, Remote, RemoteError, RemoteFuture},
+    remote::{Batch, ReadBlock, ReadBuffer, Remote, RemoteError},
     shield::caught,
     state::{Committed, Filling, Purpose},
 };
@@ -29,17 +27,22 @@ const REPEATS_MAX: u32 = 2;
 /// The longest wait before the first repetition; it doubles with each.
 const REPEAT_AFTER: Duration = Duration::from_millis(50);
 
+/// Of this share of the host tier the slots are filled by requests at a time: a store that hangs holds no more.
+const SLOTS_SHARE: u32 = 4;
+
 /// Turns of reads, those of all batches.
 struct Turns {
     /// Requests in flight.
     requests: Semaphore,
-    /// Reads that have memory: in flight, or being copied.
-    held: Semaphore,
+    /// Host slots that they fill.
+    slots: Semaphore,
+    slots_max: usize,
 }
 
 impl Turns {
-    fn new(requests: usize) -> Self {
-        Turns { requests: Semaphore::new(requests), held: Semaphore::new(2 * requests) }
+    fn new(requests: usize, host_slots: u32) -> Self {
+        let slots_max = (host_slots / SLOTS_SHARE).max(1) as usize;
+        Turns { requests: Semaphore::new(requests), slots: Semaphore::new(slots_max), slots_max }
     }
 }
 
@@ -65,7 +68,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Brings what is wanted, until it is dropped.
     pub(super) async fn remote_loop(self: Rc<Self>, remote: Arc<Remote>) {
-        let turns = Rc::new(Turns::new(remote.capabilities().requests_in_flight.max(1) as usize));
+        let requests = remote.capabilities().requests_in_flight.max(1) as usize;
+        let turns = Turns::new(requests, self.shared.config.host_slots());
         let mut batches = FuturesUnordered::new();
         loop {
             while let Some((batch, planned)) = remote.next_batch() {
@@ -80,14 +84,25 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Brings the blocks of a batch, and answers all who wait for one.
-    async fn bring_batch(self: &Rc<Self>, remote: &Arc<Remote>, turns: &Turns, batch: Batch, planned: Vec<Read>) {
+    async fn bring_batch(
+        self: &Rc<Self>,
+        remote: &Arc<Remote>,
+        turns: &Turns,
+        batch: Batch,
+        planned: Vec<Vec<ReadBlock>>,
+    ) {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
-        let read = async |read: Read| {
-            let held = turns.held.acquire().await.expect("it is not closed");
-            if let Err(error) = self.read_blocks(remote, &turns.requests, &read, batch.is_awaited, &brought).await {
-                failed.set(Some(error));
+        let read = async |blocks: Vec<ReadBlock>| {
+            let slots = blocks.len().min(turns.slots_max);
+            let turn = turns.requests.acquire().await.expect("it is not closed");
+            let held = turns.slots.acquire_many(slots as u32).await.expect("it is not closed");
+            for blocks in blocks.chunks(slots) {
+                if let Err(error) = self.read_blocks(remote, blocks, batch.is_awaited, &brought).await {
+                    failed.set(Some(error));
+                    break;
+                }
             }
-            drop(held);
+            drop((turn, held));
         };
         let all = stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {});
         let failed = self.in_time(of_store(all.map(Ok))).await.err().or(failed.take());
@@ -104,66 +119,89 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a range of an object, and stores its blocks.
+    /// Reads blocks in one call, or in some where there are fewer slots, and makes them visible.
     async fn read_blocks(
         self: &Rc<Self>,
         remote: &Arc<Remote>,
-        requests: &Semaphore,
-        read: &Read,
+        blocks: &[ReadBlock],
         is_awaited: bool,
         brought: &Cell<usize>,
     ) -> Result<(), RemoteError> {
-        let turn = requests.acquire().await.expect("it is not closed");
-        let began = Instant::now();
-        let result = repeated(remote, || remote.store().read(&read.object, read.range.clone())).await;
-        // The next request is on its way while these blocks are copied.
-        drop(turn);
-        let parts = match result {
-            Ok(parts) => parts,
-            // Another node deleted it, or a rule of the store.
-            Err(RemoteError::NotFound) => {
-                remote.forget_object(&read.object);
-                self.shared.metrics.remote_stale.add(1);
-                return Ok(());
+        let (mut blocks, mut failed) = (blocks, Ok(()));
+        while !blocks.is_empty() {
+            let began = Instant::now();
+            let (now, answers) = repeated(remote, async || self.read_ranges(remote, blocks, is_awaited).await).await?;
+            if now.is_empty() {
+                break;
             }
-            Err(error) => return Err(error),
-        };
-        let (found, expected) = (parts.iter().map(Bytes::len).sum::<usize>() as u64, read.range.end - read.range.start);
-        if found != expected {
-            remote.forget_object(&read.object);
-            self.shared.metrics.remote_invalid.add(read.blocks.len() as u64);
-            let (found, expected) = (format!("{found} bytes"), format!("{expected} bytes"));
-            return Err(RemoteError::Invalid { found, expected });
-        }
-        self.shared.metrics.remote_reads.add(1);
-        for block in &read.blocks {
-            let bytes = remote::slice(&parts, block.known.offset - read.range.start, remote.space.block_bytes);
-            if self.store_brought(remote, block, bytes, is_awaited, began).await {
-                brought.set(brought.get() + 1);
-                remote.answer(&block.known.key, true);
+            blocks = &blocks[now.len()..];
+            for (range, answer) in ranges(now).zip(answers) {
+                match answer.and_then(ReadBuffer::into_slots) {
+                    Ok(filled) => {
+                        self.shared.metrics.remote_reads.add(1);
+                        for (block, (filling, sum)) in range.iter().zip(filled) {
+                            if self.publish_brought(remote, block, filling, sum, began) {
+                                brought.set(brought.get() + 1);
+                                remote.answer(&block.known.key, true);
+                            }
+                        }
+                    }
+                    // Another node deleted it, or a rule of the store.
+                    Err(RemoteError::NotFound) => {
+                        remote.forget_object(&range[0].object);
+                        self.shared.metrics.remote_stale.add(1);
+                    }
+                    Err(error) => {
+                        remote.forget_object(&range[0].object);
+                        self.shared.metrics.remote_invalid.add(range.len() as u64);
+                        failed = Err(error);
+                    }
+                }
             }
         }
-        Ok(())
+        failed
     }
 
-    /// Copies a block into a host slot, verifies it there, and makes it visible; false if it is not right, not wanted
-    /// any longer, or finds no slot.
-    async fn store_brought(
+    /// Reads as many of the blocks as there are slots for: these, and the answer for each of their ranges. A repetition
+    /// takes slots anew: none is held while it waits.
+    async fn read_ranges<'a>(
         self: &Rc<Self>,
-        remote: &Arc<Remote>,
-        block: &ReadBlock,
-        bytes: Vec<Bytes>,
+        remote: &Remote,
+        blocks: &'a [ReadBlock],
         is_awaited: bool,
-        began: Instant,
-    ) -> bool {
-        let ReadBlock { known, parent } = *block;
-        let filling = match is_awaited {
+    ) -> Result<(&'a [ReadBlock], Vec<Result<ReadBuffer, RemoteError>>), RemoteError> {
+        let mut slots = self.slots(blocks.len(), is_awaited).await.into_iter();
+        let now = &blocks[..slots.len()];
+        if now.is_empty() {
+            return Ok((now, Vec::new()));
+        }
+        let read = |range: &[ReadBlock]| {
+            let buffer = ReadBuffer::of_slots(slots.by_ref().take(range.len()).collect());
+            (range[0].object.to_string(), range[0].known.offset, buffer)
+        };
+        Ok((now, remote.store().read_each(ranges(now).map(read).collect()).await?))
+    }
+
+    /// Up to so many host slots. Only the first is waited for, and only by a caller: who holds one waits for none.
+    async fn slots(self: &Rc<Self>, blocks: usize, is_awaited: bool) -> Vec<Filling> {
+        let first = match is_awaited {
             true => self.shared.acquire(Tier::Host, Purpose::Call).await.ok(),
             false => self.shared.acquire_now(Tier::Host),
         };
-        let Some(filling) = filling else { return false };
-        let (sum, filling) = self.fill(filling, bytes).await;
-        let Some(filling) = filling else { return false };
+        let more = std::iter::from_fn(|| self.shared.acquire_now(Tier::Host));
+        first.into_iter().chain(more).take(blocks).collect()
+    }
+
+    /// Makes a block visible that a host slot has; false if it is not right, or not wanted any longer.
+    fn publish_brought(
+        self: &Rc<Self>,
+        remote: &Arc<Remote>,
+        block: &ReadBlock,
+        filling: Filling,
+        sum: u64,
+        began: Instant,
+    ) -> bool {
+        let ReadBlock { known, parent, .. } = *block;
         if sum != known.checksum {
             drop(filling);
             remote.forget(&known.key);
@@ -180,28 +218,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.metrics.timed(Route::RemoteToHost, began.elapsed());
         !remote.is_removed(&known.key)
     }
+}
 
-    /// Copies what was read into a slot, and computes its checksum: on a worker, if there is one.
-    async fn fill(&self, filling: Filling, bytes: Vec<Bytes>) -> (u64, Option<Filling>) {
-        let block_bytes = self.shared.config.block_bytes;
-        let mut filling = filling;
-        let copy = move || {
-            let mut at = 0;
-            for part in bytes {
-                filling.bytes_mut()[at..at + part.len()].copy_from_slice(&part);
-                at += part.len();
-            }
-            (checksum(filling.bytes()), Some(filling))
-        };
-        if self.workers.take(block_bytes as u64) {
-            // What panicked has dropped the slot.
-            return self.workers.run(block_bytes as u64, copy).await.unwrap_or((0, None));
-        }
-        // The other tasks get a turn after each block.
-        let filled = copy();
-        crate::io::yield_now().await;
-        filled
-    }
+/// The blocks as ranges of their objects.
+fn ranges(blocks: &[ReadBlock]) -> impl Iterator<Item = &[ReadBlock]> {
+    blocks.chunk_by(|_, block| block.follows)
 }
 
 /// What becomes of a future in which the store's code runs, which is users': its panic is an error, and no more.
@@ -213,7 +234,10 @@ pub(super) async fn of_store<T>(future: impl Future<Output = Result<T, RemoteErr
 }
 
 /// A request, and its repetitions.
-pub(super) async fn repeated<T>(remote: &Remote, request: impl Fn() -> RemoteFuture<T>) -> Result<T, RemoteError> {
+pub(super) async fn repeated<T>(
+    remote: &Remote,
+    request: impl AsyncFn() -> Result<T, RemoteError>,
+) -> Result<T, RemoteError> {
     let mut repeats = 0;
     loop {
         match request().await {

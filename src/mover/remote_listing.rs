@@ -12,7 +12,7 @@ use super::{
 use crate::{
     device::CopyEngine,
     io::Storage,
-    remote::{Object, Remote, RemoteError},
+    remote::{Object, ReadBuffer, Remote, RemoteError},
     shield::caught,
 };
 
@@ -37,13 +37,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn list_remote(&self, remote: &Remote) -> Result<(), RemoteError> {
         let (listing, prefix) = (remote.begin_listing(), remote.space.prefix());
         let in_flight = remote.capabilities().requests_in_flight.max(1) as usize;
+        let reads_per_call = remote.capabilities().reads_per_call.max(1) as usize;
         let bytes_max = self.shared.config.remote.bytes;
         let (mut after, mut listed): (Option<String>, Vec<Object>) = (None, Vec::new());
         loop {
             let list = repeated(remote, || remote.store().list(&prefix, after.as_deref()));
             let page = self.in_time(list).await?;
-            let new = page.objects.iter().filter(|object| !remote.see(&object.name, listing));
-            stream::iter(new).for_each_concurrent(in_flight, |object| self.enter_object(remote, object)).await;
+            let new: Vec<&Object> = page.objects.iter().filter(|object| !remote.see(&object.name, listing)).collect();
+            let calls = stream::iter(new.chunks(reads_per_call));
+            calls.for_each_concurrent(in_flight, |objects| self.enter_objects(remote, objects)).await;
             if bytes_max.is_some() {
                 listed.extend(page.objects);
             }
@@ -81,20 +83,48 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(())
     }
 
-    /// Reads the table of an object, and enters it. One that is not what it should be is passed over.
-    pub(super) async fn enter_object(&self, remote: &Remote, object: &Object) {
+    /// Reads the tables of objects in one call, and enters them. One that is not what it should be is passed over.
+    pub(super) async fn enter_objects(&self, remote: &Remote, objects: &[&Object]) {
         if remote.is_full() {
-            return self.shared.metrics.remote_unlisted.add(1);
+            return self.shared.metrics.remote_unlisted.add(objects.len() as u64);
         }
-        match self.in_time(read_table(remote, object)).await {
-            Ok(true) | Err(RemoteError::NotFound) => {}
-            Ok(false) => self.shared.metrics.remote_unlisted.add(1),
-            Err(error @ RemoteError::Invalid { .. }) => {
-                self.shared.metrics.remote_invalid.add(1);
-                tracing::warn!(%error, object = object.name, "an object of the remote store is passed over");
-            }
-            Err(_) => self.shared.metrics.remote_errors.add(1),
+        let (known, unknown): (Vec<_>, Vec<_>) = objects
+            .iter()
+            .map(|object| (*object, remote.space.table_bytes(object.bytes)))
+            .partition(|(_, bytes)| bytes.is_some());
+        for (object, _) in unknown {
+            let expected = format!("whole blocks of {} bytes behind their table", remote.space.block_bytes);
+            self.pass_over(
+                object,
+                RemoteError::Invalid { found: format!("an object of {} bytes", object.bytes), expected },
+            );
         }
+        let reads = || {
+            let read = |(object, bytes): &(&Object, Option<u64>)| {
+                (object.name.clone(), 0, ReadBuffer::new(bytes.unwrap_or(0) as usize))
+            };
+            known.iter().map(read).collect()
+        };
+        let read = self.in_time(repeated(remote, || remote.store().read_each(reads()))).await;
+        let Ok(tables) = read else { return self.shared.metrics.remote_errors.add(1) };
+        for ((object, _), table) in known.iter().zip(tables) {
+            self.enter_table(remote, object, table);
+        }
+    }
+
+    /// Enters an object with its table, as a read has it.
+    fn enter_table(&self, remote: &Remote, object: &Object, table: Result<ReadBuffer, RemoteError>) {
+        let table = table.and_then(ReadBuffer::into_bytes);
+        match table.and_then(|table| remote.space.decode(&object.name, &table, object.bytes)) {
+            Ok(table) => self.shared.metrics.remote_unlisted.add(u64::from(!remote.enter(&object.name, table))),
+            Err(RemoteError::NotFound) => {}
+            Err(error) => self.pass_over(object, error),
+        }
+    }
+
+    fn pass_over(&self, object: &Object, error: RemoteError) {
+        self.shared.metrics.remote_invalid.add(1);
+        tracing::warn!(%error, object = object.name, "an object of the remote store is passed over");
     }
 
     /// A request with its repetitions, within the deadline.
@@ -106,15 +136,4 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let late = |_| RemoteError::Unavailable(format!("no answer within {deadline:?} (`remote_deadline_ms`)"));
         timeout(deadline, request).await.map_err(late)?
     }
-}
-
-/// Reads the table of an object, and enters it; false if there is no room.
-async fn read_table(remote: &Remote, object: &Object) -> Result<bool, RemoteError> {
-    let Some(bytes) = remote.space.table_bytes(object.bytes) else {
-        let expected = format!("whole blocks of {} bytes behind their table", remote.space.block_bytes);
-        return Err(RemoteError::Invalid { found: format!("an object of {} bytes", object.bytes), expected });
-    };
-    let parts = repeated(remote, || remote.store().read(&object.name, 0..bytes)).await?;
-    let table = remote.space.decode(&object.name, &parts.concat(), object.bytes)?;
-    Ok(remote.enter(&object.name, table))
 }

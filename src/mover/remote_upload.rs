@@ -1,23 +1,27 @@
 //! Blocks that go to the remote store: behind everything that a caller awaits, as many bytes a second as the settings
 //! say, a run of one chain's blocks in one object.
 
-use std::{collections::BTreeMap, rc::Rc, sync::Arc, time::Duration};
+use std::{cell::Cell, collections::BTreeMap, rc::Rc, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use tokio::time::{Instant, sleep, timeout};
+use futures_util::{StreamExt, stream};
+use tokio::{
+    sync::Semaphore,
+    time::{Instant, sleep, sleep_until, timeout},
+};
 
 use super::{
     Mover,
     remote::{of_store, repeated},
 };
 use crate::{
-    block::{BlockKey, Route},
+    block::{BlockKey, Route, Tier},
     config::RemotePolicy,
     device::CopyEngine,
     io::Storage,
     remote::{Created, Object, Remote, RemoteError},
     shield::caught,
-    state::Class,
+    state::{Class, Pin},
 };
 
 /// How long the task waits for more blocks of a chain, after the first.
@@ -29,9 +33,34 @@ const LOOK_AFTER: Duration = Duration::from_secs(1);
 /// Blocks that are looked up under one lock.
 const PER_LOCK: usize = 64;
 
+/// Objects that are written at a time.
+const OBJECTS_IN_FLIGHT: usize = 4;
+
+/// Of this share of the host tier the slots are written from in place: a store that hangs pins no more.
+const SLOTS_SHARE: u32 = 8;
+
+/// What the writes of all objects share.
+struct Turns {
+    /// Host slots that are written from in place.
+    slots: Semaphore,
+    /// When the next object may begin, as the bytes a second allow.
+    next: Cell<Instant>,
+}
+
+/// A block of the host tier on its way to the store.
+struct Sent(Pin);
+
+impl AsRef<[u8]> for Sent {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes what is queued, until it is dropped.
     pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
+        let slots = (self.shared.config.host_slots() / SLOTS_SHARE) as usize;
+        let turns = Turns { slots: Semaphore::new(slots), next: Cell::new(Instant::now()) };
         let mut pause = LOOK_AFTER;
         loop {
             match self.shared.config.remote.policy {
@@ -42,26 +71,38 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
                 RemotePolicy::Stored | RemotePolicy::Never => {
                     remote.wake_uploads.notified().await;
-                    sleep(GATHER).await;
+                    if remote.blocks_of_object() > 1 {
+                        sleep(GATHER).await;
+                    }
                 }
             }
             let runs = self.chain_runs(&remote, remote.take_uploads()).await;
+            let written = stream::iter(runs)
+                .map(async |(parent, run)| self.upload_run(&remote, &turns, parent, &run).await)
+                .buffer_unordered(OBJECTS_IN_FLIGHT)
+                .fold(false, async |some, is_written| some || is_written);
             // As long as objects are written it is looked at once for more.
-            pause = LOOK_AFTER;
-            for (parent, run) in runs {
-                let error = match of_store(self.upload(&remote, parent, &run)).await {
-                    Ok(is_written) => {
-                        pause = if is_written { Duration::ZERO } else { pause };
-                        continue;
-                    }
-                    Err(error) => error,
-                };
-                self.shared.metrics.remote_errors.add(1);
-                self.shared.metrics.remote_unsent.add(run.len() as u64);
-                // A subscriber that panics must not end this task.
-                _ = caught(|| tracing::debug!(%error, "blocks were not written to the remote store"));
-            }
+            pause = if written.await { Duration::ZERO } else { LOOK_AFTER };
         }
+    }
+
+    /// Writes an object of these blocks; false if none is known then.
+    async fn upload_run(
+        self: &Rc<Self>,
+        remote: &Remote,
+        turns: &Turns,
+        parent: Option<BlockKey>,
+        run: &[BlockKey],
+    ) -> bool {
+        let error = match of_store(self.upload(remote, turns, parent, run)).await {
+            Ok(is_written) => return is_written,
+            Err(error) => error,
+        };
+        self.shared.metrics.remote_errors.add(1);
+        self.shared.metrics.remote_unsent.add(run.len() as u64);
+        // A subscriber that panics must not end this task.
+        _ = caught(|| tracing::debug!(%error, "blocks were not written to the remote store"));
+        false
     }
 
     /// Blocks as runs of their chains, each with the key before it, and no longer than an object.
@@ -76,7 +117,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             crate::io::yield_now().await;
         }
-        runs(&parents, remote.space.blocks_of(remote.capabilities().object_bytes))
+        runs(&parents, remote.blocks_of_object())
     }
 
     /// Writes an object of these blocks, those that are still there; false if there is none, another node has written
@@ -84,18 +125,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn upload(
         self: &Rc<Self>,
         remote: &Remote,
+        turns: &Turns,
         parent: Option<BlockKey>,
         run: &[BlockKey],
     ) -> Result<bool, RemoteError> {
+        turns.wait().await;
         let began = Instant::now();
-        let mut blocks = Vec::with_capacity(run.len());
-        for key in run {
-            match self.copy_of(key).await {
-                Some((checksum, bytes)) => blocks.push((*key, checksum, bytes)),
-                // What follows it would be another run.
-                None => break,
-            }
-        }
+        let slots = turns.slots.try_acquire_many(run.len() as u32).ok();
+        let blocks = self.blocks_of_run(run, slots.is_some()).await;
         self.shared.metrics.remote_unsent.add((run.len() - blocks.len()) as u64);
         let Some((first, ..)) = blocks.first() else { return Ok(false) };
         let (name, count) = (remote.space.name(first), blocks.len());
@@ -108,6 +145,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Created::Now => {
                 let table = remote.space.decode(&object.name, &parts[0], bytes)?;
                 self.shared.metrics.remote_writes.add(1);
+                turns.count(bytes, self.shared.config.remote.upload_bytes_per_s);
                 for _ in 0..count {
                     self.shared.metrics.moved(Route::HostToRemote, self.shared.config.block_bytes, began.elapsed());
                 }
@@ -117,8 +155,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // Another node's, whose length a listing tells.
             Created::Already => self.learn(remote, &object.name).await?,
         }
-        let rate = self.shared.config.remote.upload_bytes_per_s;
-        sleep(Duration::from_secs_f64(bytes as f64 / rate as f64)).await;
         Ok(is_known)
     }
 
@@ -126,9 +162,39 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn learn(&self, remote: &Remote, name: &str) -> Result<(), RemoteError> {
         let page = self.in_time(repeated(remote, || remote.store().list(name, None))).await?;
         if let Some(object) = page.objects.iter().find(|object| object.name == name) {
-            self.enter_object(remote, object).await;
+            self.enter_objects(remote, &[object]).await;
         }
         Ok(())
+    }
+
+    /// The leading blocks of a run that are there, each with its checksum. In place where they are in host memory, if
+    /// that `may_pin`: what has to be waited for is copied, and before any slot is pinned.
+    async fn blocks_of_run(self: &Rc<Self>, run: &[BlockKey], may_pin: bool) -> Vec<(BlockKey, u64, Bytes)> {
+        let mut copies = BTreeMap::new();
+        for key in run {
+            if may_pin && self.pin_resident(key).is_some() {
+                continue;
+            }
+            // What follows one that is gone would be another run.
+            let Some(copy) = self.copy_of(key).await else { break };
+            copies.insert(*key, copy);
+        }
+        let block = |key: &BlockKey| {
+            let (checksum, bytes) = copies.remove(key).or_else(|| {
+                let (checksum, pin) = self.pin_resident(key).filter(|_| may_pin)?;
+                Some((checksum, Bytes::from_owner(Sent(pin))))
+            })?;
+            Some((*key, checksum, bytes))
+        };
+        run.iter().map_while(block).collect()
+    }
+
+    /// Pins a block that is in host memory.
+    fn pin_resident(&self, key: &BlockKey) -> Option<(u64, Pin)> {
+        let mut state = self.shared.lock();
+        let id = state.index.find(key)?;
+        let pin = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit)?;
+        Some((state.host_checksums[pin.slot() as usize], pin))
     }
 
     /// A block's bytes and checksum, from whichever tier of the node has it: a copy, so that a store holds no slot.
@@ -143,6 +209,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let copied = copy();
         crate::io::yield_now().await;
         Some((checksum, copied))
+    }
+}
+
+impl Turns {
+    /// Waits until the bytes that were written allow more.
+    async fn wait(&self) {
+        while self.next.get() > Instant::now() {
+            sleep_until(self.next.get()).await;
+        }
+    }
+
+    fn count(&self, bytes: u64, bytes_per_s: u64) {
+        let begin = self.next.get().max(Instant::now());
+        self.next.set(begin + Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64));
     }
 }
 

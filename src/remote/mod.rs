@@ -5,6 +5,7 @@
 //! The rest is the remote tier as callers and the reactor share it: pure data behind a lock of its own. It is a source
 //! behind a miss, and a sink beside the disk: blocks that it brings are stored as any new block (`mover/remote.rs`).
 
+mod buffer;
 pub(crate) mod format;
 mod health;
 mod presence;
@@ -13,9 +14,11 @@ mod tier;
 mod uploads;
 mod wanted;
 
+pub use buffer::ReadBuffer;
 pub use store::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, RemoteStore};
 
+pub(crate) use buffer::Slot;
 pub(crate) use format::Space;
-pub(crate) use presence::{Read, ReadBlock};
-pub(crate) use tier::{Figures, Limits, Remote, slice};
+pub(crate) use presence::ReadBlock;
+pub(crate) use tier::{Figures, Limits, Remote};
 pub(crate) use wanted::Batch;

@@ -3,7 +3,7 @@
 //! Objects are written once, so what was read of one stays true until it is deleted: then a read finds nothing, which
 //! is a miss, and the object is forgotten.
 
-use std::ops::Range;
+use std::sync::Arc;
 
 use hashbrown::HashTable;
 use slab::Slab;
@@ -28,7 +28,7 @@ pub(crate) struct Known {
 /// An object, as its table has it: a run of one chain's blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Run {
-    pub(crate) name: Box<str>,
+    pub(crate) name: Arc<str>,
     /// The key before the first block in its chain.
     pub(crate) parent: Option<BlockKey>,
     pub(crate) blocks: Box<[Known]>,
@@ -36,26 +36,29 @@ pub(crate) struct Run {
     pub(crate) seen: u64,
 }
 
-/// One range of an object to be read, and the blocks of it that are wanted, in its order.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Read {
-    pub(crate) object: Box<str>,
-    pub(crate) range: Range<u64>,
-    pub(crate) blocks: Vec<ReadBlock>,
-}
-
 /// A block to be read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReadBlock {
+    pub(crate) object: Arc<str>,
     pub(crate) known: Known,
     pub(crate) parent: Option<BlockKey>,
+    /// The block before it in its read is the one before it in its object: both are one range.
+    pub(crate) follows: bool,
+}
+
+/// How many blocks are read together.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReadLimits {
+    /// Of one range of an object.
+    pub(crate) range_blocks: usize,
+    /// Ranges of one read; each of its own objects.
+    pub(crate) ranges: usize,
+    /// Of one read of several ranges.
+    pub(crate) blocks: usize,
 }
 
 /// Tables that the keys are spread over: one that grows moves its entries under the lock.
 const SHARDS: usize = 256;
-
-/// Bytes between two wanted blocks of an object, from which on they are read apart.
-const GAP_MAX: u64 = 4096;
 
 /// The map of a namespace.
 ///
@@ -186,14 +189,14 @@ impl Presence {
     /// Forgets the objects that the listing of this number does not have; how many.
     pub(crate) fn forget_unseen(&mut self, listing: u64) -> usize {
         let unseen = self.objects.iter().map(|(_, run)| run).filter(|run| run.seen < listing);
-        let unseen: Vec<Box<str>> = unseen.map(|run| run.name.clone()).collect();
+        let unseen: Vec<Arc<str>> = unseen.map(|run| run.name.clone()).collect();
         unseen.iter().for_each(|name| self.forget_object(name));
         unseen.len()
     }
 
-    /// The reads that bring these blocks: of each object those that follow one another with less than [`GAP_MAX`] bytes
-    /// between them, up to `bytes_max` in one read. The keys that are not there come back.
-    pub(crate) fn plan(&self, keys: &[BlockKey], block_bytes: u64, bytes_max: u64) -> (Vec<Read>, Vec<BlockKey>) {
+    /// The reads that bring these blocks: ranges of those that follow one another in an object, each read with as many
+    /// ranges as the limits say. The keys that are not there come back.
+    pub(crate) fn plan(&self, keys: &[BlockKey], limits: ReadLimits) -> (Vec<Vec<ReadBlock>>, Vec<BlockKey>) {
         let mut places = Vec::with_capacity(keys.len());
         let mut unknown = Vec::new();
         for key in keys {
@@ -204,25 +207,28 @@ impl Presence {
         }
         places.sort_unstable();
         places.dedup();
-        let mut reads: Vec<Read> = Vec::new();
+        let mut reads: Vec<Vec<ReadBlock>> = Vec::new();
+        let (mut last, mut ranges, mut of_range): (Option<Place>, usize, usize) = (None, 0, 0);
         for place in places {
             let run = &self.objects[place.object as usize];
             let known = run.blocks[place.at as usize];
             let parent = place.at.checked_sub(1).map_or(run.parent, |before| Some(run.blocks[before as usize].key));
-            let block = ReadBlock { known, parent };
-            let end = known.offset + block_bytes;
+            let follows =
+                last.is_some_and(|last| Place { at: last.at + 1, ..last } == place) && of_range < limits.range_blocks;
+            last = Some(place);
+            let block = ReadBlock { object: Arc::clone(&run.name), known, parent, follows };
             match reads.last_mut() {
-                Some(read)
-                    if read.object == run.name
-                        && known.offset >= read.range.end
-                        && known.offset - read.range.end < GAP_MAX
-                        && end - read.range.start <= bytes_max =>
-                {
-                    read.range.end = end;
-                    read.blocks.push(block);
+                Some(read) if follows => read.push(block),
+                Some(read) if ranges < limits.ranges && read.len() < limits.blocks => {
+                    ranges += 1;
+                    read.push(block);
                 }
-                _ => reads.push(Read { object: run.name.clone(), range: known.offset..end, blocks: vec![block] }),
+                _ => {
+                    ranges = 1;
+                    reads.push(vec![block]);
+                }
             }
+            of_range = if follows { of_range + 1 } else { 1 };
         }
         (reads, unknown)
     }
@@ -292,14 +298,24 @@ mod tests {
     fn blocks_that_follow_one_another_are_one_read_and_know_their_parents() {
         let mut presence = presence();
         assert!(presence.enter(run("a", 0..8)) && presence.enter(run("b", 8..16)));
-        let (reads, unknown) = presence.plan(&[2, 3, 4, 6, 8, 9, 99, 3].map(key), BLOCK, 100_000);
-        let found: Vec<_> = reads.iter().map(|read| (&*read.object, read.range.clone(), read.blocks.len())).collect();
-        assert_eq!(found, [("a", 20_010..50_010, 3), ("a", 60_010..70_010, 1), ("b", 10..20_010, 2)]);
-        assert_eq!(unknown, [key(99)]);
-        assert_eq!(reads[0].blocks[0].parent, Some(key(1)));
-        assert_eq!(reads[2].blocks[0].parent, Some(key(7)), "of another object");
-        let (reads, _) = presence.plan(&(0..8).map(key).collect::<Vec<_>>(), BLOCK, 30_000);
-        assert_eq!(reads.len(), 3, "no read is longer than that");
+        let limits = |range_blocks, ranges, blocks| ReadLimits { range_blocks, ranges, blocks };
+        let plan = |keys: &[u64], limits| {
+            let (reads, unknown) = presence.plan(&keys.iter().map(|n| key(*n)).collect::<Vec<_>>(), limits);
+            let block = |block: &ReadBlock| (block.known.checksum, block.follows);
+            (reads.iter().map(|read| read.iter().map(block).collect()).collect::<Vec<Vec<_>>>(), unknown)
+        };
+        let (reads, unknown) = plan(&[2, 3, 4, 6, 8, 9, 99, 3], limits(10, 1, 10));
+        let expected = [vec![(2, false), (3, true), (4, true)], vec![(6, false)], vec![(8, false), (9, true)]];
+        assert_eq!((reads, unknown), (expected.to_vec(), vec![key(99)]));
+        let (reads, _) = presence.plan(&[key(2), key(8)], limits(10, 1, 10));
+        let of = |read: &[ReadBlock]| (read[0].object.to_string(), read[0].parent);
+        assert_eq!(of(&reads[0]), ("a".into(), Some(key(1))));
+        assert_eq!(of(&reads[1]), ("b".into(), Some(key(7))), "of another object");
+        let lengths = |keys: &[u64], limits| plan(keys, limits).0.iter().map(Vec::len).collect::<Vec<_>>();
+        let all: Vec<u64> = (0..8).collect();
+        assert_eq!(lengths(&all, limits(3, 1, 10)), [3, 3, 2], "no range is longer than that");
+        assert_eq!(lengths(&all, limits(3, 2, 10)), [6, 2], "two ranges in a read");
+        assert_eq!(lengths(&[0, 2, 4, 6, 8], limits(3, 10, 4)), [4, 1], "no read has more blocks than that");
     }
 
     #[test]

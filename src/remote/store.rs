@@ -4,6 +4,8 @@ use std::{ops::Range, pin::Pin, time::SystemTime};
 
 use bytes::Bytes;
 
+use super::ReadBuffer;
+
 /// The future of a call to a [`RemoteStore`].
 pub type RemoteFuture<T> = Pin<Box<dyn Future<Output = Result<T, RemoteError>> + Send>>;
 
@@ -19,10 +21,39 @@ pub trait RemoteStore: Send + Sync + 'static {
     /// What the store is good at. Constant.
     fn capabilities(&self) -> Capabilities;
 
-    /// The bytes of a range of an object, exactly, in as many parts as they came in.
-    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>>;
+    /// Fills the buffer with the bytes of an object from `start` on: as many as it has room for, exactly. The buffer is
+    /// slots of the cache, which are free again where it is dropped.
+    fn read_into(&self, object: &str, start: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer>;
 
-    /// Creates an object of these parts: whole, or not at all. An object that exists is never overwritten.
+    /// Several reads in one call: of each the object, where it starts, and its buffer; up to
+    /// [`reads_per_call`](Capabilities::reads_per_call). Each answer is the buffer, [`RemoteError::NotFound`] or
+    /// [`RemoteError::Invalid`]; another error ends the call.
+    ///
+    /// By default one read after the other.
+    fn read_each(&self, reads: Vec<(String, u64, ReadBuffer)>) -> RemoteFuture<Vec<Result<ReadBuffer, RemoteError>>> {
+        let reads: Vec<_> =
+            reads.into_iter().map(|(object, start, buffer)| self.read_into(&object, start, buffer)).collect();
+        Box::pin(async move {
+            let mut answers = Vec::with_capacity(reads.len());
+            for read in reads {
+                answers.push(match read.await {
+                    answer @ (Ok(_) | Err(RemoteError::NotFound | RemoteError::Invalid { .. })) => answer,
+                    Err(error) => return Err(error),
+                });
+            }
+            Ok(answers)
+        })
+    }
+
+    /// The bytes of a range of an object.
+    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<u8>> {
+        let bytes = usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX);
+        let read = self.read_into(object, range.start, ReadBuffer::new(bytes));
+        Box::pin(async move { read.await?.into_bytes() })
+    }
+
+    /// Creates an object of these parts: whole, or not at all. An object that exists is never overwritten. Parts may be
+    /// slots of the cache, which are not used for other blocks until all are dropped: keep none.
     fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created>;
 
     /// Objects whose names begin with `prefix`, in the order of their names, beginning behind `after`.
@@ -42,6 +73,8 @@ pub struct Capabilities {
     pub object_bytes: u64,
     /// The requests that should be in flight at a time.
     pub requests_in_flight: u32,
+    /// Reads that one call should have at most: 1 for a store whose requests have one object each.
+    pub reads_per_call: u32,
 }
 
 /// What became of a creation.

@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use bytes::Bytes;
 use tokio::{
     sync::{Notify, oneshot},
     time::Instant,
@@ -11,7 +10,7 @@ use tokio::{
 use super::{
     format::{Space, Table},
     health::Health,
-    presence::{Presence, Read, Run},
+    presence::{Presence, ReadBlock, ReadLimits, Run},
     store::{Capabilities, RemoteError, RemoteStore},
     uploads::Uploads,
     wanted::{Batch, Wanted},
@@ -20,6 +19,9 @@ use crate::{block::BlockKey, index::KeyHasher, sync::Mutex};
 
 /// What one read brings at most. A store of small values says so by the size of its objects.
 const READ_BYTES_MAX: u64 = 16 << 20;
+
+/// What one call of several reads brings at most: enough for few calls, little enough to be one of many.
+const READ_TOGETHER_BYTES: u64 = 4 << 20;
 
 /// The remote tier of a cache.
 pub(crate) struct Remote {
@@ -100,9 +102,20 @@ impl Remote {
         self.store.capabilities()
     }
 
-    /// Bytes of one read at most.
-    pub(crate) fn read_bytes_max(&self) -> u64 {
-        self.capabilities().object_bytes.clamp(self.space.block_bytes, READ_BYTES_MAX.max(self.space.block_bytes))
+    /// Blocks of an object that this cache writes.
+    pub(crate) fn blocks_of_object(&self) -> usize {
+        self.space.blocks_of(self.capabilities().object_bytes)
+    }
+
+    /// How so many blocks are read: few of them by as many requests as the store takes, many by few requests.
+    fn read_limits(&self, blocks: usize) -> ReadLimits {
+        let Capabilities { object_bytes, requests_in_flight, reads_per_call, .. } = self.capabilities();
+        let blocks_max = self.space.blocks_of(READ_TOGETHER_BYTES);
+        ReadLimits {
+            range_blocks: self.space.blocks_of(object_bytes.min(READ_BYTES_MAX)),
+            ranges: reads_per_call.max(1) as usize,
+            blocks: blocks.div_ceil(requests_in_flight.max(1) as usize).min(blocks_max),
+        }
     }
 
     /// Blocks that the store has, as far as is known.
@@ -180,10 +193,10 @@ impl Remote {
     }
 
     /// The next blocks to be brought, by reads; the keys that are not there any more have been answered.
-    pub(crate) fn next_batch(&self) -> Option<(Batch, Vec<Read>)> {
+    pub(crate) fn next_batch(&self) -> Option<(Batch, Vec<Vec<ReadBlock>>)> {
         let mut state = self.state.lock();
         let batch = state.wanted.pop()?;
-        let (reads, unknown) = state.presence.plan(&batch.keys, self.space.block_bytes, self.read_bytes_max());
+        let (reads, unknown) = state.presence.plan(&batch.keys, self.read_limits(batch.keys.len()));
         drop(state);
         unknown.iter().for_each(|key| self.answer(key, false));
         Some((batch, reads))
@@ -295,19 +308,4 @@ impl Remote {
     pub(crate) fn jittered(&self, time: Duration) -> Duration {
         time + time.mul_f64(f64::from(self.opened.elapsed().subsec_nanos() % 1000) / 2000.0)
     }
-}
-
-/// A part of what was read, in as many pieces as it came in, without a copy.
-pub(crate) fn slice(parts: &[Bytes], start: u64, len: u64) -> Vec<Bytes> {
-    let (mut at, end) = (0, start + len);
-    let mut slices = Vec::new();
-    for part in parts {
-        let part_end = at + part.len() as u64;
-        let (from, to) = (start.max(at), end.min(part_end));
-        if from < to {
-            slices.push(part.slice((from - at) as usize..(to - at) as usize));
-        }
-        at = part_end;
-    }
-    slices
 }

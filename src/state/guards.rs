@@ -7,6 +7,7 @@ use crate::{
     block::{Route, Segment, Tier},
     index::EntryId,
     memory::Readable,
+    remote::Slot,
 };
 
 impl Filling {
@@ -58,6 +59,12 @@ unsafe impl Readable for Filling {
     fn segments(&self) -> Vec<Segment> {
         let bytes = self.bytes();
         vec![Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() }]
+    }
+}
+
+impl Slot for Filling {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        Filling::bytes_mut(self)
     }
 }
 

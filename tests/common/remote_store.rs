@@ -8,7 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use kvhoist::remote::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, RemoteStore};
+use kvhoist::remote::{Capabilities, Created, Object, Page, ReadBuffer, RemoteError, RemoteFuture, RemoteStore};
 use tokio::sync::watch;
 
 /// Objects of a page of a listing: few, so that listings have several pages.
@@ -110,11 +110,12 @@ impl MemoryStore {
 
 impl RemoteStore for MemoryStore {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { scheme: "memory", object_bytes: self.object_bytes, requests_in_flight: 4 }
+        Capabilities { scheme: "memory", object_bytes: self.object_bytes, requests_in_flight: 4, reads_per_call: 1 }
     }
 
-    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
-        let object = object.to_owned();
+    fn read_into(&self, object: &str, start: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer> {
+        let (object, mut buffer) = (object.to_owned(), buffer);
+        let range = start..start + buffer.remaining() as u64;
         self.state.lock().expect("no panic").reads.push((object.clone(), range.clone()));
         self.request(move |state| {
             let bytes = state.objects.get(&object).ok_or(RemoteError::NotFound)?;
@@ -128,9 +129,10 @@ impl RemoteStore for MemoryStore {
                 _ => {}
             }
             // In parts, with a border in a block.
-            let bytes = Bytes::from(bytes);
-            let middle = bytes.len() / 2 + 1;
-            Ok(vec![bytes.slice(..middle.min(bytes.len())), bytes.slice(middle.min(bytes.len())..)])
+            let (first, second) = bytes.split_at((bytes.len() / 2 + 1).min(bytes.len()));
+            buffer.put(first)?;
+            buffer.put(second)?;
+            Ok(buffer)
         })
     }
 

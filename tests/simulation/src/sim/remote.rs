@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use kvhoist::remote::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, RemoteStore};
+use kvhoist::remote::{Capabilities, Created, Object, Page, ReadBuffer, RemoteError, RemoteFuture, RemoteStore};
 use tokio::time::sleep;
 
 /// Objects of a page of a listing.
@@ -210,11 +210,12 @@ impl State {
 
 impl RemoteStore for SimRemote {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { scheme: "sim", object_bytes: self.object_bytes, requests_in_flight: 3 }
+        Capabilities { scheme: "sim", object_bytes: self.object_bytes, requests_in_flight: 3, reads_per_call: 2 }
     }
 
-    fn read(&self, object: &str, range: Range<u64>) -> RemoteFuture<Vec<Bytes>> {
-        let object = object.to_owned();
+    fn read_into(&self, object: &str, start: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer> {
+        let (object, mut buffer) = (object.to_owned(), buffer);
+        let range = start..start + buffer.remaining() as u64;
         self.request(move |state, rates| {
             let bytes = state.objects.get(&object).ok_or(RemoteError::NotFound)?.clone();
             let whole = bytes.get(range.start as usize..range.end as usize).map(|part| bytes.slice_ref(part));
@@ -225,8 +226,10 @@ impl RemoteStore for SimRemote {
                 bytes = state.lie(range, bytes);
             }
             // In parts, as a network has them.
-            let at = state.rng.below(bytes.len() as u64 + 1) as usize;
-            Ok(vec![bytes.slice(..at), bytes.slice(at..)])
+            let (first, second) = bytes.split_at(state.rng.below(bytes.len() as u64 + 1) as usize);
+            buffer.put(first)?;
+            buffer.put(second)?;
+            Ok(buffer)
         })
     }
 
