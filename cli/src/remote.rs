@@ -84,8 +84,8 @@ struct Gc {
     /// Delete what was created longer ago than this: a number with h or d, such as 36h or 7d.
     #[arg(long, value_name = "AGE", value_parser = parse_age, required_unless_present = "max_bytes")]
     older_than: Option<Duration>,
-    /// Delete the oldest objects until the others have as many bytes, such as 500GiB.
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    /// Delete the oldest objects until the others have as many bytes, such as 500GiB; 0 deletes all.
+    #[arg(long, value_name = "SIZE", value_parser = parse_kept)]
     max_bytes: Option<usize>,
     /// Only this namespace: its digest, or the first digits of it.
     #[arg(long, value_name = "DIGEST")]
@@ -99,6 +99,11 @@ struct Gc {
     /// Print no progress.
     #[arg(long)]
     quiet: bool,
+}
+
+/// Bytes that are kept: a size, or none.
+fn parse_kept(text: &str) -> Result<usize, String> {
+    if text == "0" { Ok(0) } else { parse_bytes(text).map_err(|expected| format!("{expected}, or 0 to delete all")) }
 }
 
 /// Runs it.

@@ -80,6 +80,8 @@ fn what_a_node_stored_in_redis_another_serves_after_it_is_gone() {
     let refused = remote(&["gc", &url, "--max-bytes", "1"]);
     assert_eq!(refused.status.code(), Some(2));
     assert!(text(&refused.stderr).contains("maxmemory"), "{}", text(&refused.stderr));
+    assert!(printed(&["gc", &url, "--max-bytes", "0"]).starts_with("deleted 48 objects"));
+    assert_eq!(printed(&["du", &url]), "no objects\n");
 }
 
 #[test]
@@ -139,7 +141,7 @@ fn a_store_is_listed_counted_verified_and_emptied() {
     let kept = objects.values().map(Vec::len).max().expect("objects").to_string();
     printed(&["gc", &url, "--max-bytes", &kept, "--quiet"]);
     assert_eq!(double.state.objects.lock().expect("no panic").len(), 1);
-    let emptied = printed(&["gc", &url, "--max-bytes", "1", "--json", "--quiet"]);
+    let emptied = printed(&["gc", &url, "--max-bytes", "0", "--json", "--quiet"]);
     assert_eq!(serde_json::from_str::<Value>(&emptied).expect("JSON")["objects"], 1);
     assert_eq!(double.state.objects.lock().expect("no panic").len(), 0);
 }
