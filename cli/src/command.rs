@@ -9,7 +9,7 @@ use crate::remote;
 use crate::{
     bench, doctor,
     failure::{EXIT_STATUS, Failure},
-    inspect, ls, manual, output, replay, serve, space, status, top, verify, wipe,
+    inspect, load_bench, ls, manual, output, replay, serve, space, status, top, verify, wipe,
 };
 
 /// The version, and the commit that it was built from if it is known.
@@ -37,6 +37,9 @@ enum Command {
     /// Print the format, the settings and the fill of a store. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Inspect(inspect::Args),
+    /// Load checkpoints by all loaders that Python has, in turns, and compare them. Runs `python3 -m kvhoist load-bench`.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true, disable_help_flag = true)]
+    LoadBench(load_bench::Args),
     /// List the stores below some paths: model, rank, size, fill, last write. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Ls(ls::Args),
@@ -116,6 +119,7 @@ impl Parsed {
             Command::Doctor(args) => doctor::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Completions(args) => manual::completions(&args, Cli::command()),
+            Command::LoadBench(args) => load_bench::run(&args),
             Command::Ls(args) => ls::run(&args),
             Command::Man(args) => manual::pages(&args, Cli::command()),
             #[cfg(feature = "remote")]

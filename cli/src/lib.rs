@@ -22,6 +22,8 @@ mod interrupt;
 #[cfg(feature = "command")]
 mod json;
 #[cfg(feature = "command")]
+mod load_bench;
+#[cfg(feature = "command")]
 mod ls;
 #[cfg(feature = "command")]
 mod manual;
