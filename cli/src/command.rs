@@ -37,7 +37,7 @@ enum Command {
     /// Print the format, the settings and the fill of a store. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Inspect(inspect::Args),
-    /// Load checkpoints by all loaders that Python has, in turns, and compare them. Runs `python3 -m kvhoist load-bench`.
+    /// Load checkpoints by all loaders that Python has, and compare them: `python3 -m kvhoist load-bench`.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true, disable_help_flag = true)]
     LoadBench(load_bench::Args),
     /// List the stores below some paths: model, rank, size, fill, last write. Changes nothing.
