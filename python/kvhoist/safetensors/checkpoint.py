@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import AbstractSet, Any, Iterable, Iterator, NamedTuple, Sequence
 
@@ -14,6 +17,9 @@ from .index import checkpoint_files
 
 #: Direct I/O and cuFile read into memory without a copy where its address and the file's offset agree up to this.
 ALIGN = 4096
+
+#: Files that are opened at once.
+_OPEN_AT_ONCE = 8
 
 #: torch's names of the format's types; older releases lack some.
 _NAMES = {
@@ -116,7 +122,25 @@ def to_device(device: Any) -> torch.device:
 
 def open_all(paths: Any) -> list[Checkpoint]:
     """The files of a checkpoint. What they have is checked with their entries and by :func:`refuse_duplicates`."""
-    return [Checkpoint(file, names) for file, names in checkpoint_files(paths)]
+    files = checkpoint_files(paths)
+    if len(files) == 1:
+        return [Checkpoint(*files[0])]
+    # Headers are read and parsed without the interpreter's lock.
+    with ThreadPoolExecutor(min(len(files), _OPEN_AT_ONCE)) as pool:
+        return list(pool.map(lambda file: Checkpoint(*file), files))
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Searches for no cycles of garbage meanwhile: making 10,000 objects starts a search over all those of the process,
+    which takes as long as reading gigabytes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def refuse_duplicates(checkpoints: Iterable[Checkpoint]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import files as _files
-from .checkpoint import Entry, open_all, refuse_duplicates, to_device, views
+from .checkpoint import Checkpoint, Entry, no_collections, open_all, refuse_duplicates, to_device, views
 from .held import Holder
 from .ranks import on_all_ranks, part_of, share
 
@@ -68,6 +68,17 @@ def _read_part(
     paths: Any, device: torch.device, shard: tuple[int, int] | None, holder: Holder, settings: dict[str, Any]
 ) -> tuple[_Loaded, list[tuple[str, int, int]]]:
     """Reads a rank's part of each file. Also returns each file's name, and where its tensors begin and end."""
+    with no_collections():
+        checkpoints, loaded, transfer = _start(paths, device, shard, holder, settings)
+    result = _files.finish(transfer, settings)
+    logger.info("kvhoist: %d files of a checkpoint: %s", len(checkpoints), result)
+    return loaded, [(os.path.basename(one.file.path), one.data_offset, one.end) for one in checkpoints]
+
+
+def _start(
+    paths: Any, device: torch.device, shard: tuple[int, int] | None, holder: Holder, settings: dict[str, Any]
+) -> tuple[list[Checkpoint], _Loaded, Any]:
+    """Starts to read, and makes the tensors meanwhile."""
     checkpoints = open_all(paths)
     loaded = _Loaded([one.buffer(one.data_offset, one.end, device) for one in checkpoints], {}, [])
     reads = []
@@ -88,6 +99,4 @@ def _read_part(
     except BaseException:
         transfer.cancel()
         raise
-    result = _files.finish(transfer, settings)
-    logger.info("kvhoist: %d files of a checkpoint: %s", len(checkpoints), result)
-    return loaded, [(os.path.basename(one.file.path), one.data_offset, one.end) for one in checkpoints]
+    return checkpoints, loaded, transfer

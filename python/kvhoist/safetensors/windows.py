@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple
 import torch
 
 from .. import files as _files
-from .checkpoint import Checkpoint, Entry, open_all, refuse_duplicates, to_device, views
+from .checkpoint import Checkpoint, Entry, no_collections, open_all, refuse_duplicates, to_device, views
 from .held import Holder
 
 
@@ -31,9 +31,10 @@ def iterate(
     :func:`kvhoist.files.read_many`.
     """
     target = to_device(device)
-    checkpoints = open_all(paths)
-    refuse_duplicates(checkpoints)
-    windows = _windows(checkpoints, window_bytes, wanted)
+    with no_collections():
+        checkpoints = open_all(paths)
+        refuse_duplicates(checkpoints)
+        windows = _windows(checkpoints, window_bytes, wanted)
     under_way: deque[_UnderWay] = deque()
     progress = _files.progress_of(settings.pop("progress", None))
     holder, held = Holder(service, keep), {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -234,6 +235,32 @@ def test_tensors_that_their_file_does_not_align_are_copied(tmp_path):
         assert same_all(load_file(tmp_path / "file"), wanted)
         for window in (1, 30, 1 << 20):
             assert same_all(dict(iterate(tmp_path / "file", window_bytes=window)), wanted)
+
+
+def test_a_load_of_many_tensors_searches_for_no_garbage(tmp_path):
+    for n in range(2):
+        save_file({f"{n}.{i}": torch.full((2, 2), i) for i in range(5000)}, tmp_path / f"{n}.safetensors")
+    counted = []
+    gc.callbacks.append(lambda phase, _: counted.append(phase))
+    try:
+        assert len(load_files(tmp_path)) == 10_000
+        during_load = len(counted)
+        assert len(dict(iterate(tmp_path))) == 10_000
+        # One for each 700 new objects, as a rule.
+        assert during_load < 10 < len(counted)
+        (tmp_path / "1.safetensors").write_bytes(b"no header")
+        for load in (load_files, lambda path: next(iterate(path))):
+            with pytest.raises(ArgumentError):
+                load(tmp_path)
+            assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+    gc.disable()
+    try:
+        load_file(tmp_path / "0.safetensors")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_window_is_freed_with_its_tensors(tmp_path):
