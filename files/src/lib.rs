@@ -55,7 +55,7 @@ pub use held::{Arrival, FileIdentity};
 pub use memory::Memory;
 pub use plan::Range;
 pub use shared::{Progress, Report};
-pub use transfer::{Mode, Options, Transfer, read};
+pub use transfer::{Canceller, Mode, Options, Transfer, read};
 pub use write::{write, write_at};
 
 /// Results of this crate.

@@ -81,6 +81,23 @@ pub struct Transfer {
     process: u32,
 }
 
+/// Cancels a transfer, also while another thread waits for it.
+#[derive(Clone)]
+pub struct Canceller(Arc<Shared>);
+
+impl Canceller {
+    /// Begins no more requests. Those under way end as they would.
+    pub fn cancel(&self) {
+        self.0.cancelled.store(true, Ordering::Relaxed);
+    }
+}
+
+impl std::fmt::Debug for Canceller {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Canceller").finish_non_exhaustive()
+    }
+}
+
 impl Transfer {
     /// Starts the threads for ranges that have been checked.
     pub(crate) fn start(
@@ -150,7 +167,12 @@ impl Transfer {
 
     /// Begins no more requests. Those under way end as they would.
     pub fn cancel(&self) {
-        self.shared.cancelled.store(true, Ordering::Relaxed);
+        self.canceller().cancel();
+    }
+
+    /// What cancels it from elsewhere.
+    pub fn canceller(&self) -> Canceller {
+        Canceller(Arc::clone(&self.shared))
     }
 }
 

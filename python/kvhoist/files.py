@@ -9,7 +9,7 @@
 (3, b'two')
 
 Targets and sources are torch tensors of a CPU or a CUDA device, numpy arrays and other buffer objects, and objects with
-``__cuda_array_interface__``; contiguous, of any alignment. What the page cache has is taken from there, the rest comes
+``__cuda_array_interface__`` or ``__dlpack__`` (these need torch); contiguous, of any alignment. What the page cache has is taken from there, the rest comes
 past it (direct I/O), by many threads in requests of 512 KiB; the bytes of a GPU pass through pinned memory, 64 MiB at
 most with the default settings. :class:`Result` says which way the bytes took. No call holds the interpreter's lock
 while it waits; Ctrl-C ends a transfer.
@@ -28,7 +28,7 @@ from typing import Any, Callable, Iterable, Sequence
 from . import _native
 from .errors import ArgumentError
 
-__all__ = ["File", "Result", "Service", "open", "read_many", "read_many_async", "write"]
+__all__ = ["File", "Result", "Service", "open", "read_many", "read_many_async", "write", "write_async"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,26 @@ def place_of(memory: Any, writable: bool) -> Place:
     try:
         exported = _native.FileMemory(memory, writable)
     except (TypeError, BufferError, ValueError) as error:
+        if hasattr(memory, "__dlpack__") and not _is_buffer(memory):
+            import torch
+
+            return _tensor_place(torch.from_dlpack(memory))
         raise ArgumentError(
             f"memory: found {type(memory).__name__} ({error}), expected a tensor, or a contiguous"
             f"{' writable' if writable else ''} buffer"
         ) from None
     return Place(exported.address, exported.nbytes, None, exported)
+
+
+def _is_buffer(memory: Any) -> bool:
+    """Whether it is one, if not of the kind that was asked for: a read-only one is not written to another way."""
+    try:
+        memoryview(memory)
+    except TypeError:
+        return False
+    except (BufferError, ValueError):
+        pass
+    return True
 
 
 def _tensor_place(tensor: Any) -> Place:
@@ -166,10 +181,16 @@ class File:
     def write_from(self, source: Any, offset: int = 0, **settings: Any) -> Result:
         """Writes in place, and flushes: after a crash in the middle some bytes are new and some are old. A file as a
         whole is written by :func:`write`, all or nothing."""
+        return finish(self._start_write(source, offset, settings), settings)
+
+    async def write_from_async(self, source: Any, offset: int = 0, **settings: Any) -> Result:
+        """As :meth:`write_from`, awaited. Cancelled, it waits for the requests under way."""
+        return await _awaited(self._start_write(source, offset, settings), settings)
+
+    def _start_write(self, source: Any, offset: int, settings: dict[str, Any]) -> _native.FileTransfer:
         place = place_of(source, writable=False)
         ranges = [(0, _offset(offset), place.address, place.nbytes)]
-        transfer = _native.files_write_at(self.path, ranges, place.device, _settings(settings), place)
-        return finish(transfer, settings)
+        return _native.files_write_at(self.path, ranges, place.device, _settings(settings), place)
 
     def __repr__(self) -> str:
         return f"<kvhoist.files.File {self.path} of {self.size} bytes>"
@@ -226,7 +247,11 @@ async def read_many_async(
     reads: Iterable[tuple[File | str | os.PathLike[str], int, Any]], **settings: Any
 ) -> Result:
     """As :func:`read_many`, awaited. Cancelled, it waits for the requests under way: the memory is free then."""
-    transfer = start_reads(list(reads), settings)
+    return await _awaited(start_reads(list(reads), settings), settings)
+
+
+async def _awaited(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
+    """The result of a transfer. Cancelled, it ends the transfer, and waits for the requests under way."""
     waiting = asyncio.get_running_loop().run_in_executor(None, finish, transfer, settings)
     try:
         return await asyncio.shield(waiting)
@@ -244,10 +269,20 @@ def write(path: str | os.PathLike[str], sources: Sequence[Any], **settings: Any)
     A symbolic link is followed: its file is replaced.
     Settings as of :func:`read_many`.
     """
+    return finish(_start_file(path, sources, settings), settings)
+
+
+async def write_async(path: str | os.PathLike[str], sources: Sequence[Any], **settings: Any) -> Result:
+    """As :func:`write`, awaited. Cancelled, it leaves ``path`` as it was, unless all was written."""
+    return await _awaited(_start_file(path, sources, settings), settings)
+
+
+def _start_file(
+    path: str | os.PathLike[str], sources: Sequence[Any], settings: dict[str, Any]
+) -> _native.FileTransfer:
     places = [place_of(source, writable=False) for source in sources]
     pieces = [(place.address, place.nbytes) for place in places]
-    transfer = _native.files_write(os.fspath(path), pieces, _device_of(places), _settings(settings), places)
-    return finish(transfer, settings)
+    return _native.files_write(os.fspath(path), pieces, _device_of(places), _settings(settings), places)
 
 
 def start_reads(reads: Sequence[tuple[Any, int, Any]], settings: dict[str, Any]) -> _native.FileTransfer:

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist_files::{Error, Memory, Mode, Options, Range, Report, SourceFile, Transfer, safetensors};
+use kvhoist_files::{Canceller, Error, Memory, Mode, Options, Range, Report, SourceFile, Transfer, safetensors};
 use kvhoist_service::FileClient;
 use pyo3::{prelude::*, types::PyDict};
 
@@ -103,6 +103,7 @@ impl FileService {
 #[pyclass(frozen, module = "kvhoist._native")]
 pub struct FileTransfer {
     transfer: ProcessLocal<Mutex<Option<Transfer>>>,
+    canceller: Canceller,
     /// What keeps their memory. Dropped after the transfer.
     _kept: Py<PyAny>,
 }
@@ -139,11 +140,9 @@ impl FileTransfer {
         to_dict(py, &report)
     }
 
-    /// Begins no more requests. A forked child has none to begin.
-    fn cancel(&self, py: Python<'_>) {
-        if let Ok(lock) = self.lock(py) {
-            py.detach(|| lock().iter().for_each(Transfer::cancel));
-        }
+    /// Begins no more requests, also while another thread waits for the end.
+    fn cancel(&self) {
+        self.canceller.cancel();
     }
 
     /// Bytes that have arrived, and all.
@@ -158,7 +157,8 @@ impl FileTransfer {
     /// A transfer whose memory `kept` keeps.
     fn of(py: Python<'_>, transfer: kvhoist_files::Result<Transfer>, kept: Py<PyAny>) -> PyResult<Self> {
         let transfer = transfer.map_err(|error| to_python(py, &error))?;
-        Ok(FileTransfer { transfer: ProcessLocal::new(Mutex::new(Some(transfer))), _kept: kept })
+        let canceller = transfer.canceller();
+        Ok(FileTransfer { transfer: ProcessLocal::new(Mutex::new(Some(transfer))), canceller, _kept: kept })
     }
 
     /// What locks the transfer; an error in a forked child, whose parent may have held the lock.

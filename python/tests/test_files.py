@@ -107,6 +107,40 @@ def test_a_read_can_be_awaited(path):
     assert asyncio.run(both()) == [path[1][5:1005], path[1][5:2005]]
 
 
+def test_asyncio_writes(path, tmp_path):
+    async def both():
+        await files.write_async(tmp_path / "new", [b"one", b"two"])
+        return await files.open(path[0]).write_from_async(b"three", 7)
+
+    assert asyncio.run(both()).nbytes == 5
+    assert (tmp_path / "new").read_bytes() == b"onetwo"
+    assert path[0].read_bytes() == path[1][:7] + b"three" + path[1][12:]
+
+
+def test_a_cancelled_write_leaves_the_file_as_it_was(path, tmp_path):
+    source = bytearray(64 << 20)
+
+    async def cancelled():
+        slow = {"threads": 1, "piece_bytes": 4096}
+        transfer = files._start_file(path[0], [source], slow)
+        writing = asyncio.create_task(files._awaited(transfer, slow))
+        while transfer.progress() is not None:  # Until it is waited for.
+            await asyncio.sleep(0)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+
+    for _ in range(20):
+        asyncio.run(cancelled())
+        source += b"resized"  # Refused while it is exported.
+        assert os.listdir(tmp_path) == ["data"]
+        if path[0].read_bytes() == path[1]:
+            return
+        # It was complete by then, on a busy machine.
+        path[0].write_bytes(path[1])
+    pytest.fail("20 writes of 64 MiB by requests of 4 KiB went on after they were cancelled")
+
+
 def test_a_failed_progress_ends_the_transfer(path):
     def fail(*_):
         raise RuntimeError("no more")

@@ -21,7 +21,7 @@ PUBLIC = {
     "kvhoist": "Cache Client Held LayerLoad Queue Region SharedMemory connect parse_bytes metrics errors __version__",
     "kvhoist.errors": "Error ConfigError ArgumentError StoreError BusyError CancelledError DeadlineError RefusedError "
     "IoError CopyError UnavailableError ClosedError ForkError",
-    "kvhoist.files": "File Result Service open read_many read_many_async write",
+    "kvhoist.files": "File Result Service open read_many read_many_async write write_async",
     "kvhoist.lmcache": "KvhoistL2",
     "kvhoist.metrics": "Collector METRICS Metric Sample Server samples serve text",
     "kvhoist.safetensors": "iterate load_file load_files safe_open save_file",

@@ -22,7 +22,7 @@ import sharded  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
 
-from kvhoist import ArgumentError, ForkError, IoError  # noqa: E402
+from kvhoist import ArgumentError, ForkError, IoError, files  # noqa: E402
 from kvhoist.safetensors import iterate, load_file, load_files, safe_open, save_file  # noqa: E402
 
 TYPES = [
@@ -261,6 +261,34 @@ def test_a_load_of_many_tensors_searches_for_no_garbage(tmp_path):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_memory_of_other_packages_is_taken_by_dlpack(tmp_path):
+    class Other:
+        """An array without a buffer, as those of other packages."""
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __dlpack__(self, **more):
+            return self.tensor.__dlpack__(**more)
+
+        def __dlpack_device__(self):
+            return self.tensor.__dlpack_device__()
+
+    files.write(tmp_path / "file", [Other(torch.arange(10, dtype=torch.int16)), b"end"])
+    assert (tmp_path / "file").read_bytes() == torch.arange(10, dtype=torch.int16).numpy().tobytes() + b"end"
+    target = torch.zeros(5, dtype=torch.int16)
+    files.open(tmp_path / "file").read_into(Other(target), 2)
+    assert target.tolist() == [1, 2, 3, 4, 5]
+    with pytest.raises(ArgumentError, match="strides"):
+        files.open(tmp_path / "file").read_into(Other(torch.zeros(4, 2).t()), 2)
+    # A buffer that is read-only stays so.
+    frozen = target.numpy()
+    frozen.flags.writeable = False
+    with pytest.raises(ArgumentError, match="writable"):
+        files.open(tmp_path / "file").read_into(frozen, 0)
+    assert target.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_window_is_freed_with_its_tensors(tmp_path):
