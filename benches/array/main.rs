@@ -3,7 +3,7 @@
 //!
 //!     cargo bench --bench array -- [load|store|fetch|device|syscalls|reactor]... [--path PATH]... [--block-bytes N]...
 //!                                  [--drive-mib N] [--drives N]... [--rounds N] [--workers N] [--read-mib N]
-//!                                  [--write-mib N] [--csv FILE]
+//!                                  [--write-mib N] [--tasks N]... [--csv FILE]
 //!
 //! A PATH is a block device, whose content is lost, or a directory; without one a temporary directory plays a single
 //! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone,
@@ -61,7 +61,7 @@ const CALL_BLOCKS: usize = 128;
 const THREADS: [usize; 4] = [1, 4, 16, 32];
 const THREADS_SUM: usize = 24;
 
-/// Tasks that fetch, on a runtime of as many threads.
+/// Threads of the runtime whose tasks fetch.
 const FETCHERS: usize = 16;
 
 fn main() -> ExitCode {
@@ -136,7 +136,10 @@ impl Array {
         let settings = Config::default()
             .block_bytes(block_bytes)
             // Few beside the blocks: what is fetched comes from the drives.
-            .host_blocks((slots * paths.len() as u32 / 8).clamp(2 * FETCHERS as u32, 256))
+            .host_blocks(
+                (slots * paths.len() as u32 / 8)
+                    .clamp(2 * options.tasks.iter().max().map_or(0, |&tasks| tasks as u32), 256),
+            )
             .disks(paths.iter().map(|path| DiskPath::with_blocks(path.clone(), slots)).collect())
             .bypass_host(true)
             // As many slots as blocks: those stored last are to be found.
@@ -193,7 +196,7 @@ impl Array {
             "device" => self.device_loads(rounds),
             "syscalls" => self.count_calls(rounds),
             "reactor" => self.time_reactor(rounds),
-            _ => self.fetches(rounds),
+            _ => self.fetches(rounds, &options.tasks),
         }?;
         if let Some(csv) = &options.csv {
             self.append(csv, name, &series)?;
@@ -290,28 +293,30 @@ impl Array {
         Ok(series)
     }
 
-    fn fetches(&self, rounds: u64) -> io::Result<Vec<Series>> {
+    fn fetches(&self, rounds: u64, tasks: &[usize]) -> io::Result<Vec<Series>> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(FETCHERS).build()?;
         let runtime = &runtime;
         let mut entrants = vec![self.threads("pread", 32, Peer::default())];
         let sums = Peer { sums: true, into_pool: true, writes: false };
         entrants.push(self.threads("pread into the pool + checksum", FETCHERS, sums));
-        entrants.push(Entrant::new(format!("kvhoist fetch, {FETCHERS} tasks"), move |round| {
-            let order: std::sync::Arc<Vec<u64>> = std::sync::Arc::new(shuffled(!round, self.blocks).collect());
-            let next = std::sync::Arc::new(AtomicUsize::new(0));
-            measured(self.bytes(), || {
-                let task = || {
-                    let (cache, order, next) = (self.cache.clone(), order.clone(), next.clone());
-                    runtime.spawn(async move {
-                        while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                            let lease = cache.fetch(&key(n)).await.map_err(other)?;
-                            verify(&lease.ok_or_else(|| other("a block is missing"))?, n)?;
-                        }
-                        Ok::<(), io::Error>(())
-                    })
-                };
-                let tasks: Vec<_> = (0..FETCHERS).map(|_| task()).collect();
-                tasks.into_iter().try_for_each(|task| runtime.block_on(task).map_err(other)?)
+        entrants.extend(tasks.iter().map(|&tasks| {
+            Entrant::new(format!("kvhoist fetch, {tasks} tasks"), move |round| {
+                let order: std::sync::Arc<Vec<u64>> = std::sync::Arc::new(shuffled(!round, self.blocks).collect());
+                let next = std::sync::Arc::new(AtomicUsize::new(0));
+                measured(self.bytes(), || {
+                    let task = || {
+                        let (cache, order, next) = (self.cache.clone(), order.clone(), next.clone());
+                        runtime.spawn(async move {
+                            while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                                let lease = cache.fetch(&key(n)).await.map_err(other)?;
+                                verify(&lease.ok_or_else(|| other("a block is missing"))?, n)?;
+                            }
+                            Ok::<(), io::Error>(())
+                        })
+                    };
+                    let tasks: Vec<_> = (0..tasks).map(|_| task()).collect();
+                    tasks.into_iter().try_for_each(|task| runtime.block_on(task).map_err(other)?)
+                })
             })
         }));
         interleave(rounds, &mut entrants)

@@ -15,6 +15,8 @@ pub struct Options {
     /// Bytes that the cache may have in flight.
     pub read_bytes: Option<u64>,
     pub write_bytes: Option<u64>,
+    /// Numbers of tasks that fetch.
+    pub tasks: Vec<usize>,
     /// How many drives of the paths make an array.
     pub drives: Vec<usize>,
     pub csv: Option<PathBuf>,
@@ -32,6 +34,7 @@ impl Options {
             workers: None,
             read_bytes: None,
             write_bytes: None,
+            tasks: Vec::new(),
             drives: Vec::new(),
             csv: None,
         };
@@ -48,6 +51,7 @@ impl Options {
                 "--workers" => options.workers = Some(number(value()?)? as u32),
                 "--read-mib" => options.read_bytes = Some(number(value()?)? << 20),
                 "--write-mib" => options.write_bytes = Some(number(value()?)? << 20),
+                "--tasks" => options.tasks.push((number(value()?)? as usize).max(1)),
                 "--drives" => options.drives.push(number(value()?)? as usize),
                 "--csv" => options.csv = Some(value()?.into()),
                 "load" | "store" | "fetch" | "device" | "syscalls" | "reactor" => options.names.push(arg),
@@ -56,6 +60,9 @@ impl Options {
         }
         if options.names.is_empty() {
             options.names = ["load", "store", "fetch"].map(String::from).to_vec();
+        }
+        if options.tasks.is_empty() {
+            options.tasks = vec![16, 64];
         }
         if options.block_bytes.is_empty() {
             options.block_bytes = vec![2_621_440, 128 << 10];

@@ -257,7 +257,8 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let submitter = submitter.map(|(pool, files)| Submitter::new(Arc::clone(&shared), pool, files, urgent.clone()));
+    let submitter = submitter
+        .map(|(pool, files)| Submitter::new(Arc::clone(&shared), pool, files, urgent.clone(), memory_align_bytes));
     let regions = Regions::new(Arc::clone(&shared.registered));
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {

@@ -17,7 +17,7 @@ use super::Cache;
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
-    mover::{Command, Job, Reply},
+    mover::{Command, Job, Reply, Submitter},
 };
 
 /// A queue of loads and stores whose completions are drained; no call waits.
@@ -149,12 +149,13 @@ impl CompletionQueue {
 
     pub(super) fn submit_load_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
         self.cache.want_remote(&jobs);
-        self.submit(jobs, Vec::new(), |jobs, reply| Command::Load { jobs, reply })
+        let submitter = self.cache.inner.submitter.as_ref();
+        self.submit(jobs, Vec::new(), |jobs, reply| Submitter::begin_load(submitter, jobs, reply))
     }
 
     pub(super) fn submit_store_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
         let keys = jobs.iter().map(|job| job.key).collect();
-        self.submit(jobs, keys, |jobs, reply| Command::StoreFrom { jobs, reply })
+        self.submit(jobs, keys, |jobs, reply| Some(Command::StoreFrom { jobs, reply }))
     }
 
     pub(super) fn is_of(&self, cache: &Cache) -> bool {
@@ -186,7 +187,7 @@ impl CompletionQueue {
         &self,
         jobs: Vec<Job>,
         stored: Vec<BlockKey>,
-        command: impl FnOnce(Vec<Job>, Reply) -> Command,
+        command: impl FnOnce(Vec<Job>, Reply) -> Option<Command>,
     ) -> Result<u64> {
         let shared = self.cache.shared();
         let taken = self.inner.outstanding.fetch_update(Ordering::AcqRel, Ordering::Acquire, |outstanding| {
@@ -209,7 +210,9 @@ impl CompletionQueue {
         };
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         let answer = Ticket { inner: Arc::clone(&self.inner), ticket, blocks: jobs.len(), stored, answered: false };
-        permit.send(command(jobs, Box::new(move |results| answer.answer(results))));
+        if let Some(command) = command(jobs, Box::new(move |results| answer.answer(results))) {
+            permit.send(command);
+        }
         Ok(ticket)
     }
 }

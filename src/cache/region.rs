@@ -11,7 +11,7 @@ use crate::{
     device::GdrState,
     error::{Error, Result},
     memory::{Memory, MemoryKind, huge},
-    mover::{Command, Job, RegionInner, RegionMemory, Reply, Urgent},
+    mover::{Command, Job, RegionInner, RegionMemory, Reply, Submitter, Urgent},
     shield::shield,
 };
 
@@ -249,7 +249,7 @@ impl Cache {
 
     pub(super) async fn load_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         self.want_remote(&jobs);
-        self.ask_jobs(|reply| Command::Load { jobs, reply }).await
+        self.ask_jobs(|reply| Submitter::begin_load(self.inner.submitter.as_ref(), jobs, reply)).await
     }
 
     /// Has what the remote tier alone has brought together.
@@ -262,7 +262,7 @@ impl Cache {
 
     pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
-        let results = self.ask_jobs(|reply| Command::StoreFrom { jobs, reply }).await?;
+        let results = self.ask_jobs(|reply| Some(Command::StoreFrom { jobs, reply })).await?;
         self.shared().forget_reported(&keys, &results);
         Ok(results)
     }
@@ -300,11 +300,14 @@ impl Cache {
         Ok(jobs)
     }
 
-    async fn ask_jobs(&self, command: impl FnOnce(Reply) -> Command) -> Result<Vec<Result<bool>>> {
+    async fn ask_jobs(&self, command: impl FnOnce(Reply) -> Option<Command>) -> Result<Vec<Result<bool>>> {
         let (sender, receiver) = oneshot::channel();
         // A caller that is gone does not want the answer.
         let reply: Reply = Box::new(move |results| drop(sender.send(results)));
-        shield(self.inner.commands.send(command(reply))).await.map_err(|_| Error::Closed)?;
+        if let Some(command) = command(reply) {
+            // A command that finds no reactor is dropped, and its reply: once the reads of its call have ended.
+            drop(shield(self.inner.commands.send(command)).await);
+        }
         shield(receiver).await.map_err(|_| Error::Closed)
     }
 }

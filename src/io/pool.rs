@@ -43,6 +43,8 @@ pub struct Pool {
     queue: Mutex<Queue>,
     /// Whether the queue has something. A thread that reads an older value finds out under the lock, before it sleeps.
     any_queued: AtomicBool,
+    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
+    wake_bytes: u64,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,
     /// Wakes the reactor for the first answer; it then takes all of them.
@@ -61,7 +63,7 @@ struct Queue {
     threads: u32,
     /// The first so many workers transfer.
     rings: u32,
-    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
+    /// As that of the pool.
     wake_bytes: u64,
     /// Sleeping workers that have not been woken, the latest last.
     asleep: Vec<Sleeper>,
@@ -222,6 +224,7 @@ impl Pool {
         Pool {
             queue: Mutex::new(queue),
             any_queued: AtomicBool::new(false),
+            wake_bytes,
             answers: Mutex::new(Vec::new()),
             answered: Notify::new(),
         }
@@ -255,6 +258,12 @@ impl Pool {
         line.push(urgency, queued);
         queue.bytes += weight;
         Asleep(queue.sleeper(true))
+    }
+
+    /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for: not that of
+    /// a lone block, unless each block has a thread.
+    pub(crate) fn is_worth_waking(&self, blocks: usize, bytes: u64) -> bool {
+        self.wake_bytes == 0 || blocks > 1 && bytes >= self.wake_bytes
     }
 
     /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.

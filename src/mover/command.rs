@@ -45,6 +45,8 @@ pub(crate) enum Urgent {
     GiveBack { region: RegionUse },
     /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
     EndRead(Box<PlannedRead>, Option<Transferred>),
+    /// Load blocks whose reads to their caller's memory have failed.
+    Load { jobs: Vec<Job>, reply: Reply },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
     /// Finish the movements in flight, write dirty blocks, flush, and end. The caller waits for the end itself, and

@@ -18,6 +18,7 @@ mod in_place;
 #[cfg(feature = "sim")]
 mod invariants;
 mod layers;
+mod load;
 mod offload;
 mod pages;
 mod plan;
@@ -266,6 +267,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let result = or_panicked(this.read_device(pin, buf)).await;
                 drop(permit);
                 drop(reply.send(result));
+            }),
+            Urgent::Load { jobs, reply } => self.spawn(async move {
+                reply(this.load(jobs).await);
             }),
             Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
             // It is already closing.

@@ -28,14 +28,16 @@ use crate::{
 
 /// What callers submit reads to.
 pub(crate) struct Submitter {
-    pool: Arc<Pool>,
-    ends: Arc<Ends>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) ends: Arc<Ends>,
+    /// What addresses of reads must be multiples of.
+    pub(super) memory_align_bytes: usize,
 }
 
 /// What the end of a read needs. The pool's queue owns the reads, so that they do not own the pool.
-struct Ends {
-    shared: Arc<Shared>,
-    urgent: mpsc::UnboundedSender<Urgent>,
+pub(super) struct Ends {
+    pub(super) shared: Arc<Shared>,
+    pub(super) urgent: mpsc::UnboundedSender<Urgent>,
 }
 
 /// A flight that has begun, and who carries its movement out.
@@ -87,9 +89,10 @@ impl Submitter {
         pool: Arc<Pool>,
         files: Vec<OpenFile>,
         urgent: mpsc::UnboundedSender<Urgent>,
+        memory_align_bytes: usize,
     ) -> Self {
         shared.lock().files = files;
-        Submitter { pool, ends: Arc::new(Ends { shared, urgent }) }
+        Submitter { pool, ends: Arc::new(Ends { shared, urgent }), memory_align_bytes }
     }
 
     /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be

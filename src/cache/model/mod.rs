@@ -13,9 +13,9 @@ mod world;
 use std::sync::{Arc, atomic::Ordering};
 
 use shuttle::{future::block_on, thread::JoinHandle};
-use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
+use world::{BLOCK_BYTES, World, assert_is, below, check, config, give_up_some_time, key, payload};
 
-use crate::{Cache, Error, Lease, Tier, WritePolicy, error::Result};
+use crate::{Cache, Error, Lease, Memory, Segment, Tier, WritePolicy, error::Result, memory::AlignedBuf};
 
 /// Fetches, and holds the lease for a while.
 async fn fetch(cache: &Cache, n: u32) -> bool {
@@ -128,6 +128,40 @@ fn a_dirty_block_makes_way_for_who_waits() {
         });
         callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
         world.end();
+    });
+}
+
+/// Loads into callers' memory, begun by their callers or by the reactor, while the cache is closed: each caller has its
+/// memory back at the answer, with the block in it or an error.
+#[test]
+fn a_load_that_a_close_overtakes_is_answered_when_its_memory_is_free() {
+    check(|| {
+        let world = World::new(config(0, 2, 4).bypass_host(true), 2, false);
+        let callers = [0, 1].map(|n| {
+            world.caller(async move |cache: Cache| {
+                let mut memory = AlignedBuf::zeroed(2 * BLOCK_BYTES);
+                // SAFETY: the memory lives until the region is forgotten, and nobody looks at it before the answer.
+                let lent = unsafe { Memory::host(memory.as_mut_ptr(), memory.len()) };
+                let Ok(region) = cache.register(lent).await else { return };
+                let place = |at: usize| {
+                    vec![Segment { ptr: memory.as_ptr().wrapping_add(at * BLOCK_BYTES).cast_mut(), len: BLOCK_BYTES }]
+                };
+                let places = [place(0), place(1)];
+                let loaded = cache.load_into(&[key(n), key(3)], &places).await;
+                match loaded.as_deref() {
+                    Ok([Ok(true), missing]) => {
+                        assert_eq!(memory[..BLOCK_BYTES], payload(n));
+                        assert!(matches!(missing, Ok(false) | Err(Error::Closed)));
+                    }
+                    Ok([Err(Error::Closed), _]) | Err(Error::Closed) => {}
+                    other => panic!("{other:?}"),
+                }
+                drop(cache.unregister(&region).await);
+            })
+        });
+        block_on(world.cache.close()).expect("close");
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.ended();
     });
 }
 

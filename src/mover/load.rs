@@ -1,0 +1,288 @@
+//! Loads that callers submit themselves.
+//!
+//! A block that the disk alone has, and that direct I/O reads to its caller's memory, needs nothing of the reactor.
+//! Whoever loads such blocks plans them under the lock, a few at a time, and queues their reads for the I/O threads,
+//! which checksum them, give the disk slots back and answer the call. The reactor loads the others of the call, and
+//! those whose read has failed.
+
+use std::{ptr::NonNull, sync::Arc};
+
+use tokio::time::Instant;
+
+use super::{
+    Command, Urgent,
+    command::Reply,
+    plan::OnDisk,
+    region::Job,
+    route::{self, Hop, Shape, View, Want},
+    submit::{Ends, Submitter},
+};
+use crate::{
+    block::{OpKind, Route, Tier},
+    error::{Error, Result},
+    io::{OpenFile, Transfer, Transferred, Waiter},
+    memory::IoBuf,
+    state::{Kind, Permit, Pin, State},
+    sync::Mutex,
+    urgency::Urgency,
+};
+
+/// Blocks planned under one lock, for which other callers wait: some microseconds.
+const PLANNED_PER_LOCK: usize = 8;
+
+/// Blocks whose slots are given back under one lock.
+const ENDED_PER_LOCK: usize = 16;
+
+/// A call, some of whose blocks the I/O threads read.
+struct Load {
+    ends: Arc<Ends>,
+    progress: Mutex<Progress>,
+}
+
+struct Progress {
+    /// One of each block of the call.
+    results: Vec<Option<Result<bool>>>,
+    /// Blocks without a result.
+    left: usize,
+    /// Blocks that are being read.
+    reading: usize,
+    /// Blocks that were read, still pinned.
+    ended: Vec<(PlannedLoad, Ended)>,
+    /// `None` once the call is answered.
+    reply: Option<Reply>,
+}
+
+/// A block of a call that is read to its caller's memory, with all that it needs.
+struct PlannedLoad {
+    /// Which block of its call it is.
+    number: usize,
+    job: Job,
+    block: OnDisk,
+    began: Instant,
+}
+
+/// What came of a read.
+enum Ended {
+    Right,
+    /// It proves nothing about the disk, because the memory is the caller's: the block goes through a host slot.
+    Again,
+    Failed(Error),
+}
+
+/// A read that is queued. It counts as failed when it is dropped before its end: the kernel is done with its memory
+/// then.
+struct QueuedLoad {
+    load: Arc<Load>,
+    /// `None` once it has ended.
+    planned: Option<(PlannedLoad, Permit)>,
+}
+
+impl Submitter {
+    /// Begins a load. What is left of it to the reactor, which the caller sends there.
+    pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
+        let Some(this) = this.filter(|this| this.takes_load(&jobs)) else { return Some(Command::Load { jobs, reply }) };
+        let count = jobs.len();
+        let progress = Progress { results: Vec::new(), left: count, reading: 0, ended: Vec::new(), reply: Some(reply) };
+        let load = Arc::new(Load { ends: Arc::clone(&this.ends), progress: Mutex::new(progress) });
+        load.progress.lock().results.resize_with(count, || None);
+        let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
+        while jobs.len() > 0 {
+            let part: Vec<_> = jobs.by_ref().take(PLANNED_PER_LOCK).collect();
+            let planned = this.plan_loads(part, &mut rest);
+            if planned.is_empty() {
+                // Of a call whose blocks are elsewhere, the first few say so.
+                rest.extend(jobs.by_ref());
+            }
+            load.progress.lock().reading += planned.len();
+            for (planned, permit, file) in planned {
+                this.queue_load(&load, planned, permit, file);
+            }
+        }
+        if rest.is_empty() {
+            return None;
+        }
+        let (numbers, jobs): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
+        let reply = Box::new(move |results: Vec<_>| load.settle(numbers.into_iter().zip(results)));
+        Some(Command::Load { jobs, reply })
+    }
+
+    /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over, and may have blocks
+    /// that they read.
+    fn takes_load(&self, jobs: &[Job]) -> bool {
+        let shared = &self.ends.shared;
+        let bytes = jobs.len() as u64 * shared.config.slot_bytes() as u64 + shared.in_flight.bytes(Kind::Read);
+        self.pool.is_worth_waking(jobs.len(), bytes) && jobs.first().is_some_and(|job| self.reads_in_place(job))
+    }
+
+    /// Whether direct I/O reads the block to its place by one operation.
+    fn reads_in_place(&self, job: &Job) -> bool {
+        let bypasses = self.ends.shared.config.host.bypass && !job.is_shared;
+        bypasses && job.segments.len() == 1 && job.may_bypass_host(self.memory_align_bytes)
+    }
+
+    /// Plans some blocks of a call. Those that must wait for something, or take another way, join the `rest`.
+    fn plan_loads(
+        &self,
+        jobs: Vec<(usize, Job)>,
+        rest: &mut Vec<(usize, Job)>,
+    ) -> Vec<(PlannedLoad, Permit, OpenFile)> {
+        let mut planned = Vec::with_capacity(jobs.len());
+        let began = Instant::now();
+        let mut state = self.ends.shared.lock();
+        for (number, job) in jobs {
+            match self.plan_load(&mut state, &job) {
+                Some((block, permit, file)) => planned.push((PlannedLoad { number, job, block, began }, permit, file)),
+                None => rest.push((number, job)),
+            }
+        }
+        planned
+    }
+
+    fn plan_load(&self, state: &mut State, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
+        let shared = &self.ends.shared;
+        if state.check_open().is_err() || !self.reads_in_place(job) {
+            return None;
+        }
+        let id = state.index.find(&job.key)?;
+        let holds = |tier| state.reads_from(tier) && state.index.slot(id, tier).is_some();
+        let view = View {
+            held: Tier::ALL.map(holds),
+            is_moving: state.flights.contains(&job.key, Tier::Host),
+            memory: Shape { is_device: false, is_in_place: true },
+            ..View::default()
+        };
+        let row = route::choose(Want::Load, &view, None).filter(|row| row.hops == [Hop::DiskToCaller])?;
+        let bytes = shared.config.slot_bytes() as u64;
+        let permit = shared.in_flight.take_now(Kind::Read, Urgency::Awaited, bytes)?;
+        let pin = Pin::take(shared, state, id, Tier::Disk, row.route)?;
+        let block = OnDisk::of(state, pin);
+        let file = state.files[usize::from(block.file.0)].clone();
+        Some((block, permit, file))
+    }
+
+    fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {
+        let PlannedLoad { job, block, .. } = &planned;
+        let (offset, regions) = (block.offset, Arc::clone(&job.regions));
+        let [(segment, _, guard)] = &job.places()[..] else { unreachable!("it was planned as one segment") };
+        let start = NonNull::new(segment.ptr).expect("no memory begins at 0");
+        // SAFETY: the segment lies in regions that `regions` holds, whose owner promised at registration to keep them
+        // mapped and not to touch what is loaded. The kernel's registration of the memory is of the reactor's ring.
+        let buf = unsafe { IoBuf::new(start, segment.len, None, regions) }.guarded(guard.clone());
+        // SAFETY: the only one of the segment.
+        let transfer = Transfer { kind: OpKind::Read, file, offset, buf: unsafe { buf.lend() } };
+        drop(buf);
+        let queued = QueuedLoad { load: Arc::clone(load), planned: Some((planned, permit)) };
+        let waiter = Waiter::calling(self.ends.shared.config.block_bytes, move |result| queued.end(result));
+        self.pool.push_transfer(Urgency::Awaited, transfer, waiter).wake();
+    }
+}
+
+impl QueuedLoad {
+    /// The end of the read, on the thread that has made it.
+    fn end(mut self, result: Transferred) {
+        let (planned, permit) = self.planned.take().expect("a read ends once");
+        drop(permit);
+        let shared = &self.load.ends.shared;
+        let file = planned.block.file;
+        let ended = match result {
+            Ok(sum) => {
+                shared.account(&shared.failures, file, OpKind::Read, &Ok(()));
+                shared.metrics.work_done.add(1);
+                let is_right = sum == Some(planned.block.checksum);
+                if is_right { Ended::Right } else { Ended::Again }
+            }
+            // The memory is not mapped writable: the processor could not write to it either.
+            Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+                let path = shared.config.disk.paths[usize::from(file.0)].path.clone();
+                Ended::Failed(Error::io("read into the caller's memory from", path, source))
+            }
+            Err(_) => Ended::Again,
+        };
+        self.load.end(planned, ended);
+    }
+}
+
+impl Drop for QueuedLoad {
+    fn drop(&mut self) {
+        if let Some((planned, permit)) = self.planned.take() {
+            drop(permit);
+            self.load.end(planned, Ended::Again);
+        }
+    }
+}
+
+impl Load {
+    fn end(self: &Arc<Self>, planned: PlannedLoad, ended: Ended) {
+        let ended = {
+            let mut progress = self.progress.lock();
+            progress.reading -= 1;
+            progress.ended.push((planned, ended));
+            if progress.reading > 0 && progress.ended.len() < ENDED_PER_LOCK {
+                return;
+            }
+            std::mem::take(&mut progress.ended)
+        };
+        let (mut results, mut again, mut pins) = (Vec::new(), Vec::new(), Vec::new());
+        for (PlannedLoad { number, job, block, began }, ended) in ended {
+            pins.push((block.pin, matches!(ended, Ended::Right).then_some(began)));
+            match ended {
+                Ended::Right => results.push((number, Ok(true))),
+                Ended::Failed(error) => results.push((number, Err(error))),
+                Ended::Again => again.push((number, Job { is_shared: true, ..job })),
+            }
+        }
+        if !again.is_empty() {
+            tracing::debug!(blocks = again.len(), "reads into a caller's memory failed; they are made by host slots");
+            let (numbers, jobs): (Vec<_>, Vec<_>) = again.into_iter().unzip();
+            let this = Arc::clone(self);
+            let reply = Box::new(move |results: Vec<_>| this.settle(numbers.into_iter().zip(results)));
+            // Where the reactor is gone, the call ends as closed.
+            drop(self.ends.urgent.send(Urgent::Load { jobs, reply }));
+        }
+        self.ends.shared.end_loads(pins);
+        self.settle(results.into_iter());
+    }
+
+    /// Notes results. The last one answers the call.
+    fn settle(&self, results: impl Iterator<Item = (usize, Result<bool>)>) {
+        let mut progress = self.progress.lock();
+        for (number, result) in results {
+            let earlier = progress.results[number].replace(result);
+            assert!(earlier.is_none(), "a block has one result");
+            progress.left -= 1;
+        }
+        if progress.left > 0 {
+            return;
+        }
+        let (reply, results) = (progress.reply.take(), std::mem::take(&mut progress.results));
+        drop(progress);
+        if let Some(reply) = reply {
+            reply(results.into_iter().map(|result| result.expect("none is left")).collect());
+        }
+    }
+}
+
+impl crate::state::Shared {
+    /// Gives back the disk slots of blocks that were read to their caller's memory. Those that were right since `began`
+    /// count as used, and moved.
+    fn end_loads(&self, pins: Vec<(Pin, Option<Instant>)>) {
+        let route = Route::DiskToRegion;
+        let mut right = Vec::with_capacity(pins.len());
+        {
+            let mut state = self.lock();
+            for (pin, began) in pins {
+                if let Some(began) = began {
+                    state.index.touch(pin.id());
+                    state.index.hit(pin.id());
+                    state.note_right(&pin);
+                    right.push(began);
+                }
+                pin.release(&mut state);
+            }
+        }
+        for began in right {
+            self.metrics.looked_up(Some(Tier::Disk));
+            self.metrics.moved(route, self.config.block_bytes, began.elapsed());
+        }
+    }
+}
