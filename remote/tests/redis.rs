@@ -86,23 +86,13 @@ fn a_server_that_comes_back_is_found() {
     let calls: Vec<_> = (0..8).map(|n| store.create(&format!("a{n}"), vec![vec![1; 1 << 20].into()])).collect();
     block_on(join_all(calls)).into_iter().for_each(|created| assert_eq!(created, Ok(Created::Now)));
     drop(server);
-    let port = store_port.to_string();
-    let arguments = ["--port", &port, "--bind", "127.0.0.1", "--save", ""];
-    let mut again = std::process::Command::new("redis-server")
-        .args(arguments)
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .expect("as before");
-    let until = std::time::Instant::now() + Duration::from_secs(30);
-    while TcpStream::connect(("127.0.0.1", store_port)).is_err() {
-        assert!(std::time::Instant::now() < until, "the server does not listen");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    let arguments = ["--port", "{port}", "--bind", "127.0.0.1", "--save", ""];
+    let again = Server::start_at(store_port, "redis-server", &arguments).expect("as before").expect("its port is free");
     // The first call finds a connection that has ended; the next one tries none of the others.
     let error = block_on(store.read("a0", 0..1)).expect_err("a connection of the other server");
     assert!(matches!(error, RemoteError::Unavailable(_)), "{error}");
     assert_eq!(block_on(store.create("b", vec![vec![1].into()])), Ok(Created::Now));
-    again.kill().and_then(|()| again.wait()).expect("ended");
+    drop(again);
 }
 
 #[test]

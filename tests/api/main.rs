@@ -16,5 +16,6 @@ mod loans;
 mod out_of_service;
 mod refusals;
 mod remote;
+mod remote_hangs;
 mod uses;
 mod workers;

@@ -10,24 +10,24 @@ use common::{
 };
 use kvhoist::{BlockKey, Cache, Config, Memory, RemotePolicy, Segment, StorageKind, Tier, remote::RemoteError};
 
-const BLOCK_BYTES: usize = 4096;
-const BLOCKS: u64 = 20;
+pub(crate) const BLOCK_BYTES: usize = 4096;
+pub(crate) const BLOCKS: u64 = 20;
 
-fn settings(store: &Arc<MemoryStore>) -> Config {
+pub(crate) fn settings(store: &Arc<MemoryStore>) -> Config {
     let config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(64).remote_interval_s(1);
     config.remote_store(Arc::clone(store) as _).remote_policy(RemotePolicy::Stored).remote_deadline_ms(500)
 }
 
-async fn open(config: Config) -> Cache {
+pub(crate) async fn open(config: Config) -> Cache {
     Cache::open(config).await.expect("open")
 }
 
-fn keys() -> Vec<BlockKey> {
+pub(crate) fn keys() -> Vec<BlockKey> {
     (0..BLOCKS).map(key).collect()
 }
 
 /// Waits for what the cache does in the background, a minute at most.
-async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+pub(crate) async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     let began = std::time::Instant::now();
     while !is_so().await {
         assert!(began.elapsed() < Duration::from_secs(60), "{what}");
@@ -36,7 +36,7 @@ async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
 }
 
 /// Has a cache write a chain to the store, and ends it.
-async fn write_chain(store: &Arc<MemoryStore>) {
+pub(crate) async fn write_chain(store: &Arc<MemoryStore>) {
     let cache = open(settings(store)).await;
     let mut parent = None;
     for n in 0..BLOCKS {
@@ -49,7 +49,7 @@ async fn write_chain(store: &Arc<MemoryStore>) {
 }
 
 /// A cache that knows what the store has.
-async fn reader(store: &Arc<MemoryStore>, change: impl FnOnce(Config) -> Config) -> Cache {
+pub(crate) async fn reader(store: &Arc<MemoryStore>, change: impl FnOnce(Config) -> Config) -> Cache {
     let cache = open(change(settings(store))).await;
     eventually("listed", async || cache.stats().tier(Tier::Remote).resident == BLOCKS).await;
     cache

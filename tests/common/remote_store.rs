@@ -18,6 +18,7 @@ const PAGE: usize = 3;
 struct State {
     objects: BTreeMap<String, Bytes>,
     reads: Vec<(String, Range<u64>)>,
+    writes: usize,
     trouble: Trouble,
 }
 
@@ -60,6 +61,11 @@ impl MemoryStore {
     /// The reads so far, also those that failed.
     pub fn reads(&self) -> usize {
         self.state.lock().expect("no panic").reads.len()
+    }
+
+    /// The creations so far, also those that failed.
+    pub fn writes(&self) -> usize {
+        self.state.lock().expect("no panic").writes
     }
 
     pub fn objects(&self) -> Vec<(String, Bytes)> {
@@ -138,6 +144,7 @@ impl RemoteStore for MemoryStore {
 
     fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created> {
         let object = object.to_owned();
+        self.state.lock().expect("no panic").writes += 1;
         self.request(move |state| {
             if state.objects.contains_key(&object) {
                 return Ok(Created::Already);

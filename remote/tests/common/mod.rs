@@ -25,13 +25,12 @@ impl Server {
     /// Starts a command that has `{port}` in its arguments; `None` if it is not installed.
     pub fn start(program: &str, arguments: &[&str]) -> Option<Self> {
         // Another process may take the port first.
-        let tried = (0..5).find_map(|_| Self::try_start(program, arguments).transpose());
+        let tried = (0..5).find_map(|_| Self::start_at(free_port(), program, arguments).transpose());
         tried.unwrap_or_else(|| panic!("{program} ended five times before it listened")).ok()
     }
 
-    /// `None` if it ended before it listened.
-    fn try_start(program: &str, arguments: &[&str]) -> std::io::Result<Option<Self>> {
-        let port = free_port();
+    /// As [`start`](Self::start), on this port; `None` if it ended before it listened.
+    pub fn start_at(port: u16, program: &str, arguments: &[&str]) -> std::io::Result<Option<Self>> {
         let arguments = arguments.iter().map(|text| text.replace("{port}", &port.to_string()));
         let mut command = Command::new(program);
         let child = command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();

@@ -1,0 +1,45 @@
+//! A store beyond the node that hangs leaves the memory of the node to its callers.
+
+use crate::common::{
+    key, payload,
+    remote_store::{MemoryStore, Trouble},
+};
+use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
+
+use kvhoist::{Cache, Config};
+
+/// Holds so many blocks of host memory at once.
+async fn assert_room(cache: &Cache, blocks: u64) {
+    let mut held = Vec::new();
+    for n in 100..100 + blocks {
+        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+        held.push(cache.fetch(&key(n)).await.expect("no error").expect("resident"));
+    }
+}
+
+#[tokio::test]
+async fn reads_that_hang_hold_a_quarter_of_host_memory() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let late = |config: Config| config.host_blocks(16).remote_deadline_ms(600_000).remote_interval_s(3600);
+    let cache = reader(&store, |config| late(config).deadline_ms(2000)).await;
+    store.set(Trouble::Hangs);
+    let asked = store.reads();
+    assert_eq!(cache.prefetch(&keys()).expect("begun"), BLOCKS as usize);
+    eventually("asked", async || store.reads() > asked).await;
+    assert_room(&cache, 12).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn writes_that_hang_pin_an_eighth_of_host_memory() {
+    let store = MemoryStore::new(4 * BLOCK_BYTES as u64);
+    store.set(Trouble::Hangs);
+    let cache = open(settings(&store).remote_deadline_ms(600_000).deadline_ms(2000)).await;
+    for n in 0..BLOCKS {
+        cache.store(&key(n), n.checked_sub(1).map(key).as_ref(), &payload(n, BLOCK_BYTES)).await.expect("stored");
+    }
+    eventually("written", async || store.writes() == 4).await;
+    assert_room(&cache, 56).await;
+    cache.close().await.expect("closed");
+}
