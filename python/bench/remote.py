@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Blocks out of Redis into a program's memory: kvhoist's remote tier beside LMCache's own client, `resp`, in turns.
+"""Blocks into Redis and out of it: kvhoist's remote tier beside LMCache's own client, `resp`, in turns.
 
     python/test --engines lmcache                            # makes python/.venv, with torch
     python -m pip download --no-deps lmcache==0.5.6 && python -m zipfile -e lmcache-0.5.6-*.whl DIR
     KVHOIST_LMCACHE=DIR LD_LIBRARY_PATH=python/.venv/no-gpu \\
         python/.venv/bin/python python/bench/remote.py [--blocks 256] [--block-kib 1024] [--turns 5]
 
-A redis-server of this run, without a disk, holds a copy for each. In each turn a process of its own loads all blocks in
-one call, after it has connected, and kvhoist after it knows what the server has. kvhoist verifies every block, has it in
-host memory then, and copies it to the program; LMCache's client writes what the server sends to the program. The time is
-that of the call; the processor time is the process's for it, without the server's. Both are checked byte by byte after.
+A redis-server of each turn, without a disk, gets a copy of all blocks from each, and gives them back: each time to a process
+of its own, in one call, after it has connected, and kvhoist after it knows what the server has. kvhoist's store ends when
+the blocks are in Redis, from the program's memory or from where the cache has them (`in place`). Its load verifies every block and has it in host memory then, as LMCache's client has it, which
+verifies nothing (`in place`), or copies it to the program from there. All memory was written before. The time is that of the
+call; the processor time is the process's for it, without the server's. All bytes are compared afterwards.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def payload(n: int, block_bytes: int) -> bytes:
     return (hashlib.sha256(str(n).encode()).digest() * (block_bytes // 32 + 1))[:block_bytes]
 
 
-def kvhoist_cache(port: int, given: argparse.Namespace, policy: str) -> Any:
-    """A cache over the server alone."""
+def kvhoist_cache(url: str, given: argparse.Namespace, policy: str, namespace: str) -> Any:
+    """A cache over the store alone."""
     import kvhoist
 
     return kvhoist.Cache(
         block_bytes=given.block_bytes,
         host_blocks=given.blocks + 16,
-        namespace="bench",
-        remote=f"redis://127.0.0.1:{port}/0",
+        namespace=namespace,
+        remote=url,
         remote_policy=policy,
         remote_upload_bytes_per_s=1 << 40,
     )
@@ -68,30 +69,73 @@ def timed(call: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - busy}
 
 
-def kvhoist(port: int, given: argparse.Namespace, store: bool) -> dict[str, float]:
-    """Stores all blocks, or loads them."""
+def kvhoist(url: str, given: argparse.Namespace, store: bool, in_place: bool = False) -> dict[str, float]:
+    """Stores all blocks, or brings them into host memory, and copies them to the program unless it reads in place."""
     keys = [f"block-{n}" for n in range(given.blocks)]
-    with kvhoist_cache(port, given, "stored" if store else "never") as cache:
+    with kvhoist_cache(url, given, "reused" if store else "never", f"bench {in_place}") as cache:
+        touched(cache, given)
         if store:
-            cache.store(keys, [payload(n, given.block_bytes) for n in range(given.blocks)])
-            known(cache, given.blocks)
-            return {}
+            blocks = [payload(n, given.block_bytes) for n in range(given.blocks)]
+
+            def run() -> None:
+                if not in_place:
+                    cache.store(keys, blocks)
+                cache.keep(keys, 60.0)
+                known(cache, given.blocks)
+
+            if in_place:
+                cache.store(keys, blocks)
+            return timed(run)
         known(cache, given.blocks)
-        memory = bytearray(given.blocks * given.block_bytes)
-        memory[:: given.page_bytes] = b"\1" * len(memory[:: given.page_bytes])
-        parts = places(memory, given)
+        parts = places(touched_memory(given), given)
         found: list[bool] = []
-        result = timed(lambda: found.extend(cache.load(keys, parts)))
+
+        def bring() -> None:
+            cache.prefetch(keys)
+            until = time.monotonic() + 120
+            for key in keys:
+                while cache.tiers([key]) != ["host"] and time.monotonic() < until:
+                    time.sleep(0.001)
+
+        if in_place:
+            result = timed(bring)
+            found.extend(cache.load(keys, parts))
+        else:
+            result = timed(lambda: found.extend(cache.load(keys, parts)))
         if not all(found):
             sys.exit(f"remote: kvhoist has loaded {sum(found)} of {given.blocks} blocks")
         check(parts, given)
         return result
 
 
+def redis(in_place: bool) -> Callable[[int, argparse.Namespace, bool], dict[str, float]]:
+    """kvhoist with a Redis; `in_place` of blocks that stay where the cache has them."""
+    return lambda port, given, store: kvhoist(f"redis://127.0.0.1:{port}/0", given, store, in_place)
+
+
+def touched(cache: Any, given: argparse.Namespace) -> None:
+    """Has the system give all memory of the cache: stores as many other blocks as it has slots."""
+    for n in range(given.blocks + 16):
+        cache.store([f"other-{n}"], [bytes(given.block_bytes)])
+
+
+def touched_memory(given: argparse.Namespace) -> bytearray:
+    """A program's memory, which the system has given."""
+    memory = bytearray(given.blocks * given.block_bytes)
+    memory[:: given.page_bytes] = b"\1" * len(memory[:: given.page_bytes])
+    return memory
+
+
 def places(memory: bytearray, given: argparse.Namespace) -> list[memoryview]:
     """The blocks' places in a program's memory."""
     view = memoryview(memory)
     return [view[n * given.block_bytes : (n + 1) * given.block_bytes] for n in range(given.blocks)]
+
+
+def fill(parts: list[memoryview], given: argparse.Namespace) -> None:
+    """Gives every block its bytes."""
+    for n, part in enumerate(parts):
+        part[:] = payload(n, given.block_bytes)
 
 
 def check(parts: list[memoryview], given: argparse.Namespace) -> None:
@@ -112,12 +156,9 @@ def lmcache(port: int, given: argparse.Namespace, store: bool) -> dict[str, floa
 
     client = LMCacheRedisClient("127.0.0.1", port, WORKERS, "", "")
     keys = [f"lmcache-{n}" for n in range(given.blocks)]
-    memory = bytearray(given.blocks * given.block_bytes)
-    memory[:: given.page_bytes] = b"\1" * len(memory[:: given.page_bytes])
-    parts = places(memory, given)
+    parts = places(touched_memory(given), given)
     if store:
-        for n, part in enumerate(parts):
-            part[:] = payload(n, given.block_bytes)
+        fill(parts, given)
 
     def run() -> None:
         submit = client.submit_batch_set if store else client.submit_batch_get
@@ -136,7 +177,7 @@ def lmcache(port: int, given: argparse.Namespace, store: bool) -> dict[str, floa
     return result
 
 
-CONTENDERS = {"kvhoist": kvhoist, "LMCache resp": lmcache}
+CONTENDERS = {"kvhoist": redis(False), "kvhoist in place": redis(True), "LMCache resp": lmcache}
 
 
 def child(name: str, port: int, given: argparse.Namespace, store: bool) -> dict[str, float]:
@@ -150,19 +191,50 @@ def child(name: str, port: int, given: argparse.Namespace, store: bool) -> dict[
 def server(folder: str) -> tuple[subprocess.Popen[bytes], int]:
     """A Redis in memory, on a port of this machine."""
     program = shutil.which("redis-server") or sys.exit("remote: found no redis-server; install the package of that name")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
+    wait_for(port)
+    return process, port
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for(port: int) -> None:
+    """Waits until a server listens."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process, port
+                return
         time.sleep(0.02)
-    process.kill()
-    sys.exit(f"remote: redis-server does not listen on port {port}")
+    sys.exit(f"remote: no server listens on port {port} after 10 s")
+
+
+def report(results: dict[str, dict[str, list[dict[str, float]]]], given: argparse.Namespace) -> None:
+    """Prints the medians of each contender, and how many times as much kvhoist's are."""
+    gib = given.blocks * given.block_bytes / (1 << 30)
+    print(f"{given.blocks} blocks of {given.block_kib} KiB, medians of {given.turns} turns")
+    for what, contenders in results.items():
+        for name, found in contenders.items():
+            rates = [gib * 1024 / one["seconds"] for one in found]
+            busy = [one["cpu_seconds"] / gib for one in found]
+            print(
+                f"  {what:<5}  {name:<16}  {statistics.median(rates):6.0f} MiB/s ({min(rates):.0f} to {max(rates):.0f})"
+                f"  {statistics.median(busy):.2f} CPU-s/GiB ({min(busy):.2f} to {max(busy):.2f})"
+            )
+        for name, ours in contenders.items():
+            for other, theirs in contenders.items():
+                if name.startswith("kvhoist") and not other.startswith("kvhoist"):
+                    pairs = list(zip(ours, theirs, strict=True))
+                    speed = statistics.median(their["seconds"] / our["seconds"] for our, their in pairs)
+                    busy_ratio = statistics.median(our["cpu_seconds"] / their["cpu_seconds"] for our, their in pairs)
+                    print(f"  {what:<5}  {name} over {other}: bytes a second {speed:.2f}, CPU {busy_ratio:.2f}")
 
 
 def main() -> None:
@@ -181,32 +253,18 @@ def main() -> None:
         return
     if not os.path.isdir(os.environ.get("KVHOIST_LMCACHE", "")):
         sys.exit("KVHOIST_LMCACHE: found no folder, expected LMCache's wheel unpacked, with its native modules")
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    results: dict[str, dict[str, list[dict[str, float]]]] = {"store": {}, "load": {}}
     with tempfile.TemporaryDirectory() as folder:
-        process, port = server(folder)
-        try:
-            for name in CONTENDERS:
-                child(name, port, given, True)
-            for _ in range(given.turns):
-                for name, found in results.items():
-                    found.append(child(name, port, given, False))
-        finally:
-            process.kill()
-            process.wait()
-    gib = given.blocks * given.block_bytes / (1 << 30)
-    print(f"{given.blocks} blocks of {given.block_kib} KiB, medians of {given.turns} turns")
-    for name, found in results.items():
-        rates = [gib * 1024 / one["seconds"] for one in found]
-        busy = [one["cpu_seconds"] / gib for one in found]
-        print(
-            f"  {name:<14}  {statistics.median(rates):6.0f} MiB/s ({min(rates):.0f} to {max(rates):.0f})"
-            f"  {statistics.median(busy):.2f} CPU-s/GiB"
-        )
-    ours, theirs = results.values()
-    for what, unit in (("seconds", "bytes a second"), ("cpu_seconds", "CPU")):
-        ratios = [other[what] / one[what] for one, other in zip(ours, theirs, strict=True)]
-        ratio = statistics.median(ratios if what == "seconds" else [1 / ratio for ratio in ratios])
-        print(f"  kvhoist over LMCache, {unit}: {ratio:.2f}")
+        for _ in range(given.turns):
+            process, port = server(folder)
+            try:
+                for what, store in (("store", True), ("load", False)):
+                    for name in CONTENDERS:
+                        results[what].setdefault(name, []).append(child(name, port, given, store))
+            finally:
+                process.kill()
+                process.wait()
+    report(results, given)
 
 
 if __name__ == "__main__":
