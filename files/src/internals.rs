@@ -18,10 +18,10 @@ pub struct Request {
     pub parts: Vec<(usize, u64, usize, usize)>,
 }
 
-/// The requests for these ranges, in the order in which they begin; `drives` are those of the files.
+/// The requests for these ranges, of one drive after the other; `drives` are those of the files.
 pub fn requests(ranges: &[Range], piece_bytes: u64, align: u64, drives: &[u64]) -> Vec<Request> {
     let parts = |part: &plan::Part| (part.range, part.offset, part.len, part.address);
-    let pieces = plan::spread(plan::plan(ranges, piece_bytes, align), drives).into_iter();
+    let pieces = plan::by_drive(plan::plan(ranges, piece_bytes, align), drives).into_iter().flatten();
     pieces
         .map(|piece| Request {
             file: piece.file,

@@ -43,6 +43,7 @@ pub mod internals;
 mod memory;
 mod pages;
 mod plan;
+mod queues;
 pub mod safetensors;
 mod shared;
 mod transfer;

@@ -79,18 +79,13 @@ pub(crate) fn plan(ranges: &[Range], piece_bytes: u64, align: u64) -> Vec<Piece>
     pieces
 }
 
-/// Takes pieces of different drives in turns, so that all drives work at once; those of a drive stay in order. `drives`
-/// says which drive each file is on.
-pub(crate) fn spread(pieces: Vec<Piece>, drives: &[u64]) -> Vec<Piece> {
-    let mut taken: BTreeMap<u64, usize> = BTreeMap::new();
-    let mut numbered = Vec::with_capacity(pieces.len());
+/// The pieces of each drive, in order. `drives` says which drive each file is on.
+pub(crate) fn by_drive(pieces: Vec<Piece>, drives: &[u64]) -> Vec<Vec<Piece>> {
+    let mut found: BTreeMap<u64, Vec<Piece>> = BTreeMap::new();
     for piece in pieces {
-        let turn = taken.entry(drives[piece.file]).or_default();
-        numbered.push((*turn, piece));
-        *turn += 1;
+        found.entry(drives[piece.file]).or_default().push(piece);
     }
-    numbered.sort_by_key(|(turn, _)| *turn);
-    numbered.into_iter().map(|(_, piece)| piece).collect()
+    found.into_values().collect()
 }
 
 /// Where a piece that begins at `start` ends at the latest.
@@ -154,15 +149,6 @@ mod tests {
             prop_assert_eq!(next, ends);
             prop_assert!(pieces.is_sorted_by_key(|piece| (piece.file, piece.start)));
         }
-    }
-
-    #[test]
-    fn pieces_of_several_drives_take_turns_and_stay_in_order() {
-        let ranges: Vec<Range> =
-            [(0, 3), (1, 1), (2, 4)].map(|(file, n)| Range { file, offset: 0, len: n << 12, address: 0 }).to_vec();
-        let spread = spread(plan(&ranges, 4096, 4096), &[7, 9, 7]);
-        let found: Vec<_> = spread.iter().map(|piece| (piece.file, piece.start >> 12)).collect();
-        assert_eq!(found, [(0, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2), (2, 3)]);
     }
 
     #[test]

@@ -4,13 +4,13 @@ use std::{
     collections::VecDeque,
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker},
     time::{Duration, Instant},
 };
 
-use crate::{Error, Memory, Range, Result, file::Way, plan::Piece};
+use crate::{Error, Memory, Range, Result, file::Way, plan::Piece, queues::Queues};
 
 /// What a transfer moved, and which way the bytes took.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -47,10 +47,9 @@ pub struct Progress {
 
 /// What the threads of a transfer share.
 pub(crate) struct Shared {
-    pub(crate) pieces: Vec<Piece>,
+    pub(crate) queues: Queues,
     pub(crate) memory: Memory,
     pub(crate) buffer_bytes: usize,
-    pub(crate) next: AtomicUsize,
     pub(crate) cancelled: AtomicBool,
     /// Bytes of each range that have not arrived.
     left: Vec<AtomicU64>,
@@ -90,14 +89,13 @@ struct State {
 }
 
 impl Shared {
-    /// For ranges in these pieces. One thread counts as begun: the one that begins the others.
-    pub(crate) fn new(ranges: &[Range], pieces: Vec<Piece>, memory: Memory, buffer_bytes: usize) -> Self {
+    /// For ranges in these queues. One thread counts as begun: the one that begins the others.
+    pub(crate) fn new(ranges: &[Range], queues: Queues, memory: Memory, buffer_bytes: usize) -> Self {
         let empty = ranges.iter().enumerate().filter(|(_, range)| range.len == 0).map(|(n, _)| n);
         Shared {
-            pieces,
+            queues,
             memory,
             buffer_bytes,
-            next: AtomicUsize::new(0),
             cancelled: AtomicBool::new(false),
             left: ranges.iter().map(|range| AtomicU64::new(range.len as u64)).collect(),
             counts: Counts::default(),

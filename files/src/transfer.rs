@@ -13,6 +13,7 @@ use crate::{
     Error, Memory, Progress, Range, Report, Result, SourceFile,
     cufile::Routes,
     plan,
+    queues::Queues,
     shared::Shared,
     worker::{self, Carry, Reads},
 };
@@ -110,14 +111,15 @@ impl Transfer {
         options.check()?;
         // Requests are as long as buffers, from one multiple of the alignment to another.
         let piece_bytes = options.piece_bytes.next_multiple_of(align as usize);
-        let pieces = plan::spread(plan::plan(ranges, piece_bytes as u64, align), drives);
-        let wanted = options.threads().min(pieces.len()).max(1);
-        let shared = Shared::new(ranges, pieces, memory, piece_bytes);
+        let pieces = plan::by_drive(plan::plan(ranges, piece_bytes as u64, align), drives);
+        let queues = Queues::new(pieces, options.threads());
+        let wanted = queues.threads();
+        let shared = Shared::new(ranges, queues, memory, piece_bytes);
         let mut transfer = Transfer { shared: Arc::new(shared), threads: Vec::new(), process: std::process::id() };
         for n in 0..wanted {
             let (shared, carrying) = (Arc::clone(&transfer.shared), Arc::clone(&carry));
             transfer.shared.begin_thread();
-            let run = move || worker::run(&shared, &*carrying);
+            let run = move || worker::run(&shared, n, &*carrying);
             match std::thread::Builder::new().name(format!("kvhoist-files-{n}")).spawn(run) {
                 Ok(thread) => transfer.threads.push(thread),
                 Err(error) => {

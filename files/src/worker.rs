@@ -27,14 +27,15 @@ pub(crate) struct Lane {
     copies: Copies,
 }
 
-/// Carries pieces until there are none, or the transfer is over.
-pub(crate) fn run(shared: &Shared, carry: &dyn Carry) {
+/// Carries pieces until there are none, or the transfer is over: the thread of this number.
+pub(crate) fn run(shared: &Shared, number: usize, carry: &dyn Carry) {
     let work = || -> Result<()> {
         // In this order of dropping: copies are over before the buffer is another's.
         let (bounce, copies) = (Bounce::take(shared.buffer_bytes, shared.memory)?, Copies::open(shared.memory)?);
         let mut lane = Lane { bounce, copies };
+        let mut home = shared.queues.home(number);
         while !shared.cancelled.load(Ordering::Relaxed) {
-            let Some(piece) = shared.pieces.get(shared.next.fetch_add(1, Ordering::Relaxed)) else { break };
+            let Some(piece) = shared.queues.take(&mut home) else { break };
             carry.carry(shared, &mut lane, piece)?;
             shared.arrived(piece);
         }
