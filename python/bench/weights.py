@@ -31,7 +31,9 @@ import numpy
 import torch
 
 import kvhoist
-from kvhoist.load_bench import LOADERS, Row, copy_gb_per_s, drop, first_tensor_ms, host_bytes, measure, table, timed
+from kvhoist.load_bench import (
+    LOADERS, Row, copy_gb_per_s, drop, first_tensor_ms, host_bytes, measure, table, timed, warm,
+)  # fmt: skip
 from kvhoist.safetensors import load_files, save_file
 
 #: Files, and tensors of so many bytes in each: dense models in bf16, and 20,160 tensors of a mixture of experts.
@@ -276,6 +278,8 @@ def sweep(paths: list[str], device: str, rounds: int) -> None:
     settings = [(threads, kib << 10) for threads in (8, 16, 32) for kib in (256, 512, 1024, 4096)]
     for state in ("cold", "warm"):
         samples: dict[tuple[int, int] | None, list[float]] = {one: [] for one in (None, *settings)}
+        if state == "warm":
+            warm(paths)
         for turn in range(rounds + 1):
             for one, seconds in samples.items():
                 drop(paths) if state == "cold" else None
