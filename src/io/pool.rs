@@ -260,8 +260,8 @@ impl Pool {
         Asleep(queue.sleeper(true))
     }
 
-    /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for: not that of
-    /// a lone block, unless each block has a thread.
+    /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for: not that
+    /// of a lone block, unless each block has a thread.
     pub(crate) fn is_worth_waking(&self, blocks: usize, bytes: u64) -> bool {
         self.wake_bytes == 0 || blocks > 1 && bytes >= self.wake_bytes
     }

@@ -11,7 +11,7 @@ pub const ALLOWED: &[(&str, &str)] = &[
         "mover state device disk runtime config index io machine memory metrics block checksum error fork \
          shield sync",
     ),
-    ("mover", "state device disk config remote index io memory block checksum error shield urgency"),
+    ("mover", "state device disk config remote index io memory block checksum error shield sync urgency"),
     ("state", "device disk config remote index io memory metrics block error fork shield sync urgency"),
     ("device", "config io memory metrics block error"),
     ("store", "disk runtime config io memory metrics block checksum error"),
