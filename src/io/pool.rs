@@ -24,8 +24,7 @@ use crate::{
     urgency::{Line, Urgency},
 };
 
-/// Queued bytes per awake worker above which another worker is woken: about 30 us of work. Waking a thread costs the
-/// reactor some microseconds, so small blocks wait for a worker that is already awake.
+/// Queued bytes for each awake worker above which another is woken: 30 us of work. To wake one costs microseconds.
 pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
 /// What a transfer that its caller has queued counts beside its bytes: it costs its thread some 10 us more, and the
@@ -43,7 +42,7 @@ pub struct Pool {
     queue: Mutex<Queue>,
     /// Whether the queue has something. A thread that reads an older value finds out under the lock, before it sleeps.
     any_queued: AtomicBool,
-    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
+    /// As that of the queue.
     wake_bytes: u64,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,
@@ -63,7 +62,7 @@ struct Queue {
     threads: u32,
     /// The first so many workers transfer.
     rings: u32,
-    /// As that of the pool.
+    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
     wake_bytes: u64,
     /// Sleeping workers that have not been woken, the latest last.
     asleep: Vec<Sleeper>,
@@ -123,7 +122,7 @@ struct Taken {
     work: Option<Work>,
 }
 
-/// What a queued transfer counts.
+/// What it counts.
 fn weight((transfer, waiter): &Queued) -> u64 {
     transfer.buf.len() as u64 + if waiter.is_called() { CALLED_BYTES } else { 0 }
 }
@@ -206,8 +205,7 @@ impl Queue {
 }
 
 impl Pool {
-    /// A queue for `threads` workers, the first `rings` of which transfer. Another one is woken for every `wake_bytes`
-    /// queued.
+    /// A queue for `threads` workers, the first `rings` of which transfer; one is woken for every `wake_bytes` queued.
     pub fn new(threads: u32, rings: u32, wake_bytes: u64) -> Self {
         let queue = Queue {
             work: VecDeque::new(),
@@ -239,9 +237,9 @@ impl Pool {
         queue.work.push_back((bytes, work));
         queue.bytes += bytes;
         self.any_queued.store(true, Ordering::Relaxed);
-        let sleeper = queue.sleeper(false);
+        let asleep = Asleep(queue.sleeper(false));
         drop(queue);
-        sleeper.iter().for_each(|sleeper| sleeper.wake.wake());
+        asleep.wake();
     }
 
     /// Queues a transfer. The caller wakes who is asleep, outside of its locks.
@@ -260,8 +258,7 @@ impl Pool {
         Asleep(queue.sleeper(true))
     }
 
-    /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for: not that
-    /// of a lone block, unless each block has a thread.
+    /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for.
     pub(crate) fn is_worth_waking(&self, blocks: usize, bytes: u64) -> bool {
         self.wake_bytes == 0 || blocks > 1 && bytes >= self.wake_bytes
     }
@@ -290,8 +287,7 @@ impl Pool {
         }
     }
 
-    /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the driver has started transfers
-    /// that it has not submitted.
+    /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the driver has to submit transfers.
     pub fn step(&self, worker: u32, driver: &mut impl Driver, unsubmitted: &mut bool) -> Step {
         let Taken { transfers, unsummed, work } = self.take(driver);
         *unsubmitted |= !transfers.is_empty();
@@ -320,21 +316,21 @@ impl Pool {
         Step::Next
     }
 
-    /// Enters the worker in the list of sleepers, unless there is work. A worker without room for the queued transfers
-    /// wakes one that has room: no worker was woken for them while this one was awake.
+    /// Lists the worker as asleep, unless there is work. One without room for the queued transfers wakes one that has
+    /// room: no worker was woken for them while this one was awake.
     fn fall_asleep(&self, worker: u32, driver: &impl Driver) -> Step {
         let room = Room::of(driver);
         let mut queue = self.lock();
         if !queue.work.is_empty() || queue.has_transfer_for(room) {
             return Step::Next;
         }
-        let with_room = if worker < queue.rings { queue.any_sleeper(true) } else { None };
+        let with_room = (worker < queue.rings).then(|| queue.any_sleeper(true)).flatten();
         let ends = queue.closed && [OpKind::Read, OpKind::Write].iter().all(|&kind| driver.in_flight(kind) == 0);
         if !ends {
             queue.asleep.push(Sleeper { worker, wake: driver.wake(), room });
         }
         drop(queue);
-        with_room.iter().for_each(|sleeper| sleeper.wake.wake());
+        Asleep(with_room).wake();
         if ends { Step::End } else { Step::Sleep }
     }
 
@@ -389,11 +385,10 @@ impl Pool {
 
     /// Closes the queue: workers end after the queued work.
     pub(crate) fn close(&self) {
-        let asleep = {
-            let mut queue = self.lock();
-            queue.closed = true;
-            std::mem::take(&mut queue.asleep)
-        };
+        let mut queue = self.lock();
+        queue.closed = true;
+        let asleep = std::mem::take(&mut queue.asleep);
+        drop(queue);
         asleep.iter().for_each(|sleeper| sleeper.wake.wake());
     }
 
