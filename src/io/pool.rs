@@ -191,7 +191,7 @@ impl Queue {
             false => (self.threads, self.asleep.len()),
         };
         let awake = u64::from(workers) - asleep as u64;
-        if awake > 0 && self.bytes <= self.wake_bytes * awake {
+        if awake > 0 && self.bytes <= self.wake_bytes.saturating_mul(awake) {
             return None;
         }
         self.any_sleeper(for_transfer)

@@ -143,8 +143,13 @@ impl Workers {
         if count == 0 {
             return Ok(Rc::new(workers));
         }
-        // A system call occupies its thread, for as long as the drive likes: each transfer wakes another thread.
-        let wake_bytes = if callers > 0 { 0 } else { WAKE_BYTES };
+        let wake_bytes = match (computing, callers) {
+            // Its only thread is for reads that the reactor need not know of.
+            (0, 0) => u64::MAX,
+            (_, 0) => WAKE_BYTES,
+            // A system call occupies its thread, for as long as the drive likes: each transfer wakes another thread.
+            _ => 0,
+        };
         let pool = Arc::new(Pool::new(count, callers + rings, wake_bytes));
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.

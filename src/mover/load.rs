@@ -193,6 +193,7 @@ impl QueuedLoad {
             }
             // The memory is not mapped writable: the processor could not write to it either.
             Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+                shared.metrics.looked_up(Some(Tier::Disk));
                 let path = shared.config.disk.paths[usize::from(file.0)].path.clone();
                 Ended::Failed(Error::io("read into the caller's memory from", path, source))
             }

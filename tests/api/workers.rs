@@ -306,3 +306,31 @@ fn blocks_that_are_removed_while_workers_write_them_are_not_there_later() {
         assert_eq!(found(&dir), there);
     }
 }
+
+#[test]
+fn memory_that_takes_no_bytes_is_an_error_of_each_of_its_blocks() {
+    let (dir, mut pool) = (directory(), Pool::filled());
+    let places = pool.places(1);
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 2))).expect("open");
+    let region = pool.register(&cache);
+    all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
+    block_on(cache.close()).expect("close");
+    drop(region);
+
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 2))).expect("open again");
+    let region = pool.register(&cache);
+    let protect = |access| {
+        // SAFETY: pages of the pool, which nothing touches meanwhile.
+        let result = unsafe { libc::mprotect(pool.0.as_ptr().cast_mut().cast(), BLOCK, access) };
+        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    };
+    protect(libc::PROT_READ);
+    let loaded = block_on(cache.load_into(&keys(), &places)).expect("asked");
+    protect(libc::PROT_READ | libc::PROT_WRITE);
+    let refused = loaded[0].as_ref().expect_err("it cannot be written").to_string();
+    assert!(refused.contains("read into the caller's memory"), "{refused}");
+    assert!(loaded[1..].iter().all(|loaded| matches!(loaded, Ok(true))), "the others are loaded");
+    assert_eq!(cache.stats().checksum_failures, 0, "it says nothing about the disk");
+    block_on(cache.unregister(&region)).expect("unregistered");
+    block_on(cache.close()).expect("close");
+}

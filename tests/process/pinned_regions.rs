@@ -160,8 +160,10 @@ fn pages_that_were_pinned_are_read_into(cache: &Cache, first: &mut Pool) {
 #[test]
 fn regions_are_pinned_and_given_back_while_blocks_move() {
     let dir = directory();
-    let settings =
-        |storage| config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true);
+    // The reactor makes the transfers: its ring has the buffers.
+    let settings = |storage| {
+        config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true).workers(0)
+    };
     let cache = block_on(Cache::open(settings(StorageKind::Blocking))).expect("open");
     let mut first = Pool::new();
     let region = first.register(&cache);
