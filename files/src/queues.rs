@@ -18,7 +18,7 @@ struct Drive {
 }
 
 /// Which drive a thread takes its next piece from.
-pub(crate) struct Home(usize);
+pub(crate) struct Cursor(usize);
 
 impl Queues {
     /// For so many threads at most.
@@ -33,18 +33,18 @@ impl Queues {
         self.threads
     }
 
-    /// Where the thread of this number begins.
-    pub(crate) fn home(&self, thread: usize) -> Home {
-        Home(thread)
+    /// Where the thread of this number begins: threads are spread over the drives.
+    pub(crate) fn cursor(&self, thread: usize) -> Cursor {
+        Cursor(thread)
     }
 
     /// The next piece of the thread's drive, or of another one when that has none left.
-    pub(crate) fn take(&self, home: &mut Home) -> Option<&Piece> {
+    pub(crate) fn take(&self, cursor: &mut Cursor) -> Option<&Piece> {
         let count = self.drives.len();
-        let first = home.0;
+        let first = cursor.0;
         // Fewer threads than drives visit them in turn.
         if self.threads < count {
-            home.0 += self.threads;
+            cursor.0 += self.threads;
         }
         (0..count).find_map(|other| {
             let drive = &self.drives[(first + other) % count];
@@ -66,8 +66,8 @@ mod tests {
     #[test]
     fn threads_stay_with_their_drives_and_then_help_the_others() {
         let queues = queues(&[3, 5, 1], 6);
-        let mut homes: Vec<Home> = (0..6).map(|n| queues.home(n)).collect();
-        let mut take = |n: usize| queues.take(&mut homes[n]).map(|piece| (piece.file, piece.start));
+        let mut cursors: Vec<Cursor> = (0..6).map(|n| queues.cursor(n)).collect();
+        let mut take = |n: usize| queues.take(&mut cursors[n]).map(|piece| (piece.file, piece.start));
         // Two threads a drive.
         assert_eq!([take(0), take(1), take(2)], [Some((0, 0)), Some((1, 0)), Some((2, 0))]);
         assert_eq!([take(3), take(4), take(0)], [Some((0, 1)), Some((1, 1)), Some((0, 2))]);
@@ -81,10 +81,10 @@ mod tests {
         for threads in 1..5 {
             let queues = queues(&[4; 5], threads);
             assert_eq!(queues.threads(), threads);
-            let mut homes: Vec<Home> = (0..threads).map(|n| queues.home(n)).collect();
+            let mut cursors: Vec<Cursor> = (0..threads).map(|n| queues.cursor(n)).collect();
             let mut taken = [0; 5];
             for turn in 0..20 {
-                let piece = queues.take(&mut homes[turn % threads]).expect("20 of them");
+                let piece = queues.take(&mut cursors[turn % threads]).expect("20 of them");
                 assert_eq!(piece.start, taken[piece.file]);
                 taken[piece.file] += 1;
                 let (least, most) = (taken.iter().min().expect("5"), taken.iter().max().expect("5"));
@@ -92,6 +92,6 @@ mod tests {
             }
         }
         assert_eq!((queues(&[], 4).threads(), queues(&[1, 1], 9).threads()), (1, 2));
-        assert!(queues(&[], 4).take(&mut Home(0)).is_none());
+        assert!(queues(&[], 4).take(&mut Cursor(0)).is_none());
     }
 }

@@ -33,9 +33,9 @@ pub(crate) fn run(shared: &Shared, number: usize, carry: &dyn Carry) {
         // In this order of dropping: copies are over before the buffer is another's.
         let (bounce, copies) = (Bounce::take(shared.buffer_bytes, shared.memory)?, Copies::open(shared.memory)?);
         let mut lane = Lane { bounce, copies };
-        let mut home = shared.queues.home(number);
+        let mut cursor = shared.queues.cursor(number);
         while !shared.cancelled.load(Ordering::Relaxed) {
-            let Some(piece) = shared.queues.take(&mut home) else { break };
+            let Some(piece) = shared.queues.take(&mut cursor) else { break };
             carry.carry(shared, &mut lane, piece)?;
             shared.arrived(piece);
         }

@@ -207,7 +207,7 @@ impl Cache {
     #[doc(hidden)]
     pub async fn load_shared(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
         let mut jobs = self.jobs(keys, None, segments, None)?;
-        jobs.iter_mut().for_each(|job| job.is_shared = true);
+        jobs.iter_mut().for_each(|job| job.through_host = true);
         self.load_jobs(jobs).await
     }
 
@@ -292,7 +292,7 @@ impl Cache {
         let mut jobs = Vec::with_capacity(keys.len());
         let held = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
         for ((key, segments), regions) in keys.iter().zip(segments).zip(held) {
-            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions, is_shared: false });
+            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions, through_host: false });
             if chain.is_some() {
                 parent = Some(*key);
             }

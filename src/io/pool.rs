@@ -24,7 +24,8 @@ use crate::{
     urgency::{Line, Urgency},
 };
 
-/// Queued bytes for each awake worker above which another is woken: 30 us of work. To wake one costs microseconds.
+/// Queued bytes for each awake worker above which another one is woken: about 30 us of work. Waking a thread costs some
+/// microseconds, so small blocks wait for a worker that is already awake.
 pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
 /// What a transfer that its caller has queued counts beside its bytes: it costs its thread some 10 us more, and the
@@ -42,7 +43,7 @@ pub struct Pool {
     queue: Mutex<Queue>,
     /// Whether the queue has something. A thread that reads an older value finds out under the lock, before it sleeps.
     any_queued: AtomicBool,
-    /// As that of the queue.
+    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
     wake_bytes: u64,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,
@@ -62,8 +63,6 @@ struct Queue {
     threads: u32,
     /// The first so many workers transfer.
     rings: u32,
-    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
-    wake_bytes: u64,
     /// Sleeping workers that have not been woken, the latest last.
     asleep: Vec<Sleeper>,
     /// Set when no more work will come.
@@ -122,7 +121,7 @@ struct Taken {
     work: Option<Work>,
 }
 
-/// What it counts.
+/// What a queued transfer counts.
 fn weight((transfer, waiter): &Queued) -> u64 {
     transfer.buf.len() as u64 + if waiter.is_called() { CALLED_BYTES } else { 0 }
 }
@@ -185,13 +184,13 @@ impl Queue {
     }
 
     /// Returns a worker to wake, unless the awake ones suffice for the queue.
-    fn sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
+    fn sleeper(&mut self, for_transfer: bool, wake_bytes: u64) -> Option<Sleeper> {
         let (workers, asleep) = match for_transfer {
             true => (self.rings, self.asleep.iter().filter(|sleeper| sleeper.worker < self.rings).count()),
             false => (self.threads, self.asleep.len()),
         };
         let awake = u64::from(workers) - asleep as u64;
-        if awake > 0 && self.bytes <= self.wake_bytes.saturating_mul(awake) {
+        if awake > 0 && self.bytes <= wake_bytes.saturating_mul(awake) {
             return None;
         }
         self.any_sleeper(for_transfer)
@@ -215,7 +214,6 @@ impl Pool {
             bytes: 0,
             threads,
             rings,
-            wake_bytes,
             asleep: Vec::new(),
             closed: false,
         };
@@ -237,7 +235,7 @@ impl Pool {
         queue.work.push_back((bytes, work));
         queue.bytes += bytes;
         self.any_queued.store(true, Ordering::Relaxed);
-        let asleep = Asleep(queue.sleeper(false));
+        let asleep = Asleep(queue.sleeper(false, self.wake_bytes));
         drop(queue);
         asleep.wake();
     }
@@ -255,7 +253,7 @@ impl Pool {
         let weight = weight(&queued);
         line.push(urgency, queued);
         queue.bytes += weight;
-        Asleep(queue.sleeper(true))
+        Asleep(queue.sleeper(true, self.wake_bytes))
     }
 
     /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for.

@@ -26,7 +26,7 @@ use crate::{
     error::Result,
     io::Storage,
     shield::caught,
-    state::{Class, Committed, Pin, Purpose, State},
+    state::{Class, Committed, Purpose, State},
 };
 
 /// A load, and its first step.
@@ -139,7 +139,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Plans a load.
     pub(super) fn begin_load(self: &Rc<Self>, state: &mut State, job: &Job) -> BegunLoad<S, C> {
         let is_in_place =
-            self.shared.config.host.bypass && !job.is_shared && job.may_bypass_host(self.memory_align_bytes);
+            self.shared.config.host.bypass && !job.through_host && job.may_bypass_host(self.memory_align_bytes);
         let mut trip = Trip::load(&job.key, Shape { is_device: job.memory() == RegionMemory::Device, is_in_place });
         let step = self.plan(state, &mut trip);
         (trip, step)
@@ -194,20 +194,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.blame_cufile();
         }
         Ok(true)
-    }
-
-    /// Counts a block that was read from disk to a caller past host memory, and releases it.
-    pub(super) fn read_past_host(&self, trip: &Trip, pin: Pin, started: Instant) {
-        // Only here: a block that goes through a host slot is looked up and counted there.
-        {
-            let mut state = self.shared.lock();
-            state.index.touch(pin.id());
-            state.index.hit(pin.id());
-            state.note_right(&pin);
-            pin.release(&mut state);
-        }
-        self.shared.metrics.looked_up(Some(Tier::Disk));
-        self.shared.metrics.moved(trip.row().route, self.shared.config.block_bytes, started.elapsed());
     }
 
     /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by

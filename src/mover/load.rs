@@ -82,9 +82,9 @@ impl Submitter {
     pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
         let Some(this) = this.filter(|this| this.takes_load(&jobs)) else { return Some(Command::Load { jobs, reply }) };
         let count = jobs.len();
-        let progress = Progress { results: Vec::new(), left: count, reading: 0, ended: Vec::new(), reply: Some(reply) };
+        let results = std::iter::repeat_with(|| None).take(count).collect();
+        let progress = Progress { results, left: count, reading: 0, ended: Vec::new(), reply: Some(reply) };
         let load = Arc::new(Load { ends: Arc::clone(&this.ends), progress: Mutex::new(progress) });
-        load.progress.lock().results.resize_with(count, || None);
         let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
         while jobs.len() > 0 {
             let part: Vec<_> = jobs.by_ref().take(PLANNED_PER_LOCK).collect();
@@ -116,7 +116,7 @@ impl Submitter {
 
     /// Whether direct I/O reads the block to its place by one operation.
     fn reads_in_place(&self, job: &Job) -> bool {
-        let bypasses = self.ends.shared.config.host.bypass && !job.is_shared;
+        let bypasses = self.ends.shared.config.host.bypass && !job.through_host;
         bypasses && job.segments.len() == 1 && job.may_bypass_host(self.memory_align_bytes)
     }
 
@@ -229,7 +229,7 @@ impl Load {
             match ended {
                 Ended::Right => results.push((number, Ok(true))),
                 Ended::Failed(error) => results.push((number, Err(error))),
-                Ended::Again => again.push((number, Job { is_shared: true, ..job })),
+                Ended::Again => again.push((number, Job { through_host: true, ..job })),
             }
         }
         if !again.is_empty() {
@@ -240,7 +240,7 @@ impl Load {
             // Where the reactor is gone, the call ends as closed.
             drop(self.ends.urgent.send(Urgent::Load { jobs, reply }));
         }
-        self.ends.shared.end_loads(pins);
+        self.ends.shared.end_loads(Route::DiskToRegion, pins);
         self.settle(results.into_iter());
     }
 
@@ -259,31 +259,6 @@ impl Load {
         drop(progress);
         if let Some(reply) = reply {
             reply(results.into_iter().map(|result| result.expect("none is left")).collect());
-        }
-    }
-}
-
-impl crate::state::Shared {
-    /// Gives back the disk slots of blocks that were read to their caller's memory. Those that were right since `began`
-    /// count as used, and moved.
-    fn end_loads(&self, pins: Vec<(Pin, Option<Instant>)>) {
-        let route = Route::DiskToRegion;
-        let mut right = Vec::with_capacity(pins.len());
-        {
-            let mut state = self.lock();
-            for (pin, began) in pins {
-                if let Some(began) = began {
-                    state.index.touch(pin.id());
-                    state.index.hit(pin.id());
-                    state.note_right(&pin);
-                    right.push(began);
-                }
-                pin.release(&mut state);
-            }
-        }
-        for began in right {
-            self.metrics.looked_up(Some(Tier::Disk));
-            self.metrics.moved(route, self.config.block_bytes, began.elapsed());
         }
     }
 }

@@ -270,7 +270,7 @@ mod tests {
             parent: None,
             segments: vec![],
             regions: Arc::new([]),
-            is_shared: false,
+            through_host: false,
         };
         let board = LayerBoard::new(Arc::clone(&progress));
         LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());

@@ -208,8 +208,9 @@ pub(crate) struct Job {
     /// Holds every region that the segments lie in, by their first addresses. All are of one kind of memory. Blocks of
     /// one call share it, where they lie in the same regions.
     pub(crate) regions: Arc<[RegionUse]>,
-    /// Other callers may load the same block: it goes through host memory, where they join its movement.
-    pub(crate) is_shared: bool,
+    /// It goes through host memory: other callers may load the same block and join its movement there, or a read to its
+    /// place has failed.
+    pub(crate) through_host: bool,
 }
 
 impl Job {

@@ -40,7 +40,7 @@ const OBJECTS_IN_FLIGHT: usize = 4;
 const SLOTS_SHARE: u32 = 8;
 
 /// What the writes of all objects share.
-struct Turns {
+struct UploadLimits {
     /// Host slots that are written from in place.
     slots: Semaphore,
     /// When the next object may begin, as the bytes a second allow.
@@ -60,7 +60,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes what is queued, until it is dropped.
     pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let slots = (self.shared.config.host_slots() / SLOTS_SHARE) as usize;
-        let turns = Turns { slots: Semaphore::new(slots), next: Cell::new(Instant::now()) };
+        let limits = UploadLimits { slots: Semaphore::new(slots), next: Cell::new(Instant::now()) };
         let mut pause = LOOK_AFTER;
         loop {
             match self.shared.config.remote.policy {
@@ -78,7 +78,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             let runs = self.chain_runs(&remote, remote.take_uploads()).await;
             let written = stream::iter(runs)
-                .map(async |(parent, run)| self.upload_run(&remote, &turns, parent, &run).await)
+                .map(async |(parent, run)| self.upload_run(&remote, &limits, parent, &run).await)
                 .buffer_unordered(OBJECTS_IN_FLIGHT)
                 .fold(false, async |some, is_written| some || is_written);
             // As long as objects are written it is looked at once for more.
@@ -90,11 +90,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn upload_run(
         self: &Rc<Self>,
         remote: &Remote,
-        turns: &Turns,
+        limits: &UploadLimits,
         parent: Option<BlockKey>,
         run: &[BlockKey],
     ) -> bool {
-        let error = match of_store(self.upload(remote, turns, parent, run)).await {
+        let error = match of_store(self.upload(remote, limits, parent, run)).await {
             Ok(is_written) => return is_written,
             Err(error) => error,
         };
@@ -125,13 +125,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn upload(
         self: &Rc<Self>,
         remote: &Remote,
-        turns: &Turns,
+        limits: &UploadLimits,
         parent: Option<BlockKey>,
         run: &[BlockKey],
     ) -> Result<bool, RemoteError> {
-        turns.wait().await;
+        limits.wait().await;
         let began = Instant::now();
-        let slots = turns.slots.try_acquire_many(run.len() as u32).ok();
+        let slots = limits.slots.try_acquire_many(run.len() as u32).ok();
         let blocks = self.blocks_of_run(run, slots.is_some()).await;
         self.shared.metrics.remote_unsent.add((run.len() - blocks.len()) as u64);
         let Some((first, ..)) = blocks.first() else { return Ok(false) };
@@ -145,7 +145,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Created::Now => {
                 let table = remote.space.decode(&object.name, &parts[0], bytes)?;
                 self.shared.metrics.remote_writes.add(1);
-                turns.count(bytes, self.shared.config.remote.upload_bytes_per_s);
+                limits.count(bytes, self.shared.config.remote.upload_bytes_per_s);
                 for _ in 0..count {
                     self.shared.metrics.moved(Route::HostToRemote, self.shared.config.block_bytes, began.elapsed());
                 }
@@ -212,7 +212,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 }
 
-impl Turns {
+impl UploadLimits {
     /// Waits until the bytes that were written allow more.
     async fn wait(&self) {
         while self.next.get() > Instant::now() {

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
 use super::{Filling, FlightEnd, Pin, Shared, State, Unverified};
 use crate::{
     block::{BlockKey, FileId, Route, Segment, Tier},
@@ -105,6 +107,27 @@ impl Shared {
         }
         let owner = source.end(state);
         is_visible.then(|| Pin::taken(owner, id, tier, slot, route))
+    }
+
+    /// Gives back the disk slots of blocks that were read past host memory. Those that were right, since `began`, count
+    /// as used and moved: a block that goes through a host slot is counted there.
+    pub(crate) fn end_loads(&self, route: Route, pins: impl IntoIterator<Item = (Pin, Option<Instant>)>) {
+        let mut right = Vec::new();
+        let mut state = self.lock();
+        for (pin, began) in pins {
+            if let Some(began) = began {
+                state.index.touch(pin.id());
+                state.index.hit(pin.id());
+                state.note_right(&pin);
+                right.push(began);
+            }
+            pin.release(&mut state);
+        }
+        drop(state);
+        for began in right {
+            self.metrics.looked_up(Some(Tier::Disk));
+            self.metrics.moved(route, self.config.block_bytes, began.elapsed());
+        }
     }
 
     /// Ends a read that failed for lack of a resource, not because of the disk: the block stays on disk.

@@ -51,16 +51,21 @@ fn all(results: Vec<Result<bool, kvhoist::Error>>) -> Vec<bool> {
     results.into_iter().map(|result| result.expect("no error")).collect()
 }
 
+/// Stores all blocks by a cache of its own.
+fn store_all(settings: Config, pool: &mut Pool, places: &[Vec<Segment>]) {
+    let cache = block_on(Cache::open(settings)).expect("open");
+    let region = pool.register(&cache);
+    assert_eq!(all(block_on(cache.store_from(&keys(), None, places)).expect("stored")), [true; BLOCKS]);
+    block_on(cache.close()).expect("close");
+    drop(region);
+}
+
 /// Stores all blocks and loads them with a cache of its own each, so that they come from disk. Returns the pieces of
 /// work that workers did for the load.
 fn round_trip(storage: StorageKind, workers: u32, segments: usize) -> u64 {
     let (dir, mut pool) = (directory(), Pool::filled());
     let places = pool.places(segments);
-    let cache = block_on(Cache::open(settings(&dir, storage, workers))).expect("open");
-    let region = pool.register(&cache);
-    assert_eq!(all(block_on(cache.store_from(&keys(), None, &places)).expect("stored")), [true; BLOCKS]);
-    block_on(cache.close()).expect("close");
-    drop(region);
+    store_all(settings(&dir, storage, workers), &mut pool, &places);
 
     let cache = block_on(Cache::open(settings(&dir, storage, workers))).expect("open again");
     let region = pool.register(&cache);
@@ -139,11 +144,7 @@ fn workers_find_every_damaged_block() {
     for segments in [1, 16] {
         let (dir, mut pool) = (directory(), Pool::filled());
         let places = pool.places(segments);
-        let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 3))).expect("open");
-        let region = pool.register(&cache);
-        all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
-        block_on(cache.close()).expect("close");
-        drop(region);
+        store_all(settings(&dir, StorageKind::Auto, 3), &mut pool, &places);
         for n in (0..BLOCKS as u64).step_by(5) {
             damage(&dir, &payload(n, BLOCK)[..64]);
         }
@@ -166,11 +167,7 @@ fn workers_find_every_damaged_block() {
 fn blocks_that_are_fetched_together_are_read_by_workers_and_damaged_ones_are_found() {
     let (dir, mut pool) = (directory(), Pool::filled());
     let places = pool.places(1);
-    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open");
-    let region = pool.register(&cache);
-    all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
-    block_on(cache.close()).expect("close");
-    drop(region);
+    store_all(settings(&dir, StorageKind::Uring, 2), &mut pool, &places);
     damage(&dir, &payload(7, BLOCK)[..64]);
 
     let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open again");
@@ -311,11 +308,7 @@ fn blocks_that_are_removed_while_workers_write_them_are_not_there_later() {
 fn memory_that_takes_no_bytes_is_an_error_of_each_of_its_blocks() {
     let (dir, mut pool) = (directory(), Pool::filled());
     let places = pool.places(1);
-    let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 2))).expect("open");
-    let region = pool.register(&cache);
-    all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
-    block_on(cache.close()).expect("close");
-    drop(region);
+    store_all(settings(&dir, StorageKind::Auto, 2), &mut pool, &places);
 
     let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 2))).expect("open again");
     let region = pool.register(&cache);

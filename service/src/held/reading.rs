@@ -68,7 +68,7 @@ impl Reads {
 
     /// Reads files of a drive until there are none.
     fn work(&self, drive: u64) {
-        give_way();
+        lower_priority();
         loop {
             let mut drives = self.lock();
             let Some(job) = drives.get_mut(&drive).and_then(VecDeque::pop_front) else {
@@ -95,7 +95,7 @@ impl Reads {
 
 /// Has the system run this thread, and those that it starts, after those that serve blocks: filling memory takes
 /// processors as well as a drive.
-fn give_way() {
+fn lower_priority() {
     const NICE: i32 = 10;
     // Where it is refused, they are equals.
     _ = rustix::process::setpriority_process(None, NICE);
@@ -144,19 +144,19 @@ mod tests {
         u64::from_ne_bytes(arrived)
     }
 
-    /// A file that ends sooner than it did is told as one that never comes; the others of its drive are read.
     #[test]
-    fn threads_that_read_and_those_that_they_start_give_way_and_no_others() {
+    fn threads_that_read_and_those_that_they_start_have_a_lower_priority_and_no_others() {
         let nice = || rustix::process::getpriority_process(None).expect("this thread's");
         let before = nice();
         let read = move || {
-            give_way();
+            lower_priority();
             thread::spawn(nice).join().expect("it ends")
         };
         assert_eq!(thread::spawn(read).join().expect("it ends"), before.max(10));
         assert_eq!(nice(), before);
     }
 
+    /// A file that ends sooner than it did is told as one that never comes; the others of its drive are read.
     #[test]
     fn a_file_that_fails_in_the_middle_holds_up_no_other() {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
