@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any, Callable, Optional
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
@@ -21,7 +22,6 @@ from ..service.pause import Pause
 from ..service.supervisor import ServiceSupervisor
 from .hits import policy, pool_result, trailing
 from .identity import Identity
-from .pool_memory import percent
 from .pool_service import is_writer, wants_service
 from .pools import Geometry, PoolStore, prefix_parent, split_capacity
 from .refusals import (
@@ -30,9 +30,9 @@ from .refusals import (
     server_args,
     warn_of_copies,
     warn_of_salts,
-    warn_of_small_pages,
 )
-from .settings import backend_settings
+from .settings import backend_settings, key_scheme
+from .unified import UnifiedStore, agreed, plan
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class HiCacheKvhoist(HiCacheStorage):
         warn_of_keywords("HiCacheKvhoist", more)
         self.config = backend_settings(storage_config.extra_config)
         args = server_args()
+        self._scheme = agreed(key_scheme(storage_config.extra_config), storage_config, args)
+        self._plan = partial(plan, self._scheme, storage_config=storage_config, server_args=args)
         self.identity = Identity.of(storage_config, args, self.config.revision)
         refuse_adapters_without_keys(args)
         warn_of_salts()
@@ -75,7 +77,7 @@ class HiCacheKvhoist(HiCacheStorage):
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
         self._pages: dict[str, tuple[Any, int]] = {}
-        self._stores: dict[str, PoolStore] = {}
+        self._stores: dict[str, PoolStore | UnifiedStore] = {}
         self._announced = False
         self._closed = False
         self._lock = threading.RLock()
@@ -140,38 +142,24 @@ class HiCacheKvhoist(HiCacheStorage):
                 # Pools that are registered later have shares in the settings.
                 split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
             for name, (pool, tokens) in waiting.items():
-                socket = self._keeper.socket if self._keeper else None
-                store = PoolStore(self.config, self.identity, name, pool, tokens, split[name], socket)
-                self._stores[name] = store
-                if socket is not None:
-                    self._say_attached(store)
-                    continue
-                stats, geometry = store.cache.stats(), store.geometry
-                logger.info(
-                    "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
-                    "storage %s, direct I/O %s, pages go %s, %s of the pool lies in huge pages",
-                    name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
-                    geometry.layout, stats["tiers"]["disk"]["resident"], stats["storage"], stats["direct_io"],
-                    "straight to the pool" if store.goes_straight() else "through the cache's memory",
-                    percent(share := store.huge_page_share()),
-                )  # fmt: skip
-                warn_of_small_pages(name, store.pool_bytes(), share)
+                self._stores[name] = self._open(name, pool, tokens, split[name])
 
-    def _say_attached(self, store: PoolStore) -> None:
-        stats, geometry = store.cache.stats(), store.geometry
-        logger.info(
-            "kvhoist: pool %s in the service at %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
-            "pages go %s, this rank %s",
-            store.name, store.socket, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
-            geometry.layout, stats["tiers"]["disk"]["resident"],
-            "straight to the pool where the service can map it" if store.goes_straight() else "through host memory",
-            "stores pages" if self._is_writer else "reads what another rank stores",
-        )  # fmt: skip
+    def _open(self, name: str, pool: Any, tokens: int, capacity: int) -> PoolStore | UnifiedStore:
+        socket = self._keeper.socket if self._keeper else None
+        given = self.config, self.identity, name, pool, tokens, capacity, socket
+        store = UnifiedStore(*given, self._plan(name, pool)) if self._scheme.unified else PoolStore(*given)
+        for part in store.parts():
+            part.say(self._is_writer)
+        return store
 
     def _kv_capacity(self) -> int:
         return int(self.config.capacity * (1 - sum(self.config.pool_shares.values())))
 
-    def _store(self, name: str) -> PoolStore:
+    def _parts(self) -> list[PoolStore]:
+        """The stores that are open."""
+        return [part for store in list(self._stores.values()) for part in store.parts()]
+
+    def _store(self, name: str) -> PoolStore | UnifiedStore:
         store = self._stores.get(name)
         if store is None:
             if name not in self._pages:
@@ -253,7 +241,7 @@ class HiCacheKvhoist(HiCacheStorage):
             return {transfer.name: [True] * len(transfer.keys or []) for transfer in transfers}
         parent = prefix_parent(extra_info)
 
-        def stored(store: PoolStore, transfer: Any) -> list:
+        def stored(store: PoolStore | UnifiedStore, transfer: Any) -> list:
             # The parent precedes the first page of the node, which trailing pages need not include.
             before = parent if policy(transfer) == "all_pages" else None
             return store.set(list(transfer.keys or []), transfer.host_indices, before)
@@ -342,7 +330,7 @@ class HiCacheKvhoist(HiCacheStorage):
     def stats(self) -> dict:
         """The cache's figures of each pool, and the counts of failures."""
         return {
-            "pools": {name: store.cache.stats() for name, store in self._stores.items()},
+            "pools": {part.name: part.cache.stats() for part in self._parts()},
             "failed": dict(self.counters),
         }
 
@@ -361,7 +349,7 @@ class HiCacheKvhoist(HiCacheStorage):
         return otherwise if self._pause.is_on() else self._guarded(method, otherwise, run)
 
     def _move(
-        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore], list], batches: deque
+        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore | UnifiedStore], list], batches: deque
     ) -> list[bool]:
         if self._pause.is_on():
             self._failed(method, "the service has not answered a moment ago", len(keys))
@@ -379,12 +367,12 @@ class HiCacheKvhoist(HiCacheStorage):
         moved = sum(result is True for result in results)
         if moved:
             elapsed = max(time.perf_counter() - started, 1e-9)
-            batches.append((moved, moved * store.geometry.page_bytes / elapsed / 1e9))
+            batches.append((moved, moved * store.page_bytes / elapsed / 1e9))
         self._guarded("stats", None, self._say_figures)
         return [result is True for result in results]
 
     def _say_figures(self) -> None:
-        self._lines.turn(lambda: {name: store.cache.stats for name, store in list(self._stores.items())})
+        self._lines.turn(lambda: {part.name: part.cache.stats for part in self._parts()})
 
     def _missed(self, error: BaseException) -> None:
         """Starts the service again if it is away, and leaves it alone for a while if it does not answer."""

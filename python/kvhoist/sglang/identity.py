@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .._values import config_error
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -85,8 +87,12 @@ class Identity:
         return "-".join(f"{name}{rank}of{size}" for name, rank, size in ranks) + f"-dp{self.dp_rank}"
 
 
-#: SGLang's server arguments that change the values in a page, but neither its key nor its geometry.
-_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args")
+#: SGLang's server arguments that change the values in a page, but neither its key nor its geometry. Pools of all 8-bit
+#: floats have bytes for their dtype, so `kv_cache_dtype` is among them.
+_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args", "kv_cache_dtype")
+
+#: Dtypes by the names of `kv_cache_dtype`, where a pool's own dtype does not tell.
+_STORED_AS_BYTES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 #: The arguments that name a draft model's weights, each with the one of the target that the digest has already.
@@ -95,6 +101,16 @@ _DRAFT_ARGS = {
     "speculative_draft_model_revision": "revision",
     "speculative_draft_model_quantization": "quantization",
 }
+
+
+def logical_dtype(dtype: Any, server_args: Any) -> str:
+    """What the numbers in a pool are. Raises ConfigError where its dtype is bytes, and nobody says of what."""
+    if str(dtype) != "torch.uint8":
+        return str(dtype)
+    told = getattr(server_args, "kv_cache_dtype", None)
+    if told not in _STORED_AS_BYTES:
+        raise config_error("kv_cache_dtype", told, f"{' or '.join(_STORED_AS_BYTES)} for pools whose dtype is {dtype}")
+    return _STORED_AS_BYTES[told]
 
 
 def holds_draft(name: str, pool: Any) -> bool:
@@ -115,8 +131,9 @@ def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[t
     if path != model_name:
         found["model_path"] = path
     found.update((name, getattr(server_args, name, None)) for name in _WEIGHTS_ARGS)
-    if found["json_model_override_args"] == "{}":  # SGLang's default.
-        del found["json_model_override_args"]
+    for name, default in (("json_model_override_args", "{}"), ("kv_cache_dtype", "auto")):
+        if found[name] == default:
+            del found[name]
     adapters = getattr(server_args, "lora_paths", None) or ()
     if isinstance(adapters, dict):
         adapters = adapters.items()

@@ -19,8 +19,9 @@ from ..cache import Cache, slot_bytes, slots_on_each, store_bytes
 from ..client import Client
 from ..errors import ClosedError, ConfigError, RefusedError
 from .identity import Identity, holds_draft
-from .pool_memory import flat_bytes, huge_page_share, pool_memory
+from .pool_memory import flat_bytes, huge_page_share, percent, pool_memory
 from .pool_service import connect_pool
+from .refusals import warn_of_small_pages
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +153,6 @@ class PoolStore:
         """Whether pages go directly between drive and pool, without a copy in the cache's memory."""
         return self._goes_straight(self.cache)
 
-    def huge_page_share(self) -> float | None:
-        """The share of the pool that lies in huge pages."""
-        return huge_page_share(pool_memory(self.pool))
-
     def pool_bytes(self) -> int:
         """Bytes of the pool's memory."""
         return sum(nbytes for _, nbytes in pool_memory(self.pool))
@@ -172,6 +169,37 @@ class PoolStore:
         align = 4096 if isinstance(cache, Client) else cache.stats()["memory_align_bytes"]
         long = self.geometry.segments == 1 or all(size >= STRAIGHT_SEGMENT_BYTES_MIN for size in sizes)
         return long and all(a % align == 0 and size % 4096 == 0 for a, size in zip(addresses, sizes))
+
+    def say(self, is_writer: bool) -> None:
+        """Logs where the pages are and how they move."""
+        stats, geometry, straight = self.cache.stats(), self.geometry, self.goes_straight()
+        disk = stats["tiers"]["disk"]
+        what = "%d slots of %d-byte pages (%d segments, layout %s), %d resident"
+        found = disk["slots"], geometry.page_bytes, geometry.segments, geometry.layout, disk["resident"]
+        if self.socket is not None:
+            logger.info(
+                f"kvhoist: pool %s in the service at %s: {what}; pages go %s, this rank %s",
+                self.name, self.socket, *found,
+                "straight to the pool where the service can map it" if straight else "through host memory",
+                "stores pages" if is_writer else "reads what another rank stores",
+            )  # fmt: skip
+            return
+        share = huge_page_share(pool_memory(self.pool))
+        logger.info(
+            f"kvhoist: pool %s in %s: {what}; storage %s, direct I/O %s, pages go %s, %s of the pool lies in huge pages",
+            self.name, self.directories, *found, stats["storage"], stats["direct_io"],
+            "straight to the pool" if straight else "through the cache's memory", percent(share),
+        )  # fmt: skip
+        warn_of_small_pages(self.name, self.pool_bytes(), share)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.geometry.page_bytes
+
+    def parts(self) -> "list[PoolStore]":
+        """The stores that have the pages: this one."""
+        return [self]
 
     # Pages
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, NamedTuple
 
 from .._store_settings import StoreSettings
-from .._values import config_error
+from .._values import config_error, whole
 
 #: Keys of extra_config that are SGLang's own.
 SGLANG_KEYS = frozenset(
@@ -13,10 +13,44 @@ SGLANG_KEYS = frozenset(
     "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys tp_lcm_size".split()
 )
 
+#: Who has the same keys for the same pages: each rank of one topology, or SGLang's unified coordinates.
+KEY_SCHEMES = ("ranks", "unified")
+
+
+class KeyScheme(NamedTuple):
+    """How pages are named, and the grid of chunks that servers which share pages have agreed upon."""
+
+    unified: bool = False
+    #: Heads and layers of a chunk; None: those of the rank.
+    head_group: int | None = None
+    layer_partition: int | None = None
+
 
 def backend_settings(extra_config: Any, environ: Mapping[str, str] | None = None) -> StoreSettings:
     """The settings of the HiCache backend, of extra_config and the environment."""
+    key_scheme(extra_config)
+    given = _object(extra_config)
+    own = SGLANG_KEYS | {"key_scheme", *KeyScheme._fields}
+    return StoreSettings.load({k: v for k, v in given.items() if k not in own}, environ)
+
+
+def key_scheme(extra_config: Any) -> KeyScheme:
+    """The settings of the names of pages."""
+    given = _object(extra_config)
+    scheme = given.get("key_scheme", "ranks")
+    if scheme not in KEY_SCHEMES:
+        raise config_error("key_scheme", scheme, "one of " + ", ".join(map(repr, KEY_SCHEMES)))
+    grid: dict[str, int | None] = {}
+    for name in ("head_group", "layer_partition"):
+        if (value := given.get(name)) is not None:
+            if scheme != "unified":
+                raise config_error(name, value, "nothing, or key_scheme 'unified' beside it")
+            grid[name] = whole(name, value, 1, 1 << 16)
+    return KeyScheme(scheme == "unified", **grid)
+
+
+def _object(extra_config: Any) -> Mapping[str, Any]:
     extra_config = {} if extra_config is None else extra_config
     if not isinstance(extra_config, Mapping):
         raise config_error("extra_config", extra_config, "an object with the settings' names")
-    return StoreSettings.load({k: v for k, v in extra_config.items() if k not in SGLANG_KEYS}, environ)
+    return extra_config

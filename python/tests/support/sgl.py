@@ -87,6 +87,9 @@ def _only(module: str, name: str) -> None:
 class Geometry(SimpleNamespace):
     """A model's shape on one rank."""
 
+    #: The first of its layers in the model.
+    first = 0
+
 
 #: Small ones of each kind, with the proportions of the real ones.
 MHA = Geometry(kind="mha", layers=4, heads=2, head_dim=64, page_tokens=16)
@@ -113,11 +116,11 @@ def device_pool(geometry: Geometry, pages: int, dtype=None):
     if geometry.kind == "mha":
         return modules.memory_pool.MHATokenToKVPool(
             tokens, geometry.page_tokens, dtype, geometry.heads, geometry.head_dim, geometry.layers, "cpu", False,
-            start_layer=0, end_layer=geometry.layers,
+            start_layer=geometry.first, end_layer=geometry.first + geometry.layers,
         )  # fmt: skip
     return modules.memory_pool.MLATokenToKVPool(
         tokens, geometry.page_tokens, dtype, geometry.lora, geometry.rope, geometry.layers, "cpu", False,
-        start_layer=0, end_layer=geometry.layers,
+        start_layer=geometry.first, end_layer=geometry.first + geometry.layers,
     )  # fmt: skip
 
 
@@ -132,7 +135,7 @@ def host_pool(geometry: Geometry, device, layout: str, ratio: float = 2.0, **mor
     more.update({} if mha else {"target_layer_num": geometry.layers})
     return cls(
         info, ratio, 0, geometry.page_tokens, layout, pin_memory=False, device_capacity_tokens=device.size,
-        start_layer=0, end_layer=geometry.layers, **more,
+        start_layer=geometry.first, end_layer=geometry.first + geometry.layers, **more,
     )  # fmt: skip
 
 
