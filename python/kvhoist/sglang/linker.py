@@ -130,6 +130,7 @@ class KvhoistLinker(UnifiedCacheLinker):
                 pieces, share = pieces_of(entries, group.num_layers), _share(config, name, list(self._entries))
                 cut = [[piece.pool, piece.nbytes, piece.layer] for piece in pieces]
                 what = {"format": FORMAT, "pool": name, "page": group.page_size, "cut": cut, **identity.digested(True)}
+                what["dtypes"] = [str(buffer.dtype) for entry in entries for buffer in entry.get_hybrid_pool_buffer()]
                 part = replace(config, capacity=int(config.capacity * share), host_bytes=int(config.host_bytes * share))
                 nbytes = sum(piece.nbytes for piece in pieces)
                 place = Place(identity.model_name, f"{identity.rank_name()}-{name}", what, identity.number())
@@ -385,9 +386,8 @@ def _identity(server_args: Any, params: Any, group: Any, settings: LinkerSetting
     parallel = get_parallel()
     if getattr(parallel, "attn_dcp_size", 1) > 1:
         raise config_error("attn_dcp_size", parallel.attn_dcp_size, "1: pages that are spread over ranks are not kept")
-    model = getattr(server_args, "model_path", None)
     config = SimpleNamespace(
-        model_name=model, tp_rank=rank, tp_size=size, is_mla_model=group.rank_replicated,
+        model_name=getattr(server_args, "model_path", None), tp_rank=rank, tp_size=size, is_mla_model=group.rank_replicated,
         pp_rank=params.pp_rank, pp_size=params.pp_size, attn_cp_rank=params.attn_cp_rank,
         attn_cp_size=params.attn_cp_size, dp_rank=getattr(parallel, "attn_dp_rank", 0) or 0,
     )  # fmt: skip

@@ -41,12 +41,12 @@ def tokens_of(geometry, pages: int, first: int = 1000) -> list[int]:
 class Rank:
     """One rank of a server: a tree over a device pool, and the linker under it."""
 
-    def __init__(self, geometry, extra: dict, pages: int = 24, **arguments) -> None:
+    def __init__(self, geometry, extra: dict, pages: int = 24, dtype=None, **arguments) -> None:
         modules = self.modules = boot()
         bags: dict = {}
         type(modules.context._CONTEXT).config_bag = lambda _self, name: bags.setdefault(name, _Bag())
         self.page = geometry.page_tokens
-        self.device = sgl.device_pool(geometry, pages)
+        self.device = sgl.device_pool(geometry, pages, dtype)
         self.slots = modules.allocator.PagedTokenToKVPoolAllocator(
             self.device.size, page_size=self.page, dtype=self.device.dtype, device="cpu", kvcache=self.device,
             need_sort=False,
