@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -46,10 +47,11 @@ class _Job:
 
 
 class JobTable:
-    """The jobs over one queue. One thread at a time."""
+    """The jobs over one queue, for any thread."""
 
     def __init__(self, queue: Any) -> None:
         self.queue = queue
+        self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
         #: The job of each ticket.
         self._owner: dict[int, int] = {}
@@ -58,12 +60,14 @@ class JobTable:
     @property
     def under_way(self) -> Collection[int]:
         """The jobs that have not ended."""
-        return self._jobs.keys()
+        with self._lock:
+            return set(self._jobs)
 
     @property
     def loads(self) -> int:
         """How many of them are loads."""
-        return sum(job.is_load for job in self._jobs.values())
+        with self._lock:
+            return sum(job.is_load for job in self._jobs.values())
 
     @property
     def has_ended(self) -> bool:
@@ -72,34 +76,38 @@ class JobTable:
 
     def begin(self, job_id: int, is_load: bool, submissions: Iterable[Submission]) -> None:
         """Begins a job. A submission that cannot begin fails its names."""
-        job = self._jobs[job_id] = _Job(is_load, time.monotonic())
-        for one in submissions:
-            try:
-                ticket = one.submit(self.queue)
-            except Exception as error:
-                job.failed.update(dict.fromkeys(one.names, error))
-                continue
-            job.submissions[ticket] = one
-            self._owner[ticket] = job_id
-        self._end_if_done(job_id, job)
+        with self._lock:
+            job = self._jobs[job_id] = _Job(is_load, time.monotonic())
+            for one in submissions:
+                try:
+                    ticket = one.submit(self.queue)
+                except Exception as error:
+                    job.failed.update(dict.fromkeys(one.names, error))
+                    continue
+                job.submissions[ticket] = one
+                self._owner[ticket] = job_id
+            self._end_if_done(job_id, job)
 
     def fail(self, job_id: int, is_load: bool, names: Iterable[Any]) -> None:
         """Ends a job that did not begin."""
-        self._ended.append(Ended(job_id, is_load, [], dict.fromkeys(names, "not begun"), 0.0))
+        with self._lock:
+            self._ended.append(Ended(job_id, is_load, [], dict.fromkeys(names, "not begun"), 0.0))
 
     def take(self) -> list[Ended]:
         """The jobs that have ended since the last call, as far as `drain` has seen it."""
-        ended, self._ended = self._ended, []
+        with self._lock:
+            ended, self._ended = self._ended, []
         return ended
 
     def drain(self) -> None:
         """Takes what the queue has completed. Does not wait."""
-        for ticket, results in self.queue.drain():
-            # Each on its own: an engine waits for ever for a job whose end is not reported.
-            try:
-                self._complete(ticket, results)
-            except Exception:
-                logger.exception("kvhoist: the end of submission %d could not be taken", ticket)
+        with self._lock:
+            for ticket, results in self.queue.drain():
+                # Each on its own: an engine waits for ever for a job whose end is not reported.
+                try:
+                    self._complete(ticket, results)
+                except Exception:
+                    logger.exception("kvhoist: the end of submission %d could not be taken", ticket)
 
     def _complete(self, ticket: int, results: list) -> None:
         job_id = self._owner.pop(ticket)

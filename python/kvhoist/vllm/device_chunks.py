@@ -7,7 +7,8 @@ segments, in the order of the blocks. Chunks of groups with fewer bytes are padd
 from __future__ import annotations
 
 import logging
-from collections import deque
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Collection, Sequence
 
@@ -65,21 +66,11 @@ class Part:
     parent: bytes | None = None
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A job that begins when its event has happened; at once without an event."""
-
-    after: Any
-    job_id: int
-    is_load: bool
-    submissions: list
-
-
 class DeviceChunks(ChunkJobs):
     """One KV cache in device memory, its store on disk, and the jobs between the two.
 
-    As `ChunkJobs`; `wait` and `close` wait, too. A job with an event of a device's stream begins after that event, in a call
-    of `finished` or `wait`.
+    As `ChunkJobs`; `wait` and `close` wait, too. A job with an event of a device's stream is begun by a thread once that has
+    happened: an engine calls once a step, which may take a second. Events come in the order of their stream.
     """
 
     def __init__(
@@ -98,6 +89,7 @@ class DeviceChunks(ChunkJobs):
         an object with `data_ptr()`.
         """
         self.settings, self.groups, self.device = settings, tuple(groups), device
+        self.kv_cache_bytes = sum(nbytes for _, nbytes in regions)
         self.chunk_bytes = max(group.chunk_bytes for group in self.groups)
         self.directories = place.directories(settings.store.path)
         cache = self._open(place)
@@ -116,8 +108,11 @@ class DeviceChunks(ChunkJobs):
             raise
         self._cuts = [self._cut(group) for group in self.groups]
         self._turn = 0
-        #: Jobs that come after something.
-        self._waiting: deque[_Waiting] = deque()
+        #: Begins jobs behind their events.
+        self._begins = ThreadPoolExecutor(1, "kvhoist-begin")
+        self._lock = threading.Lock()
+        #: Those that it has not begun.
+        self._waiting: dict[int, Future[None]] = {}
         self._closed = False
 
     def _open(self, place: Place) -> Cache:
@@ -190,23 +185,23 @@ class DeviceChunks(ChunkJobs):
         self._submit(job_id, False, parts, after)
 
     def _submit(self, job_id: int, is_load: bool, parts: Sequence[Part], after: Any) -> None:
-        job = _Waiting(after, job_id, is_load, [(part.keys, self._submission(part, is_load)) for part in parts])
-        if not self._begin_if_due(job):
-            self._waiting.append(job)
+        submissions = [(part.keys, self._submission(part, is_load)) for part in parts]
+        if after is None:
+            return self.begin(job_id, is_load, submissions)
+        with self._lock:
+            self._waiting[job_id] = self._begins.submit(self._begin_behind, after, job_id, is_load, submissions)
 
-    def _begin_if_due(self, job: _Waiting, wait: bool = False) -> bool:
-        """Begins a job if its event has happened, or waits for it. A job whose event cannot be queried fails."""
+    def _begin_behind(self, after: Any, job_id: int, is_load: bool, submissions: list) -> None:
+        """Begins a job when its event has happened. One whose event cannot be waited for fails."""
         try:
-            if job.after is not None and wait:
-                job.after.synchronize()
-            elif job.after is not None and not job.after.query():
-                return False
+            after.synchronize()
         except Exception as error:
-            logger.warning("kvhoist: an event of the device cannot be queried: %s", error)
-            self.fail(job.job_id, [key for keys, _ in job.submissions for key in keys], job.is_load)
+            logger.warning("kvhoist: an event of the device cannot be waited for: %s", error)
+            self.fail(job_id, [key for keys, _ in submissions for key in keys], is_load)
         else:
-            self.begin(job.job_id, job.is_load, job.submissions)
-        return True
+            self.begin(job_id, is_load, submissions)
+        with self._lock:
+            del self._waiting[job_id]
 
     def _submission(self, part: Part, is_load: bool) -> Callable[[Any], int]:
         def submit(queue: Any) -> int:
@@ -222,18 +217,15 @@ class DeviceChunks(ChunkJobs):
     @property
     def under_way(self) -> int:
         """Jobs that have not ended."""
-        return len(self.jobs.under_way) + len(self._waiting)
-
-    def finished(self) -> list:
-        """The jobs that have ended since the last call. Begins jobs whose event has happened. Does not wait."""
-        self._waiting = deque(job for job in self._waiting if not self._begin_if_due(job))
-        return super().finished()
+        with self._lock:
+            return len({*self._waiting, *self.jobs.under_way})
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Returns when these jobs no longer use the device's memory."""
-        self._waiting = deque(
-            job for job in self._waiting if job.job_id not in job_ids or not self._begin_if_due(job, wait=True)
-        )
+        with self._lock:
+            waiting = [begun for job_id, begun in self._waiting.items() if job_id in job_ids]
+        for begun in waiting:
+            begun.result()
         self.drain(job_ids)
 
     def close(self) -> None:
@@ -242,7 +234,8 @@ class DeviceChunks(ChunkJobs):
             return
         self._closed = True
         try:
-            self.wait({job.job_id for job in self._waiting} | set(self.jobs.under_way))
+            self._begins.shutdown()
+            self.drain()
         finally:
             for region in self.regions:
                 region.unregister()

@@ -46,8 +46,8 @@ class DeviceSettings:
     route_from: str = "route"
     #: `auto`: the CUDA device of the KV cache; `simulated`: host memory in its place.
     device: str = "auto"
-    #: Most bytes of chunks being stored; chunks past it are not stored.
-    store_bytes_queued_max: int = 2 << 30
+    #: Most bytes of chunks being stored; chunks past it are not stored. None: half of the KV cache.
+    store_bytes_queued_max: int | None = None
     #: Most thread blocks of the copy kernel.
     copy_blocks_max: int = 16
 

@@ -21,7 +21,7 @@ _LONG_WAIT_S = 10
 class ChunkJobs:
     """The chunks of a cache, and the jobs that move them.
 
-    Methods raise, and the adapter handles it. Only `drain` waits. One thread at a time.
+    Methods raise, and the adapter handles it. Only `drain` waits.
     """
 
     def __init__(self, cache: Any) -> None:

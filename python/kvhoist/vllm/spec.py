@@ -170,7 +170,8 @@ class KvhoistManager(OffloadingManager):
         self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
         #: Names that are being stored.
         self._storing: set[bytes] = set()
-        self._storing_max = max(settings.store_bytes_queued_max // opened.store.chunk_bytes, 1)
+        queued_max = settings.store_bytes_queued_max or opened.store.kv_cache_bytes // 2
+        self._storing_max = max(queued_max // opened.store.chunk_bytes, 1)
         #: Prefix of every name since the last `reset_cache`: this process must not find what it stored before. A
         #: restart loads the first weights again, and finds what was stored under them.
         self._salt = b""

@@ -100,7 +100,7 @@ class KvhoistWorker(OffloadingWorker):
         """An event in the stream of the model; None without a CUDA device."""
         if self._store.device is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._store.device))
         return event
 

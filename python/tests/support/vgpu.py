@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import itertools
 import select
+import threading
 from types import SimpleNamespace
 
 import vtier
@@ -317,14 +318,21 @@ def serve_again(served, names) -> None:
 
 
 class Gate:
-    """An event of the GPU that happens when `open` is set, or at a wait for it."""
+    """An event of the GPU that happens when it is told to."""
 
     def __init__(self) -> None:
-        self.open, self.waited = False, 0
+        self._happened = threading.Event()
 
-    def query(self) -> bool:
-        return self.open
+    @property
+    def is_open(self) -> bool:
+        return self._happened.is_set()
+
+    def open(self) -> None:
+        self._happened.set()
+
+    def open_soon(self) -> None:
+        """Opens while the caller waits for it."""
+        threading.Timer(0.05, self.open).start()
 
     def synchronize(self) -> None:
-        self.waited += 1
-        self.open = True
+        assert self._happened.wait(60), "nobody has opened it"

@@ -113,9 +113,8 @@ def test_no_block_is_visible_before_all_its_layers_are_stored(store_dir, monkeyp
         assert served.store.cache.stats()["stores"] == 0
         other = served.request(names)
         assert served.scheduler.get_num_new_matched_tokens(other, 0)[0] is None
-        gate.open = True
+        gate.open()
         assert served.matched(other) == 4 * TOKENS
-        assert gate.waited == 0
 
 
 def test_reuse_of_a_block_waits_for_its_store(store_dir, monkeypatch):
@@ -133,8 +132,9 @@ def test_reuse_of_a_block_waits_for_its_store(store_dir, monkeypatch):
         new = served.request(names_of("b", 4))
         served.matched(new)
         scheduled = SimpleNamespace(req_id=new.request_id, block_ids=(ids[0],))
+        gate.open_soon()
         served.step([scheduled], {new.request_id: new.num_tokens})
-        assert gate.waited == 1 and served.store.under_way == 0, "vLLM writes to the blocks from here on"
+        assert gate.is_open and served.store.under_way == 0, "vLLM writes to the blocks from here on"
         served.gpu.fill(ids[0][0], b"others")
         served.settle()
         assert served.serve(names) == 4
@@ -172,19 +172,24 @@ def test_a_store_and_a_load_come_after_what_the_gpu_was_given(store_dir):
         served.check(ids, names)
 
 
-def test_what_is_offered_past_the_limit_is_not_stored(store_dir, monkeypatch):
-    with Served(settings(store_dir, store_bytes_queued_max=5 * Gpu().block_bytes)) as served:
+@pytest.mark.parametrize("blocks_max, found", [(5, [4, 1]), (None, [4, 4, 3])], ids=["set", "half of the KV cache"])
+def test_what_is_offered_past_the_limit_is_not_stored(store_dir, monkeypatch, blocks_max, found):
+    gpu = Gpu(blocks=23)
+    limit = {} if blocks_max is None else {"store_bytes_queued_max": blocks_max * gpu.block_bytes}
+    with Served(settings(store_dir, **limit), gpu) as served:
         worker, gate = served.worker.connector_worker.worker, Gate()
         monkeypatch.setattr(worker, "_now", lambda: gate)
-        names = [names_of(prompt, 4) for prompt in range(2)]
+        names, taken = [names_of(prompt, 4) for prompt in range(len(found))], []
         for prompt in names:
-            served.compute(request := served.request(prompt), served.take(5), prompt, settle=False)
+            taken.append(served.take(5))
+            served.compute(request := served.request(prompt), taken[-1], prompt, settle=False)
             del request
-        assert served.manager._dropped == 3
-        gate.open = True
+        assert served.manager._dropped == 4 * len(found) - sum(found)
+        gate.open()
         served.settle()
+        served._free += [block for ids in taken for group in ids for block in group]
         # The beginnings of prefixes were kept.
-        assert [served.serve(prompt) for prompt in names] == [4, 1]
+        assert [served.serve(prompt) for prompt in names] == found
 
 
 def test_a_reset_hides_what_was_stored_until_the_restart(store_dir):
@@ -243,9 +248,10 @@ def test_preemption_waits_for_the_stores_of_its_blocks(store_dir, monkeypatch):
         served.matched(request)
         served.compute(request, ids, names, settle=False)
         served.step()
-        assert served.store.under_way == 1 and not gate.open
+        assert served.store.under_way == 1 and not gate.is_open
+        gate.open_soon()
         served.step(preempted={request.request_id})
-        assert gate.waited == 1 and served.store.under_way == 0, "others get the blocks from here on"
+        assert gate.is_open and served.store.under_way == 0, "others get the blocks from here on"
         for block in ids[0]:
             served.gpu.fill(block, b"others")
         served.settle()
@@ -258,8 +264,9 @@ def test_the_end_waits_for_jobs_under_way(store_dir, monkeypatch):
     monkeypatch.setattr(served.worker.connector_worker.worker, "_now", lambda: gate)
     served.compute(served.request(names), served.take(7), names, settle=False)
     served.step()
+    gate.open_soon()
     served.close()
-    assert gate.waited == 1
+    assert gate.is_open
     served.close()
     assert not spec.Opened.all
     with Served(given) as served:

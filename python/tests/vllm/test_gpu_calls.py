@@ -18,25 +18,12 @@ import vgpu  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule  # noqa: E402
-from vgpu import Gpu, Served, names_of  # noqa: E402
+from vgpu import Gate, Gpu, Served, names_of  # noqa: E402
 
 from kvhoist.vllm.device_chunks import chunk_keys  # noqa: E402
 
 PROMPTS = st.integers(0, 4)
 LENGTHS = st.integers(1, 8)
-
-
-class Gate:
-    """An event of the GPU's that has not happened until somebody waits for it or says so."""
-
-    def __init__(self) -> None:
-        self.open = False
-
-    def query(self) -> bool:
-        return self.open
-
-    def synchronize(self) -> None:
-        self.open = True
 
 
 def blocks_of(prompt: int, count: int) -> list[bytes]:
@@ -66,7 +53,7 @@ class Calls(RuleBasedStateMachine):
 
     def land(self) -> None:
         for _, _, gate in self.flying:
-            gate.open = True
+            gate.open()
         self.served.settle()
         for ids, _, _ in self.flying:
             self.served._free += sum(ids, [])
@@ -75,7 +62,7 @@ class Calls(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, count=LENGTHS)
     def serve(self, prompt: int, count: int) -> None:
         for _, _, gate in self.flying:
-            gate.open = True
+            gate.open()
         names = blocks_of(prompt, count)
         known = 0
         while known < count and names[known] in self.stored:
@@ -111,11 +98,14 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule(which=st.integers(0, 2))
     def reuse_blocks(self, which: int) -> None:
-        ids, _, gate = self.flying[which % len(self.flying)]
+        ids, _, _ = self.flying[which % len(self.flying)]
         request = self.served.request(names_of("another", len(ids[0]) - 1))
         scheduled = SimpleNamespace(req_id=request.request_id, block_ids=tuple(ids))
         if self.served.scheduler.get_num_new_matched_tokens(request, 0)[0] != 0:
             return
+        # Events of a stream happen in its order.
+        for _, _, gate in self.flying[: which % len(self.flying) + 1]:
+            gate.open_soon()
         self.served.step([scheduled], {request.request_id: request.num_tokens})
         for block in sum(ids, []):
             self.served.gpu.fill(block, b"others")

@@ -104,7 +104,7 @@ def test_a_job_that_cannot_begin_has_failed_and_raises_nothing(store_dir, monkey
 
 def test_a_device_that_says_nothing_fails_the_job(store_dir, monkeypatch):
     class Dead:
-        def query(self):
+        def synchronize(self):
             raise RuntimeError("an illegal memory access was encountered")
 
     with Served(settings(store_dir)) as served:
