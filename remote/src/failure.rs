@@ -8,6 +8,8 @@ use std::error::Error as _;
 use kvhoist::remote::RemoteError;
 use opendal::ErrorKind;
 
+use crate::redis::resp::Failure;
+
 /// What an error of OpenDAL means.
 pub fn of_s3(error: &opendal::Error) -> RemoteError {
     let text = s3_text(error);
@@ -83,8 +85,20 @@ fn status(text: &str) -> Option<&str> {
     rest.get(..3).filter(|status| status.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
+impl From<Failure> for RemoteError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Answer(line) => of_redis(&line),
+            Failure::Other(found) => RemoteError::Unavailable(format!(
+                "found {found}, expected a reply of Redis: is it one that listens there?"
+            )),
+            Failure::Network(error) => of_network(&error),
+        }
+    }
+}
+
 /// What an error means that a Redis answers: a code, and a text that may repeat the command.
-pub fn of_redis(line: &str) -> RemoteError {
+fn of_redis(line: &str) -> RemoteError {
     let code = line.split(' ').next().unwrap_or_default();
     let is_code = !code.is_empty() && code.len() < 32 && code.bytes().all(|byte| byte.is_ascii_uppercase());
     let answers = format!("the server answers {}", if is_code { code } else { "an error" });

@@ -120,6 +120,18 @@ fn an_error_amid_answers_is_of_no_other_call() {
 }
 
 #[test]
+fn names_that_are_longer_than_any_of_ours_are_not_listed() {
+    let Some(server) = start("redis-server", &[]) else { return };
+    let store = store(server.port, "");
+    for length in [138, 256, 257, 1 << 20] {
+        let created = block_on(store.create(&"x".repeat(length), vec![vec![1].into()]));
+        assert_eq!(created, Ok(Created::Now), "{length} bytes");
+    }
+    let listed = block_on(store.list("x", None)).expect("listed").objects;
+    assert_eq!(listed.iter().map(|object| object.name.len()).collect::<Vec<_>>(), [138, 256]);
+}
+
+#[test]
 fn one_that_never_answers_is_unavailable_in_time() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("a port").port();

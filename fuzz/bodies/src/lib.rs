@@ -11,6 +11,10 @@ pub mod memory;
 pub mod mover_ops;
 pub mod prefix_chain;
 pub mod record_table;
+#[allow(dead_code, reason = "what is sent")]
+#[path = "../../../remote/src/redis/resp.rs"] // the file itself: the crate would bring an HTTP client with it
+mod resp;
+pub mod resp_replies;
 pub mod service_frames;
 pub mod store_files;
 pub mod superblock;
@@ -22,7 +26,7 @@ pub mod weights_header;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 12] = [
+pub const TARGETS: [Target; 13] = [
     ("config", config::run),
     ("file_ranges", file_ranges::run),
     ("index_ops", index_ops::run),
@@ -30,6 +34,7 @@ pub const TARGETS: [Target; 12] = [
     ("mover_ops", mover_ops::run),
     ("prefix_chain", prefix_chain::run),
     ("record_table", record_table::run),
+    ("resp_replies", resp_replies::run),
     ("service_frames", service_frames::run),
     ("superblock", superblock::run),
     ("trace", trace::run),

@@ -20,8 +20,9 @@ use tokio_rustls::TlsConnector;
 use super::resp::{self, Reply, command};
 use crate::failure::{LOGIN, of_network};
 
-/// Bytes of a connection's buffer. What is larger is received where it belongs.
-const BUFFER_BYTES: usize = 4 << 10;
+/// Bytes of a connection's buffer, into which all is received: as many as stay in a processor's cache until they are
+/// checksummed and copied to where they belong.
+const BUFFER_BYTES: usize = 128 << 10;
 
 /// A server, and who logs in.
 pub struct Server {
@@ -91,16 +92,16 @@ impl Connection {
     }
 
     pub async fn send(&mut self, parts: &[Bytes]) -> Result<(), RemoteError> {
-        resp::send(&mut self.0, parts).await
+        resp::send(&mut self.0, parts).await.map_err(|error| of_network(&error))
     }
 
     pub async fn reply(&mut self) -> Result<Reply, RemoteError> {
-        resp::reply(&mut self.0).await
+        Ok(resp::reply(&mut self.0).await?)
     }
 
     /// Receives a string into the buffer.
     pub async fn string_into(&mut self, buffer: &mut ReadBuffer) -> Result<(), RemoteError> {
-        resp::string_into(&mut self.0, buffer).await
+        Ok(resp::string_into(&mut self.0, buffer).await?)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Redis and Valkey.
 
 mod connection;
-mod resp;
+pub mod resp;
 
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc, time::Duration};
 
@@ -22,6 +22,8 @@ use resp::{Reply, command, command_with_value};
 const SCANNED: &[u8] = b"1000";
 /// Names of a page. Each page looks at all names, in no order, and keeps the first ones.
 const PAGE_OBJECTS: usize = 1 << 18;
+/// Bytes of a name at most, so that a page has a limit: names of kvhoist have 138.
+const NAME_BYTES_MAX: usize = 256;
 /// Names that one request asks the length of, or deletes.
 const PIPELINED: usize = 1000;
 /// Reads of one call, which are pipelined over one connection.
@@ -191,7 +193,9 @@ impl Database {
             let scan: [&[u8]; 8] =
                 [b"SCAN", cursor.as_bytes(), b"MATCH", pattern.as_bytes(), b"COUNT", SCANNED, b"TYPE", b"string"];
             let (next, found) = page_of(self.run(&scan).await?)?;
-            for name in found.into_iter().filter(|name| after.is_none_or(|after| name.as_str() > after)) {
+            let is_listed =
+                |name: &String| name.len() <= NAME_BYTES_MAX && after.is_none_or(|after| name.as_str() > after);
+            for name in found.into_iter().filter(is_listed) {
                 names.insert(name);
                 if names.len() > PAGE_OBJECTS {
                     is_cut = true;

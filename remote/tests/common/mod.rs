@@ -6,9 +6,10 @@
 pub mod double;
 
 use std::{
+    collections::BTreeSet,
     net::{TcpListener, TcpStream},
     process::{Child, Command, Stdio},
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -81,9 +82,16 @@ pub fn set_credentials() {
     });
 }
 
-/// A port that nobody listens on.
+/// A port that nobody listens on, and that no other test of this process was given.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port").port()
+    static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    loop {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("a port").port();
+        if GIVEN.lock().expect("no panic").insert(port) {
+            return port;
+        }
+    }
 }
 
 /// All objects, page by page.
