@@ -1,5 +1,5 @@
 //! Memory for I/O and copies: aligned and lent buffers, the host arena, callers' memory and its guard, huge pages,
-//! device memory.
+//! device memory, copies past the cache.
 
 mod arena;
 mod caller;
@@ -10,6 +10,7 @@ mod lent;
 mod mapping;
 mod readable;
 mod shared;
+mod streaming;
 
 pub use arena::Arena;
 pub use caller::{Memory, MemoryKind};
@@ -21,3 +22,4 @@ pub use lent::{AlignedBuf, IoBuf, Lent};
 pub(crate) use mapping::Mapping;
 pub(crate) use readable::Readable;
 pub use shared::SharedMemory;
+pub(crate) use streaming::copy_past_cache;

@@ -20,8 +20,9 @@ use crate::{block::BlockKey, index::KeyHasher, sync::Mutex};
 /// What one read brings at most. A store of small values says so by the size of its objects.
 const READ_BYTES_MAX: u64 = 16 << 20;
 
-/// What one call of several reads brings at most: enough for few calls, little enough to be one of many.
-const READ_TOGETHER_BYTES: u64 = 4 << 20;
+/// What one call of several reads brings at most: enough for few calls, little enough to stay in a cache between the
+/// store's processor and ours.
+const READ_TOGETHER_BYTES: u64 = 1 << 20;
 
 /// The remote tier of a cache.
 pub(crate) struct Remote {

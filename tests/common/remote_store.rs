@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     ops::Range,
     sync::{Arc, Mutex},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use bytes::Bytes;
@@ -17,6 +17,8 @@ const PAGE: usize = 3;
 #[derive(Default)]
 struct State {
     objects: BTreeMap<String, Bytes>,
+    /// When objects were created, those of which the store says it.
+    created: BTreeMap<String, SystemTime>,
     reads: Vec<(String, Range<u64>)>,
     writes: usize,
     trouble: Trouble,
@@ -78,6 +80,12 @@ impl MemoryStore {
 
     pub fn put(&self, name: String, bytes: Bytes) {
         self.state.lock().expect("no panic").objects.insert(name, bytes);
+    }
+
+    /// From now on the store says that an object was created so many seconds after 1970.
+    pub fn date(&self, name: &str, seconds: u64) {
+        let created = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+        self.state.lock().expect("no panic").created.insert(name.to_owned(), created);
     }
 
     pub fn delete_all(&self) {
@@ -162,7 +170,7 @@ impl RemoteStore for MemoryStore {
             let object = |(name, bytes): (&String, &Bytes)| Object {
                 name: name.clone(),
                 bytes: bytes.len() as u64,
-                modified: None,
+                modified: state.created.get(name).copied(),
             };
             let objects: Vec<Object> = later.by_ref().take(PAGE).map(object).collect();
             let next = later.next().and_then(|_| objects.last()).map(|last| last.name.clone());

@@ -18,7 +18,7 @@ pub const ALLOWED: &[(&str, &str)] = &[
     ("disk", "config io memory block bits checksum error"),
     ("runtime", "config io memory error"),
     ("config", "remote block error size"),
-    ("remote", "index block checksum sync"),
+    ("remote", "index memory block checksum sync"),
     ("index", "block bits"),
     ("machine", ""),
     ("io", "memory metrics block checksum shield sync urgency"),
