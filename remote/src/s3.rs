@@ -47,7 +47,7 @@ impl S3 {
         let mut builder = services::S3::default().bucket(bucket).root(&format!("/{prefix}"));
         let endpoint = options.endpoint.clone();
         if let Some(endpoint) = endpoint.or_else(|| variable(&["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])) {
-            builder = builder.endpoint(check_endpoint(&endpoint)?);
+            builder = builder.endpoint(check_endpoint(&endpoint, bucket, options.virtual_host)?);
         }
         let region = options.region.clone().or_else(|| variable(&["AWS_REGION", "AWS_DEFAULT_REGION"]));
         builder = builder.region(region.as_deref().unwrap_or("us-east-1"));
@@ -74,14 +74,22 @@ fn variable(names: &[&str]) -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-fn check_endpoint(endpoint: &str) -> Result<&str, OpenError> {
-    let has_scheme = endpoint.starts_with("http://") || endpoint.starts_with("https://");
-    match endpoint {
+/// An endpoint that is where it says. OpenDAL cuts the bucket's name off the front of a host: with `virtual_host` it puts
+/// the name there again, without it another host would be asked.
+fn check_endpoint<'a>(endpoint: &'a str, bucket: &str, virtual_host: bool) -> Result<&'a str, OpenError> {
+    let refused = |found: String, expected: &str| Err(OpenError::new("endpoint", found, expected));
+    let host = endpoint.strip_prefix("http://").or_else(|| endpoint.strip_prefix("https://"));
+    let is_cut = |host: &str| host.strip_prefix(bucket).is_some_and(|rest| rest.starts_with('.'));
+    match host {
         _ if endpoint.contains('@') => {
-            Err(OpenError::new("endpoint", "credentials", "them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"))
+            refused("credentials".into(), "them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         }
-        _ if has_scheme => Ok(endpoint),
-        _ => Err(OpenError::new("endpoint", format!("{endpoint:?}"), "http://HOST:PORT or https://HOST:PORT")),
+        Some(host) if !virtual_host && is_cut(host) => refused(
+            format!("the bucket's name at the front of {host:?}"),
+            "`virtual_host=true` if the service has a host for each bucket, else another name or the address of the host",
+        ),
+        Some(_) => Ok(endpoint),
+        None => refused(format!("{endpoint:?}"), "http://HOST:PORT or https://HOST:PORT"),
     }
 }
 
@@ -168,5 +176,31 @@ impl RemoteStore for S3 {
                 _ => Ok(()),
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_is_where_it_says() {
+        let check = |endpoint, virtual_host| check_endpoint(endpoint, "kv", virtual_host);
+        for endpoint in
+            ["http://10.0.0.7:9000", "https://kvs.example.com", "https://s3.kv.example.com", "http://kv:9000"]
+        {
+            assert_eq!(check(endpoint, false), Ok(endpoint));
+        }
+        for endpoint in ["https://kv.s3.eu-central-1.amazonaws.com", "http://kv.internal:9000"] {
+            let error = check(endpoint, false).expect_err(endpoint).to_string();
+            assert!(error.contains("virtual_host=true"), "{error}");
+            assert_eq!(check(endpoint, true), Ok(endpoint));
+        }
+        for (endpoint, word) in
+            [("10.0.0.7:9000", "http://HOST:PORT"), ("http://AKIAEXAMPLE:hunter2@h", "AWS_ACCESS_KEY_ID")]
+        {
+            let error = check(endpoint, true).expect_err(endpoint).to_string();
+            assert!(error.contains(word) && !error.contains("hunter2"), "{error}");
+        }
     }
 }
