@@ -147,6 +147,29 @@ fn a_store_is_listed_counted_verified_and_emptied() {
 }
 
 #[test]
+fn the_command_in_the_help_of_wipe_deletes_a_namespace_and_no_other() {
+    let help = command().args(["wipe", "--help"]).output().expect("the command runs").stdout;
+    let words = text(&help).split_whitespace().collect::<Vec<_>>().join(" ");
+    let (_, rest) = words.split_once("`kvhoist remote ").expect("the command for copies in a remote store");
+    let (said, _) = rest.split_once('`').expect("its end");
+    let double = Double::start();
+    let url = s3_url(&double);
+    let name = |namespace: u8, key: u8| format!("team/kvhoist1/{}/{}", digest(namespace), digest(key));
+    let mut objects = double.state.objects.lock().expect("no panic");
+    objects.extend([(1, 1), (1, 2), (2, 1)].map(|(namespace, key)| (name(namespace, key), vec![0; 10])));
+    drop(objects);
+    let digits = &digest(1)[..8];
+    let said = said.replace("URL", &url).replace("DIGEST", digits);
+    printed(&said.split(' ').collect::<Vec<_>>());
+    assert_eq!(double.state.objects.lock().expect("no panic").keys().collect::<Vec<_>>(), [&name(2, 1)], "{said}");
+}
+
+/// A digest, as names have it.
+fn digest(of: u8) -> String {
+    format!("{of:02x}").repeat(32)
+}
+
+#[test]
 fn failures_have_a_status_and_no_secret() {
     let double = Double::start();
     let url = s3_url(&double);
