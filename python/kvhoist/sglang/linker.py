@@ -233,14 +233,16 @@ class KvhoistLinker(UnifiedCacheLinker):
 
     def load(self, rid: str, transfers: list) -> bool:
         """Queues a load for the next batch. The answer depends on the transfers alone: it is the same on all ranks."""
-        return self._failures.guarded("load", False, lambda: self._load(rid, transfers))
+        queued = self._failures.guarded("load", False, lambda: self._load(rid, transfers))
+        if not queued:
+            self.cancel_queued_load(rid)
+        return queued
 
     def _load(self, rid: str, transfers: list) -> bool:
         parts = self._parts(transfers)
         if not parts:
             return False
-        _, former = self._queued.pop(rid, (None, None))
-        self._let_go(former)
+        self._let_go(self._queued.pop(rid, (None, None))[1])
         self._queued[rid] = (parts, self._held.pop(rid, None))
         return True
 
@@ -334,15 +336,13 @@ class KvhoistLinker(UnifiedCacheLinker):
 
     def reset(self) -> None:
         """Ends all that is under way, and forgets what was asked for. Pages stay."""
-        for rid in list(self._queued):
+        for rid in [*self._queued, *self._held]:
             self.cancel_queued_load(rid)
         for index in list(self.layer_done_counter.batches):
             self._failures.guarded("reset", None, lambda index=index: self.finish_layer_wise_loading(index))
         self._offloads.join()
         while self._offloads.results.qsize():
             self.pop_completed_offload()
-        for rid in list(self._held):
-            self._let_go(self._held.pop(rid))
         self.layer_done_counter.set_consumer(-1)
 
     def stats(self) -> dict:

@@ -30,8 +30,8 @@ def ranks(store_dir):
     """Makes ranks that are closed at the end, whatever happens."""
     made = []
 
-    def make(geometry=sgl.MHA, dtype=None, arguments=None, **settings):
-        made.append(Rank(geometry, extra_config(store_dir, **settings), dtype=dtype, **(arguments or {})))
+    def make(geometry=sgl.MHA, **settings):
+        made.append(Rank(geometry, extra_config(store_dir, **settings)))
         return made[-1]
 
     yield make
@@ -97,24 +97,6 @@ def test_a_restart_finds_the_pages_on_disk(ranks, geometry):
     rank.close()
     rank = ranks(geometry, offer="host")
     assert rank.restore(tokens) == (None, False)
-
-
-def test_pools_of_another_dtype_share_nothing(ranks):
-    """Also where their pages have the same size: the bytes are other numbers."""
-    kinds = [
-        dict(dtype=torch.bfloat16),
-        dict(dtype=torch.float16),
-        dict(dtype=torch.float8_e4m3fn, arguments={"kv_cache_dtype": "fp8_e4m3"}),
-        dict(dtype=torch.float8_e5m2, arguments={"kv_cache_dtype": "fp8_e5m2"}),
-    ]
-    tokens = tokens_of(sgl.MHA, 2)
-    for again in (False, True):
-        for kind in kinds:
-            rank = ranks(**kind)
-            assert (rank.restore(tokens)[0] is not None) == again, kind
-            if not again:
-                computed(rank, tokens)
-            rank.close()
 
 
 def test_the_tail_of_a_prefix_on_the_device_is_loaded(ranks):

@@ -37,7 +37,7 @@ def boot() -> SimpleNamespace:
     if _modules is not None:
         return _modules
     sglang.boot(ROOT)
-    _only("sglang.srt.observability.metrics_collector", "StorageMetrics")
+    only("sglang.srt.observability.metrics_collector", "StorageMetrics")
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import hicache_storage, memory_pool
     from sglang.srt.mem_cache.pool_host import mha, mla
@@ -72,16 +72,24 @@ def _without_compilers_and_devices(cache_controller) -> None:
     utils.get_native_hash = lambda tokens, prior, page_size: page_keys(list(tokens), page_size, prior or b"")
 
 
-def _only(module: str, name: str) -> None:
-    """Puts one class of a module, from its real source, in place of the module, which imports the whole server."""
+def only(module: str, name: str, **names) -> None:
+    """Puts one class of a module, from its real source, in place of the module, which imports the whole server.
+
+    `names` are those that the class takes from its module.
+    """
     import ast
     import dataclasses
     import typing
 
     path = Path(ROOT, *module.split(".")).with_suffix(".py")
     (found,) = (node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name)
-    stand_in = add_blank(module, dataclass=dataclasses.dataclass, field=dataclasses.field, List=typing.List)
-    exec(compile(ast.Module([found], []), str(path), "exec", dont_inherit=True), stand_in.__dict__)
+    stand_in = add_blank(
+        module, dataclasses=dataclasses, dataclass=dataclasses.dataclass, field=dataclasses.field, List=typing.List,
+        **names,
+    )  # fmt: skip
+    body = [ast.ImportFrom("__future__", [ast.alias("annotations")], 0), found]
+    source = ast.fix_missing_locations(ast.Module(body, []))
+    exec(compile(source, str(path), "exec", dont_inherit=True), stand_in.__dict__)
 
 
 class Geometry(SimpleNamespace):

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import sgl
 import sgl_buffer
+import sgl_models
+import torch
 from nodes import await_
 from sgl_buffer import _Bag, _Event
 
@@ -23,6 +25,7 @@ def boot() -> SimpleNamespace:
     from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
 
     unified_cache_linker.device_module = SimpleNamespace(__name__="none", Event=_Event)
+    sgl_models.prepare()
     modules.factory, modules.linker = linker_factory, unified_cache_linker
     return modules
 
@@ -43,19 +46,16 @@ class Rank:
 
     def __init__(self, geometry, extra: dict, pages: int = 24, dtype=None, **arguments) -> None:
         modules = self.modules = boot()
-        bags: dict = {}
+        bags: dict = {"exec": _Bag(mamba=_Bag(mamba_max_states_per_path=-1))}
         type(modules.context._CONTEXT).config_bag = lambda _self, name: bags.setdefault(name, _Bag())
-        self.page = geometry.page_tokens
-        self.device = sgl.device_pool(geometry, pages, dtype)
-        self.slots = modules.allocator.PagedTokenToKVPoolAllocator(
-            self.device.size, page_size=self.page, dtype=self.device.dtype, device="cpu", kvcache=self.device,
-            need_sort=False,
-        )  # fmt: skip
+        self.page, self.geometry = geometry.page_tokens, geometry
+        found = self.pools = sgl_models.pools(modules, geometry, pages, dtype)
+        self.device, self.slots = found.cache, found.slots
         group = sgl.process_group()
         self.params = modules.params.CacheInitParams(
-            disable=False, req_to_token_pool=modules.memory_pool.ReqToTokenPool(8, 512, "cpu", False),
-            token_to_kv_pool_allocator=self.slots, page_size=self.page, tp_cache_group=group,
-            attn_tp_cache_group=group, tree_components=(modules.ComponentType.FULL,), tree_core_backend="python",
+            disable=False, req_to_token_pool=found.requests, token_to_kv_pool_allocator=self.slots,
+            page_size=self.page, tp_cache_group=group, attn_tp_cache_group=group,
+            tree_components=tuple(found.components), tree_core_backend="python", **found.more,
         )  # fmt: skip
         self.tree = modules.tree.UnifiedRadixCache(self.params)
         args = SimpleNamespace(model_path="meta/tiny", **arguments)
@@ -90,8 +90,8 @@ class Rank:
     def match(self, tokens, rid: str | None = None):
         """A request, matched: (the request, the result)."""
         req = SimpleNamespace(
-            rid=rid or f"request {next(_numbers)}", session=None, extra_key=None, kv=None, swa_branching_seqlen=None,
-            swa_host_hit_length=0, mamba_host_hit_length=0, skip_radix_cache_insert=False,
+            rid=rid or f"request {next(_numbers)}", session=None, extra_key=None, kv=sgl_models.request_record(),
+            swa_branching_seqlen=None, swa_host_hit_length=0, mamba_host_hit_length=0, skip_radix_cache_insert=False,
         )  # fmt: skip
         result = self.tree.match_prefix(self.modules.base.MatchPrefixParams(key=self.key(tokens), req=req))
         req.last_node = result.last_device_node
