@@ -1,10 +1,12 @@
 //! Blocks between a client's memory and its space, some at a time.
 
+mod layers;
 #[cfg(test)]
 mod tests;
 
 use std::{
     cell::{Cell, RefCell},
+    collections::BTreeMap,
     ops::Range,
     rc::Rc,
     sync::Arc,
@@ -19,7 +21,7 @@ use tokio::{
 use super::{
     budget::Account,
     protocol::{BlockResult, Blocks, Failure, Way},
-    regions::{Regions, shrunk},
+    regions::{Lent, Regions, shrunk},
     spaces::Space,
 };
 use crate::error::{Result, ServiceFault};
@@ -29,6 +31,8 @@ const BLOCKS_PER_CALL: usize = 32;
 /// Places that are worked through for one connection before the others have their turn: some 20 us, where each lies in
 /// another region. A block that has more is not divided.
 const PLACES_PER_TURN: usize = 64;
+/// Requests of a connection that load layer by layer at a time: each has all of its blocks under way.
+const LAYERED_MAX: usize = 8;
 
 /// A client's cancellation of a request.
 #[derive(Clone, Default)]
@@ -60,6 +64,8 @@ pub(super) struct Movers {
     places: Cell<usize>,
     /// Blocks in flight.
     moving: Cell<u64>,
+    /// A permit a request that loads layer by layer.
+    layered: Semaphore,
 }
 
 impl Movers {
@@ -77,6 +83,7 @@ impl Movers {
             turns: Semaphore::new(1),
             places: Cell::new(0),
             moving: Cell::new(0),
+            layered: Semaphore::new(LAYERED_MAX),
         }
     }
 
@@ -168,7 +175,6 @@ impl Movers {
             while calls.try_join_next().is_some() {}
         }
         while calls.join_next().await.is_some() {}
-        let canceled = || Failure::new(ServiceFault::Canceled, "canceled before the block was begun");
         Ok(results.take().into_iter().map(|ended| ended.unwrap_or_else(|| Err(canceled()))).collect())
     }
 
@@ -190,22 +196,28 @@ impl Movers {
             Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(parent) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
-        let spoiled = guarded.iter().filter(|(_, lent)| lent.is_spoiled()).map(|(region, _)| *region);
-        let spoiled: Vec<u32> = spoiled.collect();
-        if let Some(first) = spoiled.first() {
-            if matches!(way, Way::Store(_)) {
-                self.forget(keys).await;
-            }
-            // What is written there is the service's memory.
-            for region in &spoiled {
-                self.regions.release(*region).await;
-            }
-            return refuse(shrunk(*first));
+        let stored = matches!(way, Way::Store(_)).then_some(keys);
+        if let Some(failure) = self.settle(guarded, stored.unwrap_or_default()).await {
+            return refuse(failure);
         }
         match ended {
             Ok(results) => results.into_iter().map(told).collect(),
             Err(error) => refuse(Failure::from(&error)),
         }
+    }
+
+    /// Whether memory of a movement that has ended was taken away meanwhile: then it is given up, and what was `stored`
+    /// from it is forgotten.
+    async fn settle(&self, guarded: BTreeMap<u32, Rc<Lent>>, stored: &[BlockKey]) -> Option<Failure> {
+        let spoiled = guarded.iter().filter(|(_, lent)| lent.is_spoiled()).map(|(region, _)| *region);
+        let spoiled: Vec<u32> = spoiled.collect();
+        let first = spoiled.first()?;
+        self.forget(stored).await;
+        // What is written there is the service's memory.
+        for region in &spoiled {
+            self.regions.release(*region).await;
+        }
+        Some(shrunk(*first))
     }
 
     /// Removes blocks whose bytes may be the guard's zeros.
@@ -216,6 +228,10 @@ impl Movers {
             }
         }
     }
+}
+
+fn canceled() -> Failure {
+    Failure::new(ServiceFault::Canceled, "canceled before the block was begun")
 }
 
 fn told(result: Result<bool>) -> BlockResult {

@@ -13,7 +13,7 @@ use tokio::task::{JoinHandle, spawn_local};
 use super::{
     budget::{Account, Charge},
     memory::Mapped,
-    protocol::{Failure, Place},
+    protocol::{Failure, Place, RegionKind},
     system::System,
 };
 use crate::error::ServiceFault;
@@ -50,6 +50,8 @@ pub(super) struct Regions {
     owner: MemoryOwner,
     account: Rc<Account>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
+    /// Regions that were taken out of use so far.
+    departures: Cell<u64>,
 }
 
 impl Regions {
@@ -62,7 +64,7 @@ impl Regions {
         account: Rc<Account>,
     ) -> Self {
         let owner = cache.memory_owner(client);
-        Regions { cache, system, lenders, owner, account, held: RefCell::default() }
+        Regions { cache, system, lenders, owner, account, held: RefCell::default(), departures: Cell::default() }
     }
 
     /// The number of connections of the space that have regions.
@@ -86,14 +88,27 @@ impl Regions {
     }
 
     /// Maps and registers a client's memory under a number that no region has.
-    pub(super) fn add(&self, number: u32, fd: &OwnedFd, offset: u64, len: u64) -> Result<(), Failure> {
+    pub(super) fn add(
+        &self,
+        number: u32,
+        kind: RegionKind,
+        fd: &OwnedFd,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Failure> {
         // Before it is mapped: what is too much for all is never mapped.
         let charge = self.account.take(len)?;
         let mapped = self.system.map(fd, offset, len)?;
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
-        let memory = unsafe { Memory::host(mapped.start(), mapped.len()) }.guarded(mapped.guard().cloned());
+        let memory = unsafe {
+            match kind {
+                RegionKind::Simulated => Memory::device(mapped.start(), mapped.len()),
+                RegionKind::Host | RegionKind::Device => Memory::host(mapped.start(), mapped.len()),
+            }
+        };
+        let memory = memory.guarded(mapped.guard().cloned());
         let lent = Rc::new(Lent { mapped, _charge: charge });
         match self.cache.add_region_of(memory, self.owner.clone()) {
             Ok(region) => {
@@ -143,6 +158,11 @@ impl Regions {
         places.map(|place| segment(&held, place)).collect()
     }
 
+    /// Regions that were taken out of use so far: while the number stays, segments stay good.
+    pub(super) fn departures(&self) -> u64 {
+        self.departures.get()
+    }
+
     /// Checks places; returns their bytes.
     pub(super) fn check(&self, places: impl Iterator<Item = Place>) -> Result<u64, Failure> {
         let held = self.held.borrow();
@@ -157,6 +177,7 @@ impl Regions {
     pub(super) async fn release(&self, number: u32) {
         let Some(held) = self.get(number) else { return };
         held.leaving.set(true);
+        self.departures.set(self.departures.get() + 1);
         if let Err(error) = self.cache.unregister(&held.region).await {
             tracing::error!(%error, "a client's memory stays mapped");
             return;

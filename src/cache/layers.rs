@@ -12,6 +12,8 @@ use crate::{
     shield::shield,
 };
 
+pub use crate::mover::ToldLayers;
+
 /// Layers of a load at most.
 const LAYERS_MAX: usize = 1024;
 
@@ -115,6 +117,17 @@ fn segments_by_layer(layer_of: &[usize]) -> Result<Vec<Vec<usize>>> {
 }
 
 impl LayerLoad {
+    /// A load that another process makes, and tells of: in parts of so many blocks.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for layers without segments.
+    #[doc(hidden)]
+    pub fn elsewhere(layer_of: &[usize], counts: &[usize]) -> Result<(Self, Arc<ToldLayers>)> {
+        let layers = segments_by_layer(layer_of)?.len();
+        let (progress, told) = ToldLayers::new(layers, counts);
+        Ok((LayerLoad { progress: HomeBound::new(progress), layers, gpu: HomeBound::new(None) }, told))
+    }
+
     /// How many layers it has.
     pub fn layers(&self) -> usize {
         self.layers

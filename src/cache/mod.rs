@@ -25,7 +25,7 @@ mod stats;
 mod turns;
 
 pub use exported::{Kind, Metric, Sample, WEAR, metrics};
-pub use layers::LayerLoad;
+pub use layers::{LayerLoad, ToldLayers};
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
 pub use park::Parked;

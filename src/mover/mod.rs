@@ -37,6 +37,7 @@ mod speculative_copy;
 mod submit;
 #[cfg(test)]
 mod tests;
+mod told_layers;
 mod write;
 mod write_budget;
 
@@ -46,6 +47,7 @@ pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 pub(crate) use region::COMPARED;
 pub(crate) use region::{Job, RegionInner, RegionMemory, RegionUse};
 pub(crate) use submit::{Begun, QueuedRead, Submitter};
+pub use told_layers::ToldLayers;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},

@@ -88,7 +88,7 @@ impl LayerProgress {
         Ok(gates)
     }
 
-    fn complete(&self, layer: usize, done: LayerResult) {
+    pub(super) fn complete(&self, layer: usize, done: LayerResult) {
         let mut state = self.lock();
         if let Some(gates) = &state.gates {
             gates.open(layer, poison(done.0, state.count));
@@ -98,7 +98,7 @@ impl LayerProgress {
         self.changed.notify_waiters();
     }
 
-    fn end(&self, blocks: Vec<Result<bool>>) {
+    pub(super) fn end(&self, blocks: Vec<Result<bool>>) {
         self.lock().blocks = Some(blocks);
         self.changed.notify_waiters();
     }

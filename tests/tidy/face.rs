@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// At most so many public names in each module of a library; what only tests and tools need belongs to `internals`.
 pub const NAMES_MAX: [(&str, &[(&str, usize)]); 2] =
-    [("src", &[("", 41), ("gpu", 1), ("rdma", 1), ("remote", 8), ("store", 7)]), ("service/src", &[("", 17)])];
+    [("src", &[("", 41), ("gpu", 1), ("rdma", 1), ("remote", 8), ("store", 7)]), ("service/src", &[("", 18)])];
 
 /// The public names of each module, from the root's code and `read`, which gives the code of a module's file.
 pub fn names(root: &str, read: impl Fn(&str) -> String) -> BTreeMap<String, Vec<String>> {

@@ -2,7 +2,7 @@
 
 use kvhoist::{BlockKey, Cache, Error, block_on};
 #[cfg(feature = "service")]
-pub use service::{with_client, with_stored};
+pub use service::{with_client, with_device_client, with_stored};
 
 /// Runs an example with a cache in host memory.
 pub fn with_cache(example: impl AsyncFnOnce(&Cache) -> Result<(), Error>) {
@@ -25,11 +25,22 @@ pub fn with_block(example: impl AsyncFnOnce(&Cache, BlockKey) -> Result<(), Erro
 
 #[cfg(feature = "service")]
 mod service {
-    use kvhoist::{BlockKey, DirectIo, Error, PrefixChain, Segment, block_on};
+    use kvhoist::{BlockKey, DeviceKind, DirectIo, Error, PrefixChain, Segment, block_on};
     use kvhoist_service::{Client, ClientOptions, Server, ServerConfig};
 
     /// Runs an example with a client of a service that has host memory and a disk.
     pub fn with_client(example: impl AsyncFnOnce(&Client) -> Result<(), Error>) {
+        with_client_of(ClientOptions::new("model", 4096), example);
+    }
+
+    /// As [`with_client`], in a space with a simulated device.
+    pub fn with_device_client(example: impl AsyncFnOnce(&Client) -> Result<(), Error>) {
+        let mut options = ClientOptions::new("model", 4096);
+        options.device = Some(DeviceKind::Simulated);
+        with_client_of(options, example);
+    }
+
+    fn with_client_of(options: ClientOptions, example: impl AsyncFnOnce(&Client) -> Result<(), Error>) {
         let dir = tempfile::tempdir().expect("a directory");
         let mut config = ServerConfig::new(dir.path().join("socket"));
         (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
@@ -37,7 +48,7 @@ mod service {
         config.cache = config.cache.direct_io(DirectIo::Prefer);
         let server = Server::start(config).expect("a service");
         block_on(async {
-            let client = Client::connect(server.socket(), ClientOptions::new("model", 4096)).await?;
+            let client = Client::connect(server.socket(), options).await?;
             example(&client).await?;
             drop(client);
             Ok::<_, Error>(())

@@ -11,7 +11,7 @@ use crate::{
     budget::Budget,
     config::ServerConfig,
     error::ServiceFault,
-    protocol::{Blocks, Place},
+    protocol::{Blocks, Place, RegionKind, SpaceDevice},
     spaces::{Space, Spaces, Wanted},
     system::Machine,
 };
@@ -29,13 +29,21 @@ fn client(space: &Space) -> Rc<Movers> {
     let movers = Movers::new(space, 1 << 20, "a client".into(), budget.account(1));
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
-    movers.regions.add(1, &fd, 0, pool.len() as u64).expect("registered");
+    movers.regions.add(1, RegionKind::Host, &fd, 0, pool.len() as u64).expect("registered");
     Rc::new(movers)
 }
 
 fn wanted() -> Wanted {
     let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
-    Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0 }
+    Wanted {
+        namespace,
+        uid: 1,
+        shared: false,
+        block_bytes,
+        capacity_bytes: 0,
+        host_bytes: 0,
+        device: SpaceDevice::None,
+    }
 }
 
 fn blocks() -> Blocks {
@@ -137,11 +145,11 @@ async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
         let pool = SharedMemory::new(16 << 10).expect("memory");
         let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
         for _ in 0..100 {
-            let refused = movers.regions.add(1, &fd, 8 << 10, 16 << 10).expect_err("past its end");
+            let refused = movers.regions.add(1, RegionKind::Host, &fd, 8 << 10, 16 << 10).expect_err("past its end");
             assert_eq!(refused.fault, ServiceFault::Memory, "{}", refused.text);
         }
         for number in [1, 2] {
-            movers.regions.add(number, &fd, 0, 16 << 10).expect("there is room");
+            movers.regions.add(number, RegionKind::Host, &fd, 0, 16 << 10).expect("there is room");
         }
         movers.regions.release_all().await;
         drop((movers, space));

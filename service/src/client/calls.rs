@@ -13,7 +13,10 @@ use std::{
     thread,
 };
 
-use kvhoist::internals::service::{Home, shield};
+use kvhoist::{
+    DeviceKind,
+    internals::service::{Home, shield},
+};
 use tokio::{
     net::UnixStream,
     sync::{OnceCell, oneshot},
@@ -23,7 +26,7 @@ use super::{
     bounce::{Bounce, Taken},
     line::Line,
     options::ClientOptions,
-    order::{Call, Counted, What},
+    order::{Answer, Call, Counted, What},
     places::Places,
     worker::{self, Dial, Worker},
 };
@@ -76,7 +79,8 @@ pub(super) struct Inner {
     socket: PathBuf,
     pub(super) block_bytes: usize,
     line: Arc<Line>,
-    pub(super) places: Places,
+    pub(super) places: Arc<Places>,
+    pub(super) device: Option<DeviceKind>,
     /// For blocks in memory that the service does not have. Made for the first of them.
     pub(super) bounce: OnceCell<Bounce>,
     pub(super) bounce_bytes: usize,
@@ -162,7 +166,10 @@ impl Client {
                 format!("1 to {NAMESPACE_BYTES_MAX} bytes, and 1 byte to 1 GiB"),
             ));
         }
-        let (block_bytes, bounce_bytes) = (options.block_bytes, options.bounce_bytes);
+        let (block_bytes, bounce_bytes, device) = (options.block_bytes, options.bounce_bytes, options.device);
+        if device.is_some_and(|device| device != DeviceKind::Simulated) {
+            return Err(Error::unavailable("device", "a service moves blocks to simulated devices only"));
+        }
         let line = Arc::new(Line::new(socket.display().to_string(), options.deadline, options.give_up));
         let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line), dial };
         let (first, connected) = oneshot::channel();
@@ -173,7 +180,8 @@ impl Client {
             socket,
             block_bytes,
             line,
-            places: Places::default(),
+            places: Arc::default(),
+            device,
             bounce: OnceCell::new(),
             bounce_bytes,
             calls: Arc::default(),
@@ -255,6 +263,28 @@ impl Client {
         self.begin(|id| request.encode(id), what, slots).await
     }
 
+    /// One request, and its id.
+    pub(super) async fn call_with_id(&self, request: Request) -> Result<(u64, Reply)> {
+        /// Lets go of what the request holds, if its reply is not taken.
+        struct Untaken<'a>(&'a Client, Option<u64>);
+        impl Drop for Untaken<'_> {
+            fn drop(&mut self) {
+                self.1.iter().for_each(|id| self.0.let_go(*id));
+            }
+        }
+        let mut untaken = Untaken(self, None);
+        let id = &mut untaken.1;
+        let reply = self.begin(|number| request.encode(*id.insert(number)), What::Plain, None).await?;
+        Ok((untaken.1.take().unwrap_or_default(), reply))
+    }
+
+    /// Lets go of what a request that was answered holds. It needs no service: one that is away has let go of it.
+    pub(super) fn let_go(&self, request: u64) {
+        if self.inner.home.is_here() {
+            self.inner.line.say(&Request::LetGo { hold: request });
+        }
+    }
+
     /// The output of `wait`, unless the deadline comes first or the connection is lost.
     pub(super) async fn in_time<T>(&self, wait: impl Future<Output = Result<T>>) -> Result<T> {
         let (mut wait, mut late) = (pin!(wait), pin!(self.begin(|_| Vec::new(), What::Wait, None)));
@@ -266,8 +296,14 @@ impl Client {
         .await
     }
 
-    /// Begins a call with the frame of its id, and waits for its end.
-    async fn begin(&self, frame: impl FnOnce(u64) -> Vec<u8>, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
+    /// Begins a call whose end `answer` gets, unless it cannot begin; returns its id.
+    pub(super) fn begin_for(
+        &self,
+        answer: Answer,
+        frame: impl FnOnce(u64) -> Vec<u8>,
+        what: What,
+        slots: Option<Arc<Taken>>,
+    ) -> Result<u64> {
         let inner = &*self.inner;
         if !inner.home.is_here() {
             return Err(Error::Closed);
@@ -277,9 +313,15 @@ impl Client {
             return Err(Error::service(ServiceFault::Busy, text));
         };
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
+        inner.line.begin(Call { id, frame: frame(id), what, reply: answer, keeps: (counted, slots) })?;
+        Ok(id)
+    }
+
+    /// Begins a call with the frame of its id, and waits for its end.
+    async fn begin(&self, frame: impl FnOnce(u64) -> Vec<u8>, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
+        let inner = &*self.inner;
         let (reply, receiver) = oneshot::channel();
-        let call = Call { id, frame: frame(id), what, reply, keeps: (counted, slots) };
-        inner.line.begin(call)?;
+        let id = self.begin_for(Answer::Caller(reply), frame, what, slots)?;
         let mut given = Given { inner, id: Some(id) };
         let answer = shield(receiver).await.unwrap_or(Err(Error::Closed));
         given.id = None;

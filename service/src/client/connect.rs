@@ -12,7 +12,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     link::{Link, LinkError, Receiver, Sender},
-    protocol::{Hello, Limits, RegionKind, Reply, Request, Welcome},
+    protocol::{Hello, Limits, Reply, Request, SpaceDevice, Welcome},
     query::{cannot_connect, found, refused},
 };
 
@@ -45,13 +45,14 @@ impl<D: Dial> Worker<D> {
         if welcome.answer.is_err() {
             return Err(refused(&welcome, self.reply(&mut link).await.ok().map(|(_, reply)| Ok(reply))));
         }
-        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, shared, .. } = &self.options;
+        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, shared, device, .. } = &self.options;
         let attach = Request::Attach {
             namespace: namespace.clone(),
             block_bytes: *block_bytes as u64,
             capacity_bytes: *capacity_bytes,
             host_bytes: *host_bytes,
             shared: *shared,
+            device: device.map_or(SpaceDevice::None, |_| SpaceDevice::Simulated),
         };
         match self.ask(&mut link, &attach, None).await? {
             Reply::Attached { block_bytes, .. } if block_bytes == self.options.block_bytes as u64 => {}
@@ -114,11 +115,5 @@ impl<D: Dial> Worker<D> {
 
 /// How memory is registered.
 pub(super) fn register(lent: &Lent) -> Request {
-    Request::Register {
-        region: lent.number,
-        kind: RegionKind::Host,
-        pin: lent.pin,
-        offset: lent.offset,
-        len: lent.len as u64,
-    }
+    Request::Register { region: lent.number, kind: lent.kind, pin: lent.pin, offset: lent.offset, len: lent.len as u64 }
 }

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    protocol::{Reply, Request},
+    protocol::{RegionKind, Reply, Request},
 };
 
 /// Memory that a client has registered. [`Client::unregister`] takes it back; dropping this value changes nothing.
@@ -80,15 +80,63 @@ impl Client {
         let at = range.addresses("region")?;
         match kind {
             MemoryKind::Shared(memory) => {
-                self.register_range(at, (memory.as_fd(), 0), pinned, Some(Arc::clone(&memory))).await
+                let range = (memory.as_fd(), 0, RegionKind::Host);
+                self.register_range(at, range, pinned, Some(Arc::clone(&memory))).await
             }
-            MemoryKind::Memfd { fd, offset } => self.register_range(at, (fd.as_fd(), offset), pinned, None).await,
+            MemoryKind::Memfd { fd, offset } => {
+                self.register_range(at, (fd.as_fd(), offset, RegionKind::Host), pinned, None).await
+            }
             MemoryKind::Host => self.register_copied(at),
             MemoryKind::Device => Err(Error::argument(
                 "memory",
                 "device memory",
                 "host memory; load into it, and copy from there to the device",
             )),
+        }
+    }
+
+    /// Registers memory of the space's device ([`ClientOptions::device`](super::ClientOptions::device)), to be the
+    /// source and target of blocks as memory of [`register`](Client::register) is. Blocks reach it through the
+    /// service's host memory, where other clients of the space find them.
+    ///
+    /// The simulated device's memory is [`SharedMemory`] or that of a [memfd](Memory::memfd).
+    ///
+    /// # Errors
+    /// As [`register`](Client::register); [`Error::Argument`] for memory that is not the device's, and where the client
+    /// has connected without a device.
+    ///
+    /// # Cancel safety
+    /// As [`register`](Client::register).
+    ///
+    /// ```
+    /// # kvhoist_bench_kit::examples::with_device_client(async |client| {
+    /// use std::sync::Arc;
+    /// use kvhoist::{Memory, SharedMemory};
+    ///
+    /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let region = client.register_device(unsafe { Memory::shared(pool.clone()) }).await?;
+    /// client.unregister(&region).await?;
+    /// # Ok(()) });
+    /// ```
+    pub async fn register_device(&self, memory: impl Into<Memory>) -> Result<ClientRegion> {
+        let (range, kind, _) = memory.into().into_parts();
+        let at = range.addresses("region")?;
+        match kind {
+            _ if self.inner.device.is_none() => {
+                let expected = "a client that was connected with the option `device`";
+                Err(Error::argument("device", "a client without a device", expected))
+            }
+            MemoryKind::Shared(memory) => {
+                let range = (memory.as_fd(), 0, RegionKind::Simulated);
+                self.register_range(at, range, false, Some(Arc::clone(&memory))).await
+            }
+            MemoryKind::Memfd { fd, offset } => {
+                self.register_range(at, (fd.as_fd(), offset, RegionKind::Simulated), false, None).await
+            }
+            MemoryKind::Host | MemoryKind::Device => {
+                Err(Error::argument("memory", "memory that is no memfd", "a memfd, for a simulated device"))
+            }
         }
     }
 
@@ -128,14 +176,14 @@ impl Client {
     async fn register_range(
         &self,
         at: Range<usize>,
-        (fd, offset): (BorrowedFd<'_>, u64),
+        (fd, offset, kind): (BorrowedFd<'_>, u64, RegionKind),
         pin: bool,
         memory: Option<Arc<SharedMemory>>,
     ) -> Result<ClientRegion> {
         self.check_free(&at)?;
         let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let lent = Lent { number, start: at.start, len: at.len(), offset, pin, fd: Arc::new(fd) };
+        let lent = Lent { number, start: at.start, len: at.len(), offset, pin, kind, fd: Arc::new(fd) };
         match self.call(register(&lent), What::Register(lent.clone()), None).await? {
             Reply::Registered { pinned } => {
                 self.inner.places.add(&lent, memory);

@@ -246,7 +246,7 @@ impl Client {
 }
 
 /// Cuts a call's blocks into requests: each of one kind, and within the limits.
-fn runs(found: &[Found], copied_max: usize) -> Vec<Range<usize>> {
+pub(super) fn runs(found: &[Found], copied_max: usize) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     let mut places = 0;
     for (at, one) in found.iter().enumerate() {
@@ -269,7 +269,7 @@ fn runs(found: &[Found], copied_max: usize) -> Vec<Range<usize>> {
 }
 
 impl Found {
-    fn places(&self) -> &[Place] {
+    pub(super) fn places(&self) -> &[Place] {
         match self {
             Found::Straight(places) => places,
             Found::Copied => &[],

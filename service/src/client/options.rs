@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvhoist::DeviceKind;
+
 /// Which space a [`Client`](super::Client) attaches to, and how patient it is.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -18,6 +20,10 @@ pub struct ClientOptions {
     pub capacity_bytes: u64,
     /// Host memory for the space, bytes, if this client is the first since the service started. 0: all that is left.
     pub host_bytes: u64,
+    /// The device whose memory clients of the space register ([`register_device`](super::Client::register_device)), or
+    /// `None`. The first client since the service started decides. Only
+    /// [`DeviceKind::Simulated`](kvhoist::DeviceKind::Simulated): shared memory that plays a device's.
+    pub device: Option<DeviceKind>,
     /// After this calls are answered with [`ServiceFault::Timeout`](kvhoist::ServiceFault::Timeout). Loads and
     /// stores of registered memory begin no more blocks then, and wait for those that the service is moving.
     pub deadline: Duration,
@@ -44,6 +50,7 @@ impl ClientOptions {
             shared: false,
             capacity_bytes: 0,
             host_bytes: 0,
+            device: None,
             deadline: Duration::from_secs(60),
             give_up: Some(Duration::from_secs(60)),
             bounce_bytes: 64 << 20,

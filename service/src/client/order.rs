@@ -7,7 +7,7 @@ use std::sync::{
 
 use tokio::sync::oneshot;
 
-use super::{bounce::Taken, places::Lent};
+use super::{bounce::Taken, layers::LayersPart, places::Lent};
 use crate::{error::Result, protocol::Reply};
 
 /// A request to be sent.
@@ -15,9 +15,30 @@ pub(super) struct Call {
     pub(super) id: u64,
     pub(super) frame: Vec<u8>,
     pub(super) what: What,
-    pub(super) reply: oneshot::Sender<Result<Reply>>,
+    pub(super) reply: Answer,
     /// Held until the service has replied, or the connection is lost.
     pub(super) keeps: Keeps,
+}
+
+/// Who gets the end of a call.
+pub(super) enum Answer {
+    /// A caller that waits for it.
+    Caller(oneshot::Sender<Result<Reply>>),
+    /// A load of layers.
+    Layers(LayersPart),
+}
+
+impl Answer {
+    /// Tells the end of the call; false if nobody wants to know.
+    pub(super) fn send(self, result: Result<Reply>) -> bool {
+        match self {
+            Answer::Caller(caller) => caller.send(result).is_ok(),
+            Answer::Layers(part) => {
+                part.end(result);
+                true
+            }
+        }
+    }
 }
 
 /// Resources of a call while the service may work on it: its count, and slots of the bounce buffer.

@@ -11,7 +11,7 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 use crate::{
     error::{Error, Result, ServiceFault},
-    protocol::{PLACES_MAX, Place},
+    protocol::{PLACES_MAX, Place, RegionKind},
 };
 
 /// Memory that a client has registered.
@@ -23,6 +23,7 @@ pub(super) struct Lent {
     /// Where in the memfd it begins.
     pub(super) offset: u64,
     pub(super) pin: bool,
+    pub(super) kind: RegionKind,
     pub(super) fd: Arc<OwnedFd>,
 }
 
@@ -186,7 +187,7 @@ mod tests {
 
     fn lent(number: u32, start: usize, len: usize) -> Lent {
         let fd: OwnedFd = std::fs::File::open("/dev/null").expect("there").into();
-        Lent { number, start, len, offset: 0, pin: false, fd: fd.into() }
+        Lent { number, start, len, offset: 0, pin: false, kind: RegionKind::Host, fd: fd.into() }
     }
 
     fn at(address: usize, len: usize) -> Segment {

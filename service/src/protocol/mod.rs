@@ -16,7 +16,7 @@ mod wire;
 pub use hello::{Hello, Limits, MAGIC, VERSION_MAX, VERSION_MIN, Welcome};
 pub use places::{BlockPlaces, Place};
 pub use reply::{BlockResult, Failure, Reply};
-pub use request::{Blocks, RegionKind, Request, Way};
+pub use request::{Blocks, RegionKind, Request, SpaceDevice, Way};
 pub use status::{ClientStatus, ServiceStatus, SpaceStatus};
 pub use wire::{
     FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PATH_BYTES_MAX, PLACES_MAX,

@@ -93,9 +93,18 @@ pub enum Reply {
     Status(Box<ServiceStatus>),
     /// A file is held: its memory's descriptor comes with the first byte.
     Held,
+    /// What a layer of a load came to. The load goes on.
+    Layer {
+        /// The layer.
+        layer: u32,
+        /// Leading blocks of the request whose bytes of this layer are in place.
+        leading: u32,
+        /// Whether the next block failed. False: it is resident nowhere, or there is none.
+        failed: bool,
+    },
 }
 
-messages!(Reply("kind of reply", "256 to 267") {
+messages!(Reply("kind of reply", "256 to 268") {
     0x100 => Failed(failure),
     0x101 => Goodbye(failure),
     0x102 => Attached { block_bytes, capacity_bytes, host_bytes },
@@ -108,6 +117,7 @@ messages!(Reply("kind of reply", "256 to 267") {
     0x109 => Stats(stats),
     0x10a => Status(status),
     0x10b => Held,
+    0x10c => Layer { layer, leading, failed },
 });
 
 fields!(Failure { fault, text });

@@ -60,6 +60,8 @@ pub enum Request {
         host_bytes: u64,
         /// Whether the space is the one that all users share, instead of this user's own.
         shared: bool,
+        /// Whose memory clients of the space lend beside host memory.
+        device: SpaceDevice,
     },
     /// Lends memory: the descriptor that comes with the frame.
     Register {
@@ -186,6 +188,33 @@ pub enum Request {
         /// The id of the request that holds it, which was answered.
         hold: u64,
     },
+    /// Loads blocks into the client's memory, layer by layer: [`Reply::Layer`](super::Reply::Layer) for each layer,
+    /// then the reply of a load.
+    LoadLayers {
+        /// The layer of each segment of a block, from 0.
+        layer_of: Vec<u16>,
+        /// The blocks, all with a place for each of these segments.
+        blocks: Blocks,
+    },
+    /// Pins blocks in host memory until they are let go.
+    Pin {
+        /// Blocks at most.
+        most: u32,
+        /// Any keys.
+        #[cfg_attr(test, proptest(strategy = "super::tests::keys()"))]
+        keys: Vec<BlockKey>,
+    },
+}
+
+/// The device of a space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
+pub enum SpaceDevice {
+    /// None.
+    #[default]
+    None,
+    /// Host memory plays a device's.
+    Simulated,
 }
 
 /// Kinds of memory that a client can lend.
@@ -197,10 +226,12 @@ pub enum RegionKind {
     /// Memory of a GPU: a handle that the client's driver has exported as a descriptor. No service takes it yet; it is
     /// refused with [`ServiceFault::Memory`](kvhoist::ServiceFault::Memory).
     Device,
+    /// A memfd that plays a device's memory, in a space with a simulated device.
+    Simulated,
 }
 
-messages!(Request("kind of request", "1 to 20") {
-    1 => Attach { block_bytes, capacity_bytes, host_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
+messages!(Request("kind of request", "1 to 22") {
+    1 => Attach { block_bytes, capacity_bytes, host_bytes, shared, device, namespace <= NAMESPACE_BYTES_MAX },
     2 => Register { region, pin as u16, kind, offset, len },
     3 => Unregister { region },
     4 => MatchLen { keys },
@@ -220,6 +251,8 @@ messages!(Request("kind of request", "1 to 20") {
     18 => Keep { ms, keys },
     19 => Hold { keep, device, inode, size, changed_s, changed_ns, path <= PATH_BYTES_MAX },
     20 => LetGo { hold },
+    21 => LoadLayers { layer_of, blocks },
+    22 => Pin { most, keys },
 });
 
 impl Wire for RegionKind {
@@ -231,7 +264,22 @@ impl Wire for RegionKind {
         match u16::get(reader, what)? {
             0 => Ok(RegionKind::Host),
             1 => Ok(RegionKind::Device),
-            kind => Err(malformed(what, kind, "0 (host) or 1 (device)")),
+            2 => Ok(RegionKind::Simulated),
+            kind => Err(malformed(what, kind, "0 (host), 1 (device) or 2 (simulated device)")),
+        }
+    }
+}
+
+impl Wire for SpaceDevice {
+    fn put(&self, writer: &mut Writer) {
+        (*self as u16).put(writer);
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        match u16::get(reader, what)? {
+            0 => Ok(SpaceDevice::None),
+            1 => Ok(SpaceDevice::Simulated),
+            device => Err(malformed(what, device, "0 (none) or 1 (simulated)")),
         }
     }
 }

@@ -127,6 +127,13 @@ impl Item for bool {
     const COUNT_MAX: usize = KEYS_MAX;
 }
 
+/// The layer of a segment.
+impl Item for u16 {
+    const NAMES: [&'static str; 2] = ["layer", "number of segments"];
+    const BYTES_MIN: usize = 2;
+    const COUNT_MAX: usize = PLACES_MAX;
+}
+
 impl Wire for BlockKey {
     fn put(&self, writer: &mut Writer) {
         writer.bytes(self.as_bytes());

@@ -6,7 +6,9 @@ mod tests;
 
 use std::{collections::BTreeMap, future::pending, os::fd::OwnedFd, rc::Rc, sync::Arc, time::Duration};
 
+use kvhoist::Lease;
 use tokio::{
+    sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
     task::JoinSet,
     time::{Instant, sleep_until, timeout},
 };
@@ -55,6 +57,9 @@ impl From<LinkError> for End {
     }
 }
 
+/// What a layer of a load came to, with the id of its request.
+type LayerOf = (u64, Reply);
+
 /// The end of a request.
 struct Ended {
     id: u64,
@@ -81,6 +86,10 @@ struct Session {
     attaching: bool,
     /// Files that the client holds, by the ids of its requests.
     held: BTreeMap<u64, Hold>,
+    /// Blocks that it has pinned, by the ids of its requests.
+    pinned: BTreeMap<u64, Vec<Lease>>,
+    /// What layers of loads came to, by the ids of their requests.
+    layers: (UnboundedSender<LayerOf>, UnboundedReceiver<LayerOf>),
     /// The handshake is done.
     greeted: bool,
     /// When the client last read a part of its replies, or had read all.
@@ -102,6 +111,8 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire
         attached: None,
         attaching: false,
         held: BTreeMap::new(),
+        pinned: BTreeMap::new(),
+        layers: unbounded_channel(),
         greeted: false,
         taken: Instant::now(),
         last_replies: None,
@@ -220,6 +231,10 @@ impl Session {
             }
         };
         tokio::select! { biased;
+            Some((id, layer)) = self.layers.1.recv() => {
+                self.reply(id, &layer);
+                Ok(())
+            }
             joined = self.tasks.join_next(), if !self.tasks.is_empty() => {
                 let ended = joined.and_then(Result::ok);
                 self.end(ended)
@@ -286,6 +301,10 @@ impl Session {
         let Some(Ended { id, result }) = ended else {
             return Err(End::Cut(Failure::new(ServiceFault::Io, "the service failed in the middle of a request")));
         };
+        // Before the reply that ends the request.
+        while let Ok((id, layer)) = self.layers.1.try_recv() {
+            self.reply(id, &layer);
+        }
         self.requests.remove(&id);
         self.request_bytes.remove(&id);
         self.guest.requests.set(self.requests.len() as u32);
@@ -356,6 +375,8 @@ impl Session {
         // Blocks that were not begun are dropped here. Movements in flight hold their regions.
         self.tasks.shutdown().await;
         if let Some((space, movers)) = self.attached.take() {
+            self.pinned.values().for_each(|leases| space.unpinned(leases.len()));
+            self.pinned.clear();
             movers.regions.release_all().await;
             space.clients.set(space.clients.get() - 1);
             static GONE: Seldom = Seldom::at_most(LOGGED_A_SECOND);

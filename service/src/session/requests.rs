@@ -2,7 +2,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::{BlockKey, Cache};
+use kvhoist::{BlockKey, Cache, Lease};
 use kvhoist_files::FileIdentity;
 
 use super::{End, Ended, Outcome, Session};
@@ -10,7 +10,7 @@ use crate::{
     blocks::{Cancel, Movers},
     error::ServiceFault,
     peers::own_uid,
-    protocol::{Blocks, Failure, RegionKind, Reply, Request, Way},
+    protocol::{Blocks, Failure, RegionKind, Reply, Request, SpaceDevice, Way},
     spaces::{Wanted, files::WantedFile},
     wire::Lent,
 };
@@ -29,6 +29,9 @@ impl Session {
         }
         if let Request::LetGo { hold } = request {
             self.held.remove(&hold);
+            if let Some((space, _)) = &self.attached {
+                self.pinned.remove(&hold).iter().for_each(|leases| space.unpinned(leases.len()));
+            }
             return Ok(());
         }
         // Taken also if the request is refused: the next one must not get it.
@@ -70,14 +73,15 @@ impl Session {
     fn answer(&mut self, id: u64, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
         match request {
             Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
-            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
+            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared, device } => {
                 let uid = self.guest.uid;
-                self.attach(id, Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes })?;
+                self.attach(id, Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device })?;
                 return Ok(None);
             }
             Request::RemoveSpace { namespace, block_bytes, shared } => {
                 let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
-                let wanted = Wanted { namespace, uid, shared, block_bytes, capacity_bytes: 0, host_bytes: 0 };
+                let (capacity_bytes, host_bytes, device) = (0, 0, SpaceDevice::None);
+                let wanted = Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device };
                 let remove = async move { done(spaces.remove(wanted).await) };
                 self.spawn(id, remove, Cancel::default());
                 return Ok(None);
@@ -94,6 +98,9 @@ impl Session {
             return Err(Failure::new(ServiceFault::Argument, "no space: attach to one first"));
         };
         let movers = Rc::clone(movers);
+        if let Request::Pin { most, keys } = request {
+            return self.pin(id, most, &keys).map(Some);
+        }
         match answer_at_once(movers.cache(), request) {
             Ok(answered) => answered.map(Some),
             Err(request) => self.start(id, &movers, request, lent),
@@ -105,9 +112,9 @@ impl Session {
         let (movers, cache, none) = (Rc::clone(movers), movers.cache().clone(), Cancel::default());
         match request {
             Request::Register { region, kind, pin, offset, len } => {
-                check_kind(kind)?;
-                self.register(&movers, (region, offset, len), &lent)?;
-                if !pin || !self.house.config.pin {
+                check_kind(kind, self.device())?;
+                self.register(&movers, (region, offset, len), kind, &lent)?;
+                if !pin || kind != RegionKind::Host || !self.house.config.pin {
                     return Ok(Some(Reply::Registered { pinned: false }));
                 }
                 self.spawn(id, async move { Reply::Registered { pinned: movers.regions.pin(region).await } }, none);
@@ -121,6 +128,12 @@ impl Session {
             }
             Request::Load(blocks) => self.move_blocks(id, movers, Way::Load, blocks),
             Request::Store { parent, blocks } => self.move_blocks(id, movers, Way::Store(parent), blocks),
+            Request::LoadLayers { layer_of, blocks } => {
+                let (cancel, tell) = (Cancel::default(), self.layers.0.clone());
+                let tell = move |reply| drop(tell.send((id, reply)));
+                let run = movers.load_layers(layer_of, blocks, cancel.clone(), tell);
+                self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
+            }
             Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
             Request::Sync => {
                 let sync = async move { done(cache.sync().await.map_err(|error| Failure::from(&error))) };
@@ -164,8 +177,36 @@ impl Session {
         Ok(())
     }
 
+    /// The device of the client's space.
+    fn device(&self) -> SpaceDevice {
+        self.attached.as_ref().map_or(SpaceDevice::None, |(space, _)| space.device)
+    }
+
+    /// Pins blocks in host memory for the client, as far as they are there and the space has room for pins.
+    fn pin(&mut self, id: u64, most: u32, keys: &[BlockKey]) -> Result<Reply, Failure> {
+        let (Some((space, movers)), false) = (&self.attached, self.pinned.contains_key(&id)) else {
+            let text = format!("request id: found {id}, which pins blocks, expected another one");
+            return Err(Failure::new(ServiceFault::Argument, text));
+        };
+        let room = space.room_for_pins().min(most as usize);
+        let leases = keys.iter().filter_map(|key| movers.cache().lease(key).transpose()).take(room);
+        let leases = leases.collect::<Result<Vec<Lease>, _>>().map_err(|error| Failure::from(&error))?;
+        let count = leases.len();
+        if count > 0 {
+            space.pinned(count);
+            self.pinned.insert(id, leases);
+        }
+        Ok(Reply::Count(count as u32))
+    }
+
     /// Maps a client's memory and registers it.
-    fn register(&self, movers: &Movers, (region, offset, len): (u32, u64, u64), lent: &Lent) -> Result<(), Failure> {
+    fn register(
+        &self,
+        movers: &Movers,
+        (region, offset, len): (u32, u64, u64),
+        kind: RegionKind,
+        lent: &Lent,
+    ) -> Result<(), Failure> {
         let (regions, config) = (&movers.regions, &self.house.config);
         let fd = match lent {
             Lent::Memory(fd) => fd,
@@ -193,7 +234,7 @@ impl Session {
             );
             return Err(Failure::new(ServiceFault::Busy, text));
         }
-        regions.add(region, fd, offset, len)
+        regions.add(region, kind, fd, offset, len)
     }
 
     fn move_blocks(&mut self, id: u64, movers: Rc<Movers>, way: Way, blocks: Blocks) {
@@ -238,15 +279,17 @@ fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failu
     }))
 }
 
-/// Refuses memory that the service cannot map.
-fn check_kind(kind: RegionKind) -> Result<(), Failure> {
-    match kind {
-        RegionKind::Host => Ok(()),
-        RegionKind::Device => {
-            let text = "region: found device memory, expected a memfd; this service moves blocks in host memory only";
-            Err(Failure::new(ServiceFault::Memory, text))
+/// Refuses memory that the service cannot map, or that is not of the space's device.
+fn check_kind(kind: RegionKind, device: SpaceDevice) -> Result<(), Failure> {
+    let text = match (kind, device) {
+        (RegionKind::Host, _) | (RegionKind::Simulated, SpaceDevice::Simulated) => return Ok(()),
+        (RegionKind::Device, _) => "region: found device memory of a GPU, expected a memfd",
+        (RegionKind::Simulated, SpaceDevice::None) => {
+            "region: found memory of a simulated device, expected host memory: the space was attached to without a \
+             device"
         }
-    }
+    };
+    Err(Failure::new(ServiceFault::Memory, text))
 }
 
 async fn remove(cache: Cache, keys: Vec<BlockKey>, durable: bool) -> Reply {

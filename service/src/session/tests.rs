@@ -22,7 +22,7 @@ use super::{House, serve};
 use crate::{
     config::ServerConfig,
     error::ServiceFault,
-    protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome},
+    protocol::{HEADER_BYTES, Header, Hello, Reply, Request, SpaceDevice, Welcome},
     spaces::Spaces,
     system::Machine,
     wire::{Came, Wire},
@@ -148,7 +148,14 @@ fn come(house: &Rc<House>) -> Arc<Ends> {
 async fn attached(house: &Rc<House>) -> Arc<Ends> {
     let ends = come(house);
     let (namespace, host_bytes) = ("tests".to_owned(), 1 << 20);
-    let attach = Request::Attach { namespace, block_bytes: 4096, capacity_bytes: 0, host_bytes, shared: false };
+    let attach = Request::Attach {
+        namespace,
+        block_bytes: 4096,
+        capacity_bytes: 0,
+        host_bytes,
+        shared: false,
+        device: SpaceDevice::None,
+    };
     ends.change(|stream| stream.to_service.extend(attach.encode(1)));
     ends.replies(1).await;
     ends

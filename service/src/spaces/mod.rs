@@ -25,7 +25,7 @@ use self::{host::HostShare, tables::Tables};
 use super::{
     config::ServerConfig,
     held::HeldFiles,
-    protocol::{Failure, SpaceStatus},
+    protocol::{Failure, SpaceDevice, SpaceStatus},
     report::OpenSpace,
     shares::{Ledger, SpaceOf},
     system::System,
@@ -49,6 +49,10 @@ pub(super) struct Space {
     pub(super) clients: Cell<u32>,
     /// Connections that have lent memory.
     pub(super) lenders: Rc<Cell<u32>>,
+    /// What its first client has asked for.
+    pub(super) device: SpaceDevice,
+    /// Blocks that clients have pinned in host memory.
+    pins: Cell<usize>,
 }
 
 /// Callers that wait until a space is open, or removed.
@@ -77,6 +81,7 @@ pub(super) struct Wanted {
     pub(super) block_bytes: u64,
     pub(super) capacity_bytes: u64,
     pub(super) host_bytes: u64,
+    pub(super) device: SpaceDevice,
 }
 
 /// All spaces of a service, by folder.
@@ -151,12 +156,18 @@ impl Spaces {
             let text = format!("space: found {block_bytes} bytes a block and a name of {} bytes, ", namespace.len());
             return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
         }
-        self.begin(&wanted)?.await.unwrap_or_else(|_| Err(ending()))
+        let space = self.begin(&wanted)?.await.unwrap_or_else(|_| Err(ending()))?;
+        if wanted.device == SpaceDevice::None || wanted.device == space.device {
+            return Ok(space);
+        }
+        let text = format!("space: found device {:?}, as its first client has asked for", space.device);
+        let text = format!("{text}, expected {:?}: end the service, or use another name", wanted.device);
+        Err(Failure::new(ServiceFault::Argument, text))
     }
 
     /// The space that is open, or will be: begins to open one that is neither open nor being opened.
     fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<oneshot::Receiver<Result<Rc<Space>, Failure>>, Failure> {
-        let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes } = *wanted;
+        let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device } = *wanted;
         let mut deed = Deed { namespace: namespace.clone(), uid, shared, block_bytes, capacity_bytes: 0 };
         let folder = deed.folder();
         let (sender, receiver) = oneshot::channel();
@@ -189,7 +200,7 @@ impl Spaces {
                 entries.insert(folder, Entry { deed: deed.clone(), state: State::Opening(vec![sender]) });
             }
         }
-        tokio::task::spawn_local(Rc::clone(self).open(deed, host_bytes, is_new));
+        tokio::task::spawn_local(Rc::clone(self).open(deed, host_bytes, device, is_new));
         Ok(receiver)
     }
 
@@ -261,7 +272,26 @@ impl Spaces {
     }
 }
 
+/// The share of the host memory's slots that clients may pin.
+const PINNED_SHARE: u64 = 4;
+
 impl Space {
+    /// How many more blocks clients may pin.
+    pub(super) fn room_for_pins(&self) -> usize {
+        let most = self.host_bytes() / self.host.slot_bytes / PINNED_SHARE;
+        usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(self.pins.get())
+    }
+
+    /// Blocks were pinned.
+    pub(super) fn pinned(&self, blocks: usize) {
+        self.pins.set(self.pins.get() + blocks);
+    }
+
+    /// And let go.
+    pub(super) fn unpinned(&self, blocks: usize) {
+        self.pins.set(self.pins.get() - blocks);
+    }
+
     /// What shares know it by.
     fn of(&self) -> SpaceOf<'_> {
         SpaceOf { uid: self.uid, name: &self.namespace }

@@ -6,12 +6,12 @@
 
 use std::{cell::Cell, rc::Rc, time::Duration};
 
-use kvhoist::{Cache, Capacity, Config, DiskPath};
+use kvhoist::{Cache, Capacity, Config, DeviceKind, DiskPath};
 
 use super::{Space, Spaces, State, deed::Deed, host::HostShare, pool::Grant};
 use crate::{
     error::{Error, Result},
-    protocol::Failure,
+    protocol::{Failure, SpaceDevice},
 };
 
 /// Slots in the host memory of one space.
@@ -29,9 +29,9 @@ const OF_SPACES: [(&str, &str); 6] = [
 
 impl Spaces {
     /// Opens a space and answers its waiters.
-    pub(super) async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
+    pub(super) async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, device: SpaceDevice, is_new: bool) {
         let folder = deed.folder();
-        let opened = self.open_space(&deed, host_bytes, is_new).await;
+        let opened = self.open_space(&deed, host_bytes, device, is_new).await;
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {
             Ok(space) => State::Open(Rc::clone(space)),
@@ -51,10 +51,16 @@ impl Spaces {
         }
     }
 
-    async fn open_space(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Rc<Space>, Failure> {
+    async fn open_space(
+        &self,
+        deed: &Deed,
+        host_bytes: u64,
+        device: SpaceDevice,
+        is_new: bool,
+    ) -> Result<Rc<Space>, Failure> {
         let slot_bytes = self.config.cache.clone().block_bytes(deed.block_bytes as usize).slot_bytes() as u64;
         let grant = self.reserve_host(deed.of(), slot_bytes, host_bytes)?;
-        let cache = match self.open_cache(deed, &grant, is_new).await {
+        let cache = match self.open_cache(deed, &grant, device, is_new).await {
             Ok(cache) => cache,
             Err(error) => {
                 self.host.give_back(deed.of(), grant.bytes);
@@ -76,12 +82,28 @@ impl Spaces {
         host.resize(&cache, bytes, &*self.system).await;
         let Deed { namespace, uid, block_bytes, capacity_bytes, .. } = deed.clone();
         let system = Rc::clone(&self.system);
-        let (clients, lenders) = (Cell::default(), Rc::default());
-        Ok(Rc::new(Space { namespace, uid, block_bytes, capacity_bytes, host, cache, system, clients, lenders }))
+        let (clients, lenders, pins) = (Cell::default(), Rc::default(), Cell::default());
+        Ok(Rc::new(Space {
+            namespace,
+            uid,
+            block_bytes,
+            capacity_bytes,
+            host,
+            cache,
+            system,
+            clients,
+            lenders,
+            device,
+            pins,
+        }))
     }
 
-    async fn open_cache(&self, deed: &Deed, grant: &Grant, is_new: bool) -> Result<Cache> {
-        let config = self.cache_config(deed, grant)?;
+    async fn open_cache(&self, deed: &Deed, grant: &Grant, device: SpaceDevice, is_new: bool) -> Result<Cache> {
+        let mut config = self.cache_config(deed, grant)?;
+        if device == SpaceDevice::Simulated {
+            // Blocks reach the device through host memory, where others find them. No slot is used: none may be 0.
+            config = config.device_blocks(1).device(DeviceKind::Simulated).bypass_host(false);
+        }
         config.validate()?;
         self.tables.take(&deed.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
         self.system.make_space(&self.folders(&deed.folder()), is_new.then(|| deed.text()).as_deref())?;

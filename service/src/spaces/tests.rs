@@ -23,7 +23,7 @@ use crate::{
     error::{Error, Result, ServiceFault},
     memory::Mapped,
     peers::own_uid,
-    protocol::Failure,
+    protocol::{Failure, SpaceDevice},
     system::{Later, Machine, System},
 };
 
@@ -104,7 +104,15 @@ fn load_failing(folder: &Path, shares: &[&str], opens_fail: Rc<Cell<bool>>) -> (
 
 fn wanted() -> Wanted {
     let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
-    Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0 }
+    Wanted {
+        namespace,
+        uid: 1,
+        shared: false,
+        block_bytes,
+        capacity_bytes: 0,
+        host_bytes: 0,
+        device: SpaceDevice::None,
+    }
 }
 
 #[tokio::test]

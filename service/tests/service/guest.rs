@@ -2,7 +2,7 @@
 
 use std::{path::Path, sync::Arc};
 
-use kvhoist::{BlockKey, Error, Segment, ServiceFault, SharedMemory, block_on};
+use kvhoist::{BlockKey, DeviceKind, Error, Segment, ServiceFault, SharedMemory, block_on};
 use kvhoist_service::{Client, ClientRegion};
 
 use crate::{
@@ -27,6 +27,18 @@ pub struct Guest {
 impl Guest {
     pub fn new(socket: &Path) -> Self {
         Guest::of(connect(socket))
+    }
+
+    /// Of a space with a simulated device, whose memory the pool is.
+    pub fn with_device(socket: &Path) -> Self {
+        let mut options = options();
+        options.device = Some(DeviceKind::Simulated);
+        let client = block_on(Client::connect(socket, options)).expect("a service");
+        let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
+        let region = block_on(client.register_device(lent)).expect("registered");
+        Guest { client, pool, region }
     }
 
     pub fn of(client: Client) -> Self {
@@ -71,6 +83,36 @@ impl Guest {
         }
         Ok(there)
     }
+
+    /// As [`load`](Guest::load), layer by layer: compares each layer's bytes when it is complete.
+    pub fn load_layers(&self, first: u64, count: u64) -> Result<Vec<bool>, Error> {
+        self.pool.write(0, &vec![0x5a; count as usize * BLOCK_BYTES]);
+        let keys: Vec<BlockKey> = (first..first + count).map(key).collect();
+        let segments: Vec<_> = (0..count).map(|at| cut(&self.place(at)[0])).collect();
+        let load = self.client.load_layers(&keys, &segments, &LAYER_OF)?;
+        for layer in 0..load.layers() {
+            let (leading, _) = block_on(load.layer(layer)).expect("there is such a layer");
+            for at in 0..leading {
+                for segment in (0..LAYER_OF.len()).filter(|&segment| LAYER_OF[segment] == layer) {
+                    let mut bytes = vec![0; SEGMENT_BYTES];
+                    self.pool.read(at * BLOCK_BYTES + segment * SEGMENT_BYTES, &mut bytes);
+                    let expected = &payload(first + at as u64, BLOCK_BYTES)[segment * SEGMENT_BYTES..][..SEGMENT_BYTES];
+                    assert!(bytes == expected, "WRONG BYTES of layer {layer} of block {}", first + at as u64);
+                }
+            }
+        }
+        block_on(load.blocks()).into_iter().collect()
+    }
+}
+
+/// The layer of each segment of a block: keys and values of two layers.
+pub const LAYER_OF: [usize; 4] = [0, 1, 0, 1];
+pub const SEGMENT_BYTES: usize = BLOCK_BYTES / LAYER_OF.len();
+
+/// The segments of a block.
+pub fn cut(block: &Segment) -> Vec<Segment> {
+    let segment = |at| Segment { ptr: block.ptr.wrapping_add(at * SEGMENT_BYTES), len: SEGMENT_BYTES };
+    (0..LAYER_OF.len()).map(segment).collect()
 }
 
 /// The process of a client that stores all blocks.
@@ -131,7 +173,7 @@ fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<(), Error> {
     let shared = rng.below(BLOCKS - count);
     // Removed and stored again by all that are drawn from, so that stores write.
     let passing = BLOCKS + rng.below(PASSING_BLOCKS - POOL_BLOCKS);
-    match rng.below(7) {
+    match rng.below(8) {
         0 => {
             (passing..passing + 4).try_for_each(|number| block_on(guest.client.remove(&key(number))).map(drop))?;
             guest.store(passing, count).map(drop)
@@ -139,6 +181,7 @@ fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<(), Error> {
         1 => guest.store(passing, count).map(drop),
         2 => guest.load(passing, count).map(drop),
         3 | 4 => guest.load(shared, count).map(drop),
+        6 => guest.load_layers(shared, count).map(drop),
         5 => {
             let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
             // SAFETY: nobody touches a block of it while the block is on its way.

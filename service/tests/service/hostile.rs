@@ -12,7 +12,9 @@ use std::{
 };
 
 use kvhoist::ServiceFault;
-use kvhoist_service::internals::protocol::{Blocks, FRAME_BYTES_MAX, Header, Hello, Place, RegionKind, Reply, Request};
+use kvhoist_service::internals::protocol::{
+    Blocks, FRAME_BYTES_MAX, Header, Hello, Place, RegionKind, Reply, Request, SpaceDevice,
+};
 
 use crate::{
     common::{Rng, key, seed},
@@ -184,6 +186,7 @@ fn requests_without_a_space_are_refused() {
         capacity_bytes: 0,
         host_bytes: 0,
         shared: false,
+        device: SpaceDevice::None,
     };
     failed(raw.ask(3, &attach(0)), ServiceFault::Argument);
     failed(raw.ask(4, &attach(u64::MAX)), ServiceFault::Argument);
@@ -215,14 +218,14 @@ fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
         let mut raw = Raw::connect(&street.node.socket());
         raw.send(bytes);
         let welcome = raw.welcome();
-        assert_eq!((welcome.version_min, welcome.version_max), (2, 2));
+        assert_eq!((welcome.version_min, welcome.version_max), (3, 3));
         let fault = welcome.answer.expect_err("refused");
         let why = raw.goodbye();
         assert!(why.starts_with(&format!("{fault:?}: ")), "{why}");
         fault
     };
-    assert_eq!(refused(&Hello { version_min: 3, version_max: 900 }.encode()), ServiceFault::Version);
-    assert_eq!(refused(&Hello { version_min: 0, version_max: 1 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(&Hello { version_min: 4, version_max: 900 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(&Hello { version_min: 0, version_max: 2 }.encode()), ServiceFault::Version);
     assert_eq!(refused(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), ServiceFault::Protocol);
     assert_eq!(refused(b"kvhois"), ServiceFault::Timeout, "no whole hello within the patience");
     street.check();

@@ -15,7 +15,7 @@ use std::{
 use kvhoist::{Config, DirectIo, Memory, Segment, SharedMemory, StorageKind, block_on};
 use kvhoist_service::{
     Client, ClientOptions, Server, ServerConfig,
-    internals::protocol::{Blocks, Place, RegionKind, Reply, Request},
+    internals::protocol::{Blocks, Place, RegionKind, Reply, Request, SpaceDevice},
 };
 
 use crate::{
@@ -134,6 +134,7 @@ impl House {
             capacity_bytes: 2 * POOL_BYTES as u64,
             host_bytes: 8 * BLOCK_BYTES as u64,
             shared: false,
+            device: SpaceDevice::None,
         };
         let reply = raw.ask(1, &attach);
         assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");

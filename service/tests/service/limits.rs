@@ -14,7 +14,7 @@ use std::{
 use kvhoist::{Config, DirectIo, ServiceFault};
 use kvhoist_service::{
     Server, ServerConfig,
-    internals::protocol::{Blocks, Failure, Place, RegionKind, Reply, Request},
+    internals::protocol::{Blocks, Failure, Place, RegionKind, Reply, Request, SpaceDevice},
 };
 use tempfile::TempDir;
 
@@ -333,6 +333,7 @@ fn a_service_that_gets_no_thread_serves_its_clients_and_takes_new_spaces_later()
         capacity_bytes: 0,
         host_bytes: HOST_BLOCKS * BLOCK_BYTES as u64,
         shared: false,
+        device: SpaceDevice::None,
     };
     let mut raw = Raw::greeted(&node.socket);
     match raw.ask(1, &attach) {

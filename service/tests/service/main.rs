@@ -19,6 +19,7 @@ mod hung;
 mod killed;
 mod kills;
 mod late;
+mod layers;
 mod limits;
 mod little_memory;
 mod neighbor;

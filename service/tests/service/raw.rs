@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-use kvhoist_service::internals::protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome};
+use kvhoist_service::internals::protocol::{HEADER_BYTES, Header, Hello, Reply, Request, SpaceDevice, Welcome};
 
 use crate::node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS};
 
@@ -42,6 +42,7 @@ impl Raw {
             capacity_bytes: DISK_BLOCKS * BLOCK_BYTES as u64,
             host_bytes: HOST_BLOCKS * BLOCK_BYTES as u64,
             shared: false,
+            device: SpaceDevice::None,
         };
         let reply = raw.ask(1, &attach);
         assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");

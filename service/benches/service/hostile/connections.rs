@@ -80,7 +80,7 @@ pub fn random_bytes(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
 pub fn future_version(socket: &Path, stop: &AtomicBool) -> Outcome<()> {
     while !stop.load(Relaxed) {
         let mut stream = Raw::connect(socket)?.stream;
-        stream.write_all(&Hello { version_min: 3, version_max: 900 }.encode())?;
+        stream.write_all(&Hello { version_min: 4, version_max: 900 }.encode())?;
         drop(stream.read(&mut [0; Welcome::BYTES]));
     }
     Ok(())

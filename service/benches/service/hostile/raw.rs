@@ -11,7 +11,9 @@ use std::{
     time::Duration,
 };
 
-use kvhoist_service::internals::protocol::{HEADER_BYTES, Header, Hello, RegionKind, Reply, Request, Welcome};
+use kvhoist_service::internals::protocol::{
+    HEADER_BYTES, Header, Hello, RegionKind, Reply, Request, SpaceDevice, Welcome,
+};
 
 use crate::options::Outcome;
 
@@ -125,7 +127,7 @@ impl Raw {
 
 pub fn attach(space: &str, capacity_bytes: u64, host_bytes: u64) -> Request {
     let (namespace, block_bytes) = (space.to_owned(), BLOCK_BYTES as u64);
-    Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared: false }
+    Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared: false, device: SpaceDevice::None }
 }
 
 pub fn register(region: u32, offset: u64, len: u64) -> Request {

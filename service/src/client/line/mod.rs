@@ -19,7 +19,7 @@ use tokio::{
 };
 
 use super::{
-    order::{Call, Keeps, What},
+    order::{Answer, Call, Keeps, What},
     places::Lent,
 };
 use crate::{
@@ -44,8 +44,6 @@ struct Pending {
     _keeps: Option<Keeps>,
 }
 
-type Answer = oneshot::Sender<Result<Reply>>;
-
 /// Answers to callers, and what their calls held. Both run code of callers, so they are sent without the lock.
 #[derive(Default)]
 #[must_use]
@@ -58,7 +56,9 @@ impl Answers {
 
     fn send(self) {
         for (answer, result, _pending) in self.0 {
-            drop(answer.map(|answer| answer.send(result)));
+            if let Some(answer) = answer {
+                answer.send(result);
+            }
         }
     }
 }
@@ -270,6 +270,15 @@ impl Line {
             self.flush(state);
         }
         None
+    }
+
+    /// Sends what has no reply, while the service can be reached.
+    pub(super) fn say(&self, request: &Request) {
+        let mut state = self.lock();
+        if let Phase::Up(sender) = &mut state.phase {
+            sender.push(request.encode(0), None);
+            self.flush(&mut state);
+        }
     }
 
     /// Says that nothing more comes. The service hangs up when it has let go of this process's memory.

@@ -24,7 +24,7 @@ use tokio::{
 use super::Line;
 use crate::{
     client::{
-        order::{Call, Counted, What},
+        order::{Answer, Call, Counted, What},
         places::Lent,
     },
     error::Result,
@@ -66,7 +66,7 @@ fn begin(line: &Line, id: u64, request: &Request) -> oneshot::Receiver<Result<Re
 fn begin_as(line: &Line, id: u64, request: &Request, what: What) -> oneshot::Receiver<Result<Reply>> {
     let (reply, answer) = oneshot::channel();
     let counted = Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first");
-    let call = Call { id, frame: request.encode(id), what, reply, keeps: (counted, None) };
+    let call = Call { id, frame: request.encode(id), what, reply: Answer::Caller(reply), keeps: (counted, None) };
     line.begin(call).expect("the line is up");
     answer
 }
@@ -202,7 +202,15 @@ async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests
     line.connected(sender, &Limits::new(1, 8, 0));
     let memory = SharedMemory::new(4096).expect("memory");
     let fd = Arc::new(memory.as_fd().try_clone_to_owned().expect("a descriptor"));
-    let lent = Lent { number: 7, start: memory.as_ptr() as usize, len: 4096, offset: 0, pin: false, fd };
+    let lent = Lent {
+        number: 7,
+        start: memory.as_ptr() as usize,
+        len: 4096,
+        offset: 0,
+        pin: false,
+        kind: RegionKind::Host,
+        fd,
+    };
     let register = Request::Register { region: 7, kind: RegionKind::Host, pin: false, offset: 0, len: 4096 };
     drop(begin_as(&line, 2, &register, What::Register(lent)));
     let _other = begin(&line, 4, &Request::Sync);

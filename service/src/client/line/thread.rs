@@ -6,7 +6,10 @@ use tokio::time::Instant;
 
 use super::{Answers, Line, Pending, Phase};
 use crate::{
-    client::{order::What, places::Lent},
+    client::{
+        order::{Answer, What},
+        places::Lent,
+    },
     error::{Error, ServiceFault},
     link::Sender,
     protocol::{BlockResult, Failure, Limits, Reply, Request},
@@ -46,6 +49,15 @@ impl Line {
     /// A reply has come.
     pub(in crate::client) fn answered(&self, id: u64, reply: Reply) {
         let mut state = self.lock();
+        if let Reply::Layer { layer, leading, failed } = reply {
+            let told = match state.pending.get(&id).map(|pending| &pending.reply) {
+                Some(Some(Answer::Layers(part))) => Some(part.told()),
+                _ => None,
+            };
+            drop(state);
+            // Without the lock: it wakes callers.
+            return told.iter().for_each(|part| part.layer(layer, leading, failed));
+        }
         // Requests of the thread itself have no caller.
         let Some(mut pending) = state.take(id) else { return };
         state.sent = state.sent.saturating_sub(1);
@@ -72,7 +84,7 @@ impl Line {
             self.send(&mut state);
         }
         drop(state);
-        let told = pending.reply.take().is_some_and(|answer| answer.send(result).is_ok());
+        let told = pending.reply.take().is_some_and(|answer| answer.send(result));
         if let Some(number) = registered.filter(|_| !told) {
             self.take_back(number);
         }

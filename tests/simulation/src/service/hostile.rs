@@ -4,7 +4,7 @@ use std::{future::poll_fn, os::fd::BorrowedFd, rc::Rc, sync::Arc, time::Duration
 
 use kvhoist::{BlockKey, SharedMemory};
 use kvhoist_service::internals::{
-    protocol::{Blocks, Hello, Place, RegionKind, Request},
+    protocol::{Blocks, Hello, Place, RegionKind, Request, SpaceDevice},
     seams::{Came, Wire},
 };
 use tokio::{task::spawn_local, time::sleep};
@@ -93,6 +93,7 @@ impl Hostile {
                 capacity_bytes: *capacity_bytes,
                 host_bytes: *host_bytes,
                 shared: *shared,
+                device: SpaceDevice::None,
             };
             (*block_bytes as u32, request)
         };
