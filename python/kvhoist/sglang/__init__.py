@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._lazy import lazy
-
 if TYPE_CHECKING:
     from .backend import HiCacheKvhoist
     from .linker import KvhoistLinker
 
 __all__ = ["HiCacheKvhoist", "KvhoistLinker"]
 
-_other = lazy(__name__, {"HiCacheKvhoist": "backend"})
-
 
 def __getattr__(name: str) -> Any:
-    if name != "KvhoistLinker":
-        return _other(name)
-    # Older versions of SGLang have no seat for it.
-    from .linker_probe import linker_class
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .probe import adapter
 
-    return linker_class()
+    return adapter(name)

@@ -145,12 +145,3 @@ def test_a_version_whose_keys_have_no_salt_says_so_at_the_start(store_dir, caplo
     sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
     assert ("cache_salt" in caplog.text) != hasattr(utils, "storage_namespace_seed")
     assert ("cache_salt" in caplog.text) == (sgl.version() < (0, 5, 23))
-
-
-@pytest.mark.skipif(sgl.version() >= (0, 5, 23), reason="this version has a seat for the linker")
-def test_a_version_without_a_seat_for_the_linker_is_refused():
-    import kvhoist.sglang
-
-    with pytest.raises(ImportError, match="no external linker.*expected 0.5.23"):
-        _ = kvhoist.sglang.KvhoistLinker
-    assert not hasattr(kvhoist.sglang, "KvhoistLinkers")
