@@ -20,18 +20,13 @@ use std::{
     process::Command,
 };
 
-use rules::{Finding, check_rust, check_text, code};
-
-/// Top folders that hold Rust of this project.
-const RUST_FOLDERS: [&str; 11] =
-    ["src", "doctor", "service", "workbench", "cli", "files", "tests", "benches", "examples", "fuzz", "python"];
+use rules::{check_rust, check_text, code};
 
 #[test]
 fn rust_files_keep_the_house_rules() {
     let files = rust_files();
     assert!(files.len() > 10, "found {} Rust files in {}, expected the whole tree", files.len(), root().display());
-    let findings: Vec<Finding> = files.iter().flat_map(|file| check_rust(file, &read(file))).collect();
-    report(&findings);
+    report(&files.iter().flat_map(|file| check_rust(file, &read(file))).collect::<Vec<_>>());
 }
 
 #[test]
@@ -41,15 +36,6 @@ fn no_file_names_a_machine() {
         // Not text, then nothing to read in it.
         let Ok(text) = fs::read_to_string(root().join(&file)) else { continue };
         findings.extend(check_text(&file, &text));
-    }
-    report(&findings);
-}
-
-#[test]
-fn dependencies_come_from_the_public_registry() {
-    let mut findings = Vec::new();
-    for file in tree().iter().filter(|file| file.file_name().is_some_and(|name| name == "Cargo.lock")) {
-        findings.extend(rules::check_lock(file, &read(file)));
     }
     report(&findings);
 }
@@ -80,11 +66,7 @@ fn the_public_face_stays_small() {
 #[test]
 fn every_method_of_a_cache_and_of_a_client_has_an_example() {
     for (folder, name, count_min) in [("src/cache", "Cache", 25), ("service/src/client", "Client", 20)] {
-        let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with(folder)).collect();
-        let mut methods = Vec::new();
-        for file in &files {
-            methods.extend(face::methods(&read(file), name).into_iter().map(|found| (file, found)));
-        }
+        let methods = methods(folder, name);
         assert!(methods.len() > count_min, "found {} methods of {name}, expected all of them", methods.len());
         let bare: Vec<_> = methods.iter().filter(|(_, (_, has_example))| !has_example).collect();
         assert!(bare.is_empty(), "methods of {name} without an example in their documentation: {bare:#?}");
@@ -94,17 +76,10 @@ fn every_method_of_a_cache_and_of_a_client_has_an_example() {
 /// What the seeds of the simulation do not call they do not test.
 #[test]
 fn every_call_of_a_cache_is_simulated_or_has_a_reason_not_to_be() {
-    let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with("src/cache")).collect();
-    let mut methods = Vec::new();
-    for file in &files {
-        let text = read(file);
-        for of in simulated::TYPES {
-            methods.extend(face::methods(&text, of).into_iter().map(|(method, _)| (of, method)));
-        }
-    }
-    let code = |file: &str| code(&read(&Path::new("tests/simulation/src").join(file)));
-    let wrong = simulated::check(&methods, code);
-    assert!(wrong.is_empty(), "calls to mend (tests/tidy/simulated.rs):\n{}", wrong.join("\n"));
+    let of = |(of, _)| methods("src/cache", of).into_iter().map(move |(_, (method, _))| (of, method));
+    let methods: Vec<(&str, String)> = simulated::TYPES.into_iter().flat_map(of).collect();
+    let simulation = rust_files().into_iter().filter(|file| file.starts_with("tests/simulation/src"));
+    report(&simulated::check(&methods, &simulation.map(|file| code(&read(&file))).collect::<String>()));
 }
 
 /// rustdoc lists methods in the order of the modules that have them, and of their lines in it.
@@ -135,7 +110,7 @@ fn imports_go_one_way() {
         Some((module.strip_suffix(".rs").unwrap_or(module), allowed::imported(code)))
     });
     let wrong = allowed::check(imports);
-    assert!(wrong.is_empty(), "{} imports to mend (tests/tidy/allowed.rs):\n{}", wrong.len(), wrong.join("\n"));
+    report(&wrong);
 }
 
 #[test]
@@ -154,14 +129,13 @@ fn pages_are_short_and_name_files_that_are_there() {
         let missing = pages::missing(&page, &tree);
         wrong.extend(missing.iter().map(|name| format!("{}: there is no file {name}", file.display())));
     }
-    assert!(wrong.is_empty(), "{} places to mend:\n{}", wrong.len(), wrong.join("\n"));
+    report(&wrong);
     let limited = pages::KIB_MAX.iter().filter(|(name, _)| tree.contains(&Path::new("docs").join(name))).count();
     assert_eq!(limited, pages::KIB_MAX.len(), "pages with a limit");
 }
 
-fn report(findings: &[Finding]) {
-    let lines: Vec<String> = findings.iter().map(ToString::to_string).collect();
-    assert!(lines.is_empty(), "{} places to tidy up:\n{}", lines.len(), lines.join("\n"));
+fn report(findings: &[String]) {
+    assert!(findings.is_empty(), "{} places to mend:\n{}", findings.len(), findings.join("\n"));
 }
 
 fn root() -> &'static Path {
@@ -173,12 +147,17 @@ fn read(file: &Path) -> String {
 }
 
 fn rust_files() -> Vec<PathBuf> {
-    let ours = |file: &PathBuf| RUST_FOLDERS.iter().any(|folder| file.starts_with(folder));
-    tree().into_iter().filter(|file| ours(file) && file.extension().is_some_and(|ext| ext == "rs")).collect()
+    tree().into_iter().filter(|file| file.extension().is_some_and(|ext| ext == "rs")).collect()
 }
 
-/// Files of the project, relative to its root: what git tracks or would track, or all but build folders where the tree
-/// is no git checkout.
+/// The public methods of a type in the files of a folder: the file, and what `face::methods` says.
+fn methods(folder: &str, of: &str) -> Vec<(PathBuf, (String, bool))> {
+    let files = rust_files().into_iter().filter(|file| file.starts_with(folder));
+    files.flat_map(|file| face::methods(&read(&file), of).into_iter().map(move |found| (file.clone(), found))).collect()
+}
+
+/// Files of the project, relative to its root: what git tracks or would track, or all that is not hidden and not built
+/// where the tree is no git checkout.
 fn tree() -> Vec<PathBuf> {
     let listed = Command::new("git")
         .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -197,18 +176,8 @@ fn tree() -> Vec<PathBuf> {
 }
 
 fn walk(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(root().join(folder)).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let mut files = Vec::new();
-    for entry in entries {
-        let entry = entry.expect("a readable folder");
-        let (path, name) = (folder.join(entry.file_name()), entry.file_name());
-        let name = name.to_string_lossy();
-        let skipped = name == "target" || (name.starts_with('.') && name != ".ci");
-        match entry.file_type().expect("a readable entry") {
-            kind if kind.is_dir() && !skipped => files.extend(walk(&path)),
-            kind if kind.is_file() => files.push(path),
-            _ => {}
-        }
-    }
-    files
+    let names = fs::read_dir(root().join(folder)).expect("a folder").map(|entry| entry.expect("an entry").file_name());
+    let shown = names.filter(|name| name != "target" && !name.to_string_lossy().starts_with('.'));
+    let paths = shown.map(|name| folder.join(name));
+    paths.flat_map(|path| if root().join(&path).is_dir() { walk(&path) } else { vec![path] }).collect()
 }

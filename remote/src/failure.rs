@@ -67,8 +67,8 @@ fn s3_text(error: &opendal::Error) -> String {
 }
 
 fn no_credentials() -> String {
-    "found no credentials, expected them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in ~/.aws/credentials, or from \
-     the machine's role"
+    "found no credentials, expected them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in ~/.aws/credentials, or \
+     from the machine's role"
         .into()
 }
 

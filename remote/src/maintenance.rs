@@ -168,8 +168,8 @@ pub struct Collection {
 /// Finds what a collection deletes: with no bytes to be kept, all. Changes nothing.
 ///
 /// # Errors
-/// Of the store; [`RemoteError::Invalid`] where it does not say when objects were created, as Redis does not, unless all
-/// are deleted.
+/// Of the store; [`RemoteError::Invalid`] where it does not say when objects were created, as Redis does not, unless
+/// all are deleted.
 pub async fn plan(
     store: &dyn RemoteStore,
     prefix: &str,

@@ -74,8 +74,8 @@ fn variable(names: &[&str]) -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-/// An endpoint that is where it says. OpenDAL cuts the bucket's name off the front of a host: with `virtual_host` it puts
-/// the name there again, without it another host would be asked.
+/// An endpoint that is where it says. OpenDAL cuts the bucket's name off the front of a host: with `virtual_host` it
+/// puts the name there again, without it another host would be asked.
 fn check_endpoint<'a>(endpoint: &'a str, bucket: &str, virtual_host: bool) -> Result<&'a str, OpenError> {
     let refused = |found: String, expected: &str| Err(OpenError::new("endpoint", found, expected));
     let host = endpoint.strip_prefix("http://").or_else(|| endpoint.strip_prefix("https://"));
@@ -86,7 +86,7 @@ fn check_endpoint<'a>(endpoint: &'a str, bucket: &str, virtual_host: bool) -> Re
         }
         Some(host) if !virtual_host && is_cut(host) => refused(
             format!("the bucket's name at the front of {host:?}"),
-            "`virtual_host=true` if the service has a host for each bucket, else another name or the address of the host",
+            "`virtual_host=true` if the service has a host for each bucket, else another name or the host's address",
         ),
         Some(_) => Ok(endpoint),
         None => refused(format!("{endpoint:?}"), "http://HOST:PORT or https://HOST:PORT"),
