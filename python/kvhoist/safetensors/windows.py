@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
@@ -11,6 +12,9 @@ import torch
 from .. import files as _files
 from .checkpoint import Checkpoint, Entry, no_collections, open_all, refuse_duplicates, to_device, views
 from .held import Holder
+
+#: Neighboring tensors that are made in one go.
+_MADE_TOGETHER = 64
 
 
 def iterate(
@@ -42,21 +46,31 @@ def iterate(
     settings["threads"] = settings.get("threads") or max(1, min(32, 4 * (os.cpu_count() or 8)) // at_once)
     total = sum(entry.nbytes for _, entries in windows for entry in entries)
     done = 0
+
+    def may_start() -> bool:
+        return bool(windows) and len(under_way) < at_once
+
+    def start() -> None:
+        one, entries = windows.popleft()
+        file = held.pop(one, None) or holder.hold(one.file)
+        if any(other is one for other, _ in windows):
+            held[one] = file
+        under_way.append(_start(one, file, entries, target, settings))
+
     try:
         while windows or under_way:
-            while windows and len(under_way) < at_once:
-                one, entries = windows.popleft()
-                file = held.pop(one, None) or holder.hold(one.file)
-                if any(other is one for other, _ in windows):
-                    held[one] = file
-                under_way.append(_start(one, file, entries, target, settings))
-                del file
+            if not under_way:
+                start()
             window = under_way[0]
-            while (number := window.transfer.next_range()) is not None:
-                done += window.entries[number].nbytes
-                if progress is not None:
-                    progress(done, total)
-                yield window.entries[number].name, window.take(number)
+            # One window is started at a time: the first tensor waits for none but its own.
+            while (number := window.transfer.next_range(0.0 if may_start() else math.inf)) is not None:
+                if number >= 0:
+                    done += window.entries[number].nbytes
+                    if progress is not None:
+                        progress(done, total)
+                    yield window.entries[number].name, window.take(number)
+                if may_start():
+                    start()
             window.transfer.wait()
             under_way.popleft()
             del window
@@ -69,15 +83,26 @@ class _UnderWay(NamedTuple):
     """A window that is being read."""
 
     entries: list[Entry]
-    #: Each tensor, or the bytes of one that they misalign, until it is taken: the consumer alone keeps it then.
-    tensors: list[torch.Tensor | None]
+    #: First byte in the file.
+    start: int
+    buffer: torch.Tensor
+    #: By number, tensors that were made with a neighbor and are not taken yet.
+    made: dict[int, torch.Tensor]
     transfer: Any
 
     def take(self, number: int) -> torch.Tensor:
-        found, self.tensors[number] = self.tensors[number], None
-        assert found is not None, "a range arrives once"
-        entry = self.entries[number]
+        """A tensor that has arrived, which the consumer alone keeps then."""
+        if number not in self.made:
+            # Not all of the window's at once: the first tensor would wait for that.
+            first = number - number % _MADE_TOGETHER
+            together = self.entries[first : first + _MADE_TOGETHER]
+            for at, (entry, tensor) in enumerate(views(together, self.start, self.buffer), first):
+                self.made[at] = self._bytes_of(entry) if tensor is None else tensor
+        found, entry = self.made.pop(number), self.entries[number]
         return found if found.dtype is entry.dtype and found.shape == entry.shape else entry.view(found)
+
+    def _bytes_of(self, entry: Entry) -> torch.Tensor:
+        return self.buffer[entry.offset - self.start :][: entry.nbytes]
 
 
 def _windows(
@@ -107,8 +132,4 @@ def _start(
     buffer = one.buffer(start, end, device)
     parts = [(entry.offset, entry.offset - start, entry.nbytes) for entry in entries]
     transfer = _files.start_parts(file, buffer, parts, settings)
-    tensors = [
-        buffer[entry.offset - start : entry.offset - start + entry.nbytes] if tensor is None else tensor
-        for entry, tensor in views(entries, start, buffer)
-    ]
-    return _UnderWay(entries, tensors, transfer)
+    return _UnderWay(entries, start, buffer, {}, transfer)

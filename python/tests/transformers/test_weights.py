@@ -23,6 +23,7 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 
 from kvhoist import ArgumentError, ForkError, IoError, files  # noqa: E402
+from kvhoist.safetensors import checkpoint, windows  # noqa: E402
 from kvhoist.safetensors import iterate, load_file, load_files, safe_open, save_file  # noqa: E402
 
 TYPES = [
@@ -314,6 +315,32 @@ def test_files_on_several_drives_take_turns(tmp_path, monkeypatch):
     assert same_all(dict(found), wanted)
     # Two files on one drive, one on the other, in windows of a tensor.
     assert [name for name, _ in found][:6] == [f"file{n}.t{i}" for i in range(3) for n in (0, 2)]
+
+
+def test_the_first_tensor_waits_for_few_others_and_each_drive_is_read_soon(tmp_path, monkeypatch):
+    for n in range(6):
+        save_file({f"{n}.{i}": torch.full((2, 2), i) for i in range(500)}, tmp_path / f"{n}.safetensors")
+    monkeypatch.setattr("kvhoist.safetensors.checkpoint._drive_of", lambda path: int(os.path.basename(path)[0]))
+    made, started = [], []
+    monkeypatch.setattr(windows, "views", lambda *given, do=windows.views: (made.append(one) or one for one in do(*given)))
+    monkeypatch.setattr(windows, "_start", lambda *given, do=windows._start: started.append(given[0]) or do(*given))
+    found = iterate(tmp_path)
+    first = next(found)
+    assert len(made) <= 64, "of 3000 tensors"
+    some = [next(found) for _ in range(5)]
+    assert len({one.file.path for one in started}) == 6, "one window is started with each tensor that came"
+    assert len(dict([first, *some, *found])) == len(made) == 3000
+
+
+def test_tensors_are_right_in_whatever_order_they_arrive(tmp_path):
+    wanted = some(3, count=300, most=50)
+    save_file(wanted, tmp_path / "file")
+    one = checkpoint.Checkpoint(tmp_path / "file")
+    window = windows._start(one, one.file, one.entries, torch.device("cpu"), {})
+    window.transfer.wait()
+    numbers = random.Random(3).sample(range(len(one.entries)), len(one.entries))
+    assert same_all({one.entries[number].name: window.take(number) for number in numbers}, wanted)
+    assert not window.made, "the consumer alone keeps them"
 
 
 @contextlib.contextmanager
