@@ -1,7 +1,5 @@
 //! `kvhoist.Cache`: the engine's cache, as Python holds it.
 
-// Over 400 lines: the methods of one Python class.
-
 use std::sync::{
     Arc, Mutex,
     atomic::{AtomicBool, Ordering},
@@ -105,7 +103,7 @@ impl PyCache {
     fn open(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Self> {
         let config = options::config(py, settings)?;
         let config = kvhoist_cli::open_remote(config).map_err(|error| errors::to_python(py, &error))?;
-        let cache = wait::interruptible(py, Cache::open(config))?.map_err(|error| errors::to_python(py, &error))?;
+        let cache = wait::answer(py, Cache::open(config))?;
         let (block_bytes, namespace) = (cache.config().block_bytes, cache.config().namespace.clone());
         let opened = Opened { cache, registrations: Arc::default(), interrupted: Mutex::default() };
         Ok(PyCache { opened: ProcessLocal::new(opened), closed: AtomicBool::new(false), block_bytes, namespace })
@@ -131,8 +129,7 @@ impl PyCache {
 
     /// How many leading keys are resident. One short lock, no I/O, no use counted.
     fn match_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let cache = self.use_it(py)?;
-        let keys = keys::from_python(keys)?;
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         Ok(py.detach(|| cache.match_len(&keys)))
     }
 
@@ -164,8 +161,7 @@ impl PyCache {
 
     /// Forgets every block that is resident now; how many there were.
     fn clear(&self, py: Python<'_>) -> PyResult<u64> {
-        let cache = self.use_it(py)?;
-        wait::interruptible(py, cache.clear())?.map_err(|error| errors::to_python(py, &error))
+        wait::answer(py, self.use_it(py)?.clear())
     }
 
     /// Answers with these objects; `known` has the names of which the program knows better than the index.
@@ -200,8 +196,7 @@ impl PyCache {
 
     /// Which keys are resident.
     fn contains_each<'py>(&self, py: Python<'py>, keys: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let cache = self.use_it(py)?;
-        let keys = keys::from_python(keys)?;
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         let found = py.detach(|| keys.iter().map(|key| cache.contains(key)).collect::<Vec<_>>());
         PyList::new(py, found)
     }
@@ -214,9 +209,8 @@ impl PyCache {
         nbytes: &Bound<'_, PyAny>,
         pin: bool,
     ) -> PyResult<PyRegion> {
-        let opened = self.opened.get(py)?;
         let at = (whole(address, "address")?, whole(nbytes, "nbytes")?);
-        PyRegion::new(py, &opened.cache, &opened.registrations, Memory::Host { buffer: None, pin }, at)
+        PyRegion::new(py, self.opened.get(py)?, Memory::Host { buffer: None, pin }, at)
     }
 
     fn register_device(
@@ -225,18 +219,15 @@ impl PyCache {
         address: &Bound<'_, PyAny>,
         nbytes: &Bound<'_, PyAny>,
     ) -> PyResult<PyRegion> {
-        let opened = self.opened.get(py)?;
         let at = (whole(address, "address")?, whole(nbytes, "nbytes")?);
-        PyRegion::new(py, &opened.cache, &opened.registrations, Memory::Device, at)
+        PyRegion::new(py, self.opened.get(py)?, Memory::Device, at)
     }
 
     /// Registers the memory of a buffer object; `Cache.register_host` is its public face.
     fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, pin: bool) -> PyResult<PyRegion> {
-        let opened = self.opened.get(py)?;
         let buffer = Buffer::new(memory, true)?;
         let at = (buffer.ptr().expose_provenance(), buffer.len());
-        let memory = Memory::Host { buffer: Some(buffer), pin };
-        PyRegion::new(py, &opened.cache, &opened.registrations, memory, at)
+        PyRegion::new(py, self.opened.get(py)?, Memory::Host { buffer: Some(buffer), pin }, at)
     }
 
     fn load<'py>(
@@ -310,7 +301,7 @@ impl PyCache {
     /// The bytes of a block, or None.
     fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
-        let lease = wait::interruptible(py, cache.fetch(&key))?.map_err(|error| errors::to_python(py, &error))?;
+        let lease = wait::answer(py, cache.fetch(&key))?;
         Ok(lease.map(|lease| PyBytes::new(py, &lease)))
     }
 
@@ -322,16 +313,12 @@ impl PyCache {
 
     fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>, durable: bool) -> PyResult<bool> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
-        let removed = wait::interruptible(py, async {
-            if durable { cache.remove_durably(&key).await } else { cache.remove(&key).await }
-        });
-        removed?.map_err(|error| errors::to_python(py, &error))
+        wait::answer(py, async { if durable { cache.remove_durably(&key).await } else { cache.remove(&key).await } })
     }
 
     /// Returns when all blocks that were stored before are written and flushed.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
-        let cache = self.use_it(py)?;
-        wait::interruptible(py, cache.sync())?.map_err(|error| errors::to_python(py, &error))
+        wait::answer(py, self.use_it(py)?.sync())
     }
 
     /// Figures of the cache since it was opened, and its residency.

@@ -7,10 +7,10 @@ use std::{
     task::{Context, Poll},
 };
 
-use kvhoist::{Cache, block_on};
+use kvhoist::block_on;
 use pyo3::{PyTraverseError, PyVisit, prelude::*};
 
-use crate::{buffer::Buffer, process::ProcessLocal, wait};
+use crate::{buffer::Buffer, opened::Opened, process::ProcessLocal, wait};
 
 /// The engine's `unregister` of one region.
 pub type Unregister = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -133,13 +133,7 @@ impl PyRegion {
 
     /// Registers memory, and has the kernel pin host memory if it is to and will. The buffer object keeps it mapped, or
     /// the caller does, as documented, until the region is unregistered.
-    pub fn new(
-        py: Python<'_>,
-        cache: &Cache,
-        registrations: &Arc<Registrations>,
-        memory: Memory,
-        at: (usize, usize),
-    ) -> PyResult<Self> {
+    pub fn new(py: Python<'_>, opened: &Opened, memory: Memory, at: (usize, usize)) -> PyResult<Self> {
         let (address, nbytes) = at;
         let start = std::ptr::with_exposed_provenance_mut(address);
         let (lent, buffer, pin) = match memory {
@@ -149,14 +143,14 @@ impl PyRegion {
             Memory::Device => (unsafe { kvhoist::Memory::device(start, nbytes) }, None, false),
         };
         // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
-        let region = py.detach(|| block_on(cache.register(lent.pinned(pin))));
+        let region = py.detach(|| block_on(opened.cache.register(lent.pinned(pin))));
         let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
         let pinned = region.is_pinned();
-        let cache = cache.clone();
+        let cache = opened.cache.clone();
         let unregister = Box::pin(async move {
             cache.unregister(&region).await.expect("this cache has registered it");
         });
-        Ok(PyRegion::of(registrations, unregister, buffer, at, pinned, false))
+        Ok(PyRegion::of(&opened.registrations, unregister, buffer, at, pinned, false))
     }
 }
 

@@ -9,7 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvhoist::Error;
 use pyo3::prelude::*;
+
+use crate::errors;
 
 /// How often a wait looks for signals. Only the main thread does: only there Python runs handlers.
 const SIGNALS_EVERY: Duration = Duration::from_millis(50);
@@ -41,6 +44,14 @@ where
         }
         py.check_signals()?;
     }
+}
+
+/// As [`interruptible`], of a call of the engine.
+///
+/// # Errors
+/// As [`interruptible`]; the engine's, as Python's exception.
+pub fn answer<T: Send>(py: Python<'_>, call: impl Future<Output = Result<T, Error>> + Send) -> PyResult<T> {
+    interruptible(py, call)?.map_err(|error| errors::to_python(py, &error))
 }
 
 /// As [`interruptible`], for so long at most: `None`, with the future dropped, if it has not ended by then.
