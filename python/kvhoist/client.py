@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from . import _native
@@ -44,6 +46,7 @@ def connect(
     give_up_ms: int | None = 30_000,
     ask_ms: int | None = None,
     shared: bool = False,
+    device: str | None = None,
 ) -> "Client":
     """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
 
@@ -62,6 +65,9 @@ def connect(
     is not to be used until ``Region.unregister`` has returned. With None such a call waits for as long as the
     connection lasts.
 
+    ``device``: the device whose memory the clients of the space register (`Client.register_device`), as the first client
+    since the service began says; only ``"simulated"``.
+
     Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
     """
     if not isinstance(space, str) or not 0 < len(space.encode(errors="surrogatepass")) <= 255:
@@ -73,10 +79,12 @@ def connect(
         raise config_error("give_up_ms", give_up_ms, "1 to 86400000, or None")
     if ask_ms is not None and (type(ask_ms) is not int or not 0 < ask_ms <= 86_400_000):
         raise config_error("ask_ms", ask_ms, "1 to 86400000, or None")
+    if device not in (None, "simulated"):
+        raise config_error("device", device, "None or 'simulated'")
     disk, memory = _share(capacity, "capacity"), _share(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
     socket = _native.default_socket() if socket is None else socket
-    return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), shared)
+    return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), (shared, device))
 
 
 class Client(Calls, _native.Client):
@@ -124,6 +132,21 @@ class Client(Calls, _native.Client):
                 raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
             return self.register_address(memory, nbytes, _place(memory, nbytes, fd), pin)
         return self.register_buffer(memory, _place(*_address(memory), fd), pin)
+
+    def register_device(self, address: int, nbytes: int, *, fd: int | None = None) -> _native.Region:
+        """Registers memory of the space's device, to be loaded into and stored from, as `Cache.register_device`.
+
+        The simulated device's memory is mapped from the memfd ``fd``, which is looked for where it is None.
+
+        Raises ArgumentError without a device, and as `register_host`.
+        """
+        found = file_of(address, nbytes) if fd is None else None
+        try:
+            place = _place(address, nbytes, found if fd is None else fd)
+            return super().register_device(address, nbytes, place)
+        finally:
+            if found is not None:
+                os.close(found)
 
     def queue(self, depth: int = 1024) -> _native.Queue:
         """As `Cache.queue`, with a thread of its own, of which at most 16 submissions are in flight.
@@ -195,3 +218,33 @@ def mapped_from(address: int, nbytes: int, fd: int) -> int | None:
             if end >= address + nbytes:
                 return first
     return None
+
+
+def file_of(address: int, nbytes: int) -> int | None:
+    """A descriptor, to be closed, of the file that shared memory is mapped from; None where it cannot be had."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, access, _offset, _device, inode, *path = line.split(maxsplit=5)
+            start, stop = (int(number, 16) for number in span.split("-"))
+            if not start <= address < stop:
+                continue
+            if access[3] != "s" or not path:
+                return None
+            for fd in _descriptors(path[0].rstrip("\n"), int(inode)):
+                if mapped_from(address, nbytes, fd) is not None:
+                    return fd
+                os.close(fd)
+            return None
+    return None
+
+
+def _descriptors(path: str, inode: int) -> Iterator[int]:
+    """Descriptors of a mapped file: by its path, and those of a memfd of this process."""
+    with contextlib.suppress(OSError):
+        yield os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if path.startswith("/memfd:"):
+        for name in os.listdir("/proc/self/fd"):
+            # Closed by other threads meanwhile.
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/self/fd/{name}").st_ino == inode:
+                    yield os.dup(int(name))

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{BlockKey, Error, Memory, Segment, ServiceFault, block_on};
+use kvhoist::{BlockKey, DeviceKind, Error, Memory, Segment, ServiceFault, block_on};
 use kvhoist_service::{Client, ClientOptions, ClientRegion};
 use pyo3::{
     PyTraverseError, PyVisit,
@@ -28,6 +28,7 @@ use crate::{
     convert::{self, OnError, seconds_of, whole},
     errors::{self, io_error},
     keys,
+    layers::{self, PyHeld, PyLayerLoad},
     process::ProcessLocal,
     queue::PyQueue,
     region::{PyRegion, Registrations},
@@ -107,18 +108,22 @@ impl PyClient {
         }
     }
 
-    /// Registers memory. The service maps it if it is a memfd that it can map.
+    /// Registers memory. The service maps it if it is a memfd that it can map. `kind`: whether the kernel is to pin it,
+    /// or the device's.
     fn register(
         &self,
         py: Python<'_>,
         buffer: Option<Buffer>,
         (address, nbytes): (usize, usize),
         memfd: Option<(i32, u64)>,
-        pin: bool,
+        kind: Kind,
     ) -> PyResult<PyRegion> {
         let opened = self.opened.get(py)?;
         // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
-        let region = py.detach(|| register(&opened.client, (address, nbytes), memfd, pin));
+        let region = py.detach(|| match kind {
+            Kind::Host { pin } => register(&opened.client, (address, nbytes), memfd, pin),
+            Kind::Device => register_device(&opened.client, (address, nbytes), memfd),
+        });
         let region = region.map_err(|error| errors::to_python(py, &error))?;
         let (pinned, copied) = (region.is_pinned(), !region.is_shared());
         let client = opened.client.clone();
@@ -136,6 +141,32 @@ impl PyClient {
         });
         Ok(PyRegion::of(&opened.registrations, unregister, buffer, (address, nbytes), pinned, copied))
     }
+}
+
+/// What memory is registered as.
+enum Kind {
+    Host { pin: bool },
+    Device,
+}
+
+fn register_device(
+    client: &Client,
+    (address, nbytes): (usize, usize),
+    memfd: Option<(i32, u64)>,
+) -> Result<ClientRegion, Error> {
+    let start = std::ptr::with_exposed_provenance_mut(address);
+    let memory = match memfd {
+        Some((fd, offset)) => {
+            // SAFETY: the Python half has looked the descriptor up; it stays open until the call has duplicated it.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            let fd = fd.try_clone_to_owned().map_err(|error| io_error("duplicate", "a memfd", error))?;
+            // SAFETY: the caller keeps the memory mapped, as documented.
+            unsafe { Memory::memfd(fd, offset, start, nbytes) }
+        }
+        // SAFETY: the caller keeps the memory allocated, as documented.
+        None => unsafe { Memory::device(start, nbytes) },
+    };
+    block_on(client.register_device(memory))
 }
 
 fn register(
@@ -166,7 +197,7 @@ fn register(
 #[pymethods]
 impl PyClient {
     #[new]
-    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadlines_ms, shared))]
+    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadlines_ms, space))]
     fn open(
         py: Python<'_>,
         socket: PathBuf,
@@ -174,14 +205,19 @@ impl PyClient {
         block_bytes: usize,
         sizes: (u64, u64, usize),
         deadlines_ms: (u64, Option<u64>, Option<u64>),
-        shared: bool,
+        space: (bool, Option<String>),
     ) -> PyResult<Self> {
         let mut options = ClientOptions::new(namespace.clone(), block_bytes);
         (options.capacity_bytes, options.host_bytes, options.bounce_bytes) = sizes;
         let (deadline_ms, ask_ms, give_up_ms) = deadlines_ms;
         options.deadline = Duration::from_millis(deadline_ms);
         options.give_up = give_up_ms.map(Duration::from_millis);
+        let (shared, device) = space;
         options.shared = shared;
+        options.device = device.map(|device| match &*device {
+            "simulated" => DeviceKind::Simulated,
+            _ => DeviceKind::Cuda,
+        });
         let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
         let client = connected.map_err(|error| errors::to_python(py, &error))?;
         let opened = Opened { client, registrations: Arc::default() };
@@ -265,7 +301,7 @@ impl PyClient {
         memfd: Option<(i32, u64)>,
         pin: bool,
     ) -> PyResult<PyRegion> {
-        self.register(py, None, (whole(address, "address")?, whole(nbytes, "nbytes")?), memfd, pin)
+        self.register(py, None, (whole(address, "address")?, whole(nbytes, "nbytes")?), memfd, Kind::Host { pin })
     }
 
     /// Lends the memory of a buffer object; `Client.register_host` is its public face.
@@ -279,7 +315,45 @@ impl PyClient {
     ) -> PyResult<PyRegion> {
         let buffer = Buffer::new(memory, true)?;
         let at = (buffer.ptr().expose_provenance(), buffer.len());
-        self.register(py, Some(buffer), at, memfd, pin)
+        self.register(py, Some(buffer), at, memfd, Kind::Host { pin })
+    }
+
+    /// Registers memory of the space's device; `Client.register_device` is its public face.
+    #[pyo3(signature = (address, nbytes, memfd))]
+    fn register_device(
+        &self,
+        py: Python<'_>,
+        address: &Bound<'_, PyAny>,
+        nbytes: &Bound<'_, PyAny>,
+        memfd: Option<(i32, u64)>,
+    ) -> PyResult<PyRegion> {
+        self.register(py, None, (whole(address, "address")?, whole(nbytes, "nbytes")?), memfd, Kind::Device)
+    }
+
+    /// Begins a load that completes layer by layer, as `Cache.load_layers`.
+    fn load_layers(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        layer_of: Vec<usize>,
+    ) -> PyResult<PyLayerLoad> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        let segments = blocks::parse_addresses(keys.len(), addresses, sizes)?;
+        PyLayerLoad::of(py, py.detach(|| client.load_layers(&keys, &segments, &layer_of)))
+    }
+
+    /// The name of the fastest tier of each leading resident block. Asks the service; no I/O, no use counted.
+    fn tiers(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<&'static str>> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        Ok(layers::names(self.looked_up(py, client.match_prefix(&keys))?))
+    }
+
+    /// Holds the blocks of `keys` that are in the service's host memory, `most` of them at most, until `Held.release`.
+    fn hold(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, most: usize) -> PyResult<PyHeld> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        Ok(PyHeld::pinned(self.looked_up(py, client.pin(&keys, most))?))
     }
 
     fn load<'py>(

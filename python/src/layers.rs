@@ -2,7 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-use kvhoist::{BlockKey, Cache, LayerLoad, Lease, Segment, Tier};
+use kvhoist::{BlockKey, Cache, Error, LayerLoad, Lease, Segment, Tier};
+use kvhoist_service::Pins;
 use pyo3::{prelude::*, types::PyList};
 
 use crate::{
@@ -26,8 +27,12 @@ impl PyLayerLoad {
     ) -> PyResult<Self> {
         // A load that is taken on is never without its handle: not interruptible, and it waits for the queue only.
         let load = wait::to_the_end(py, cache.load_layers(keys, segments, layer_of));
-        let load = load.map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyLayerLoad(ProcessLocal::new(load)))
+        PyLayerLoad::of(py, load)
+    }
+
+    /// A load that a cache or a service has taken on.
+    pub fn of(py: Python<'_>, load: Result<LayerLoad, Error>) -> PyResult<Self> {
+        Ok(PyLayerLoad(ProcessLocal::new(load.map_err(|error| errors::to_python(py, &error))?)))
     }
 }
 
@@ -77,9 +82,18 @@ impl PyLayerLoad {
     }
 }
 
-/// Blocks that stay in host memory until they are released. `Cache.hold` makes it.
+/// Blocks that stay in host memory until they are released. `Cache.hold` and `Client.hold` make it.
 #[pyclass(frozen, module = "kvhoist", name = "Held")]
-pub struct PyHeld(ProcessLocal<Mutex<Vec<Lease>>>);
+pub struct PyHeld(ProcessLocal<Mutex<Blocks>>);
+
+/// Blocks that are held.
+#[derive(Default)]
+enum Blocks {
+    #[default]
+    None,
+    Leases(Vec<Lease>),
+    Pins(Pins),
+}
 
 impl PyHeld {
     /// Of the keys, the first `most` that are in host memory.
@@ -89,10 +103,15 @@ impl PyHeld {
             found.take(most).collect::<Result<Vec<_>, _>>()
         });
         let leases = leases.map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyHeld(ProcessLocal::new(Mutex::new(leases))))
+        Ok(PyHeld(ProcessLocal::new(Mutex::new(Blocks::Leases(leases)))))
     }
 
-    fn leases(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Vec<Lease>>> {
+    /// Of blocks that a service has pinned.
+    pub fn pinned(pins: Pins) -> Self {
+        PyHeld(ProcessLocal::new(Mutex::new(Blocks::Pins(pins))))
+    }
+
+    fn blocks(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Blocks>> {
         Ok(self.0.get(py)?.lock().expect("nothing panics under it"))
     }
 }
@@ -101,18 +120,26 @@ impl PyHeld {
 impl PyHeld {
     /// How many blocks it holds.
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.leases(py)?.len())
+        Ok(match &*self.blocks(py)? {
+            Blocks::None => 0,
+            Blocks::Leases(leases) => leases.len(),
+            Blocks::Pins(pins) => pins.count(),
+        })
     }
 
     /// Lets the blocks go. Again: does nothing.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let leases = std::mem::take(&mut *self.leases(py)?);
-        py.detach(|| drop(leases));
+        let blocks = std::mem::take(&mut *self.blocks(py)?);
+        py.detach(|| drop(blocks));
         Ok(())
     }
 }
 
 /// The name of the fastest tier of each leading resident block.
 pub fn tiers(py: Python<'_>, cache: &Cache, keys: &[BlockKey]) -> Vec<&'static str> {
-    py.detach(|| cache.match_prefix(keys)).into_iter().map(Tier::name).collect()
+    names(py.detach(|| cache.match_prefix(keys)))
+}
+
+pub fn names(tiers: Vec<Tier>) -> Vec<&'static str> {
+    tiers.into_iter().map(Tier::name).collect()
 }

@@ -7,7 +7,7 @@ import os
 from typing import Any, Callable, Sequence
 
 from .._store_settings import StoreSettings
-from ..client import Client, SharedMemory, connect, mapped_from
+from ..client import Client, SharedMemory, connect, file_of
 from ..errors import DeadlineError, Error, UnavailableError
 from .pause import Pause
 from .supervisor import ServiceSupervisor
@@ -20,15 +20,30 @@ _INDEX_MS = 1000
 _BOUNCE_BYTES_MAX = 256 << 20
 
 
+class _NothingHeld:
+    """What is held of a service that is away."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def release(self) -> None:
+        """Nothing is let go."""
+
+
+NOTHING_HELD = _NothingHeld()
+
+
 class ServiceSpace:
     """One space, found by its name. While the service is away nothing is there, and what is submitted fails."""
 
-    def __init__(self, config: StoreSettings, space: str, block_bytes: int) -> None:
-        """Connects to the service of the settings, or starts it. Raises UnavailableError where none answers."""
+    def __init__(self, config: StoreSettings, space: str, block_bytes: int, device: str | None = None) -> None:
+        """Connects to the service of the settings, or starts it. `device`: whose memory is registered, too.
+
+        Raises UnavailableError where none answers."""
         self._keeper = ServiceSupervisor(config)
         self._options: dict[str, Any] = dict(
             space=space, block_bytes=block_bytes, capacity=config.capacity, host_bytes=config.host_bytes,
-            bounce_bytes=max(block_bytes, min(config.host_bytes, _BOUNCE_BYTES_MAX)),
+            bounce_bytes=max(block_bytes, min(config.host_bytes, _BOUNCE_BYTES_MAX)), device=device,
         )  # fmt: skip
         self._client = self._connect(config.deadline_ms)
         try:
@@ -70,7 +85,7 @@ class ServiceSpace:
         if isinstance(memory, SharedMemory):
             return self._client.register_host(memory, pin=pin)
         address, size = (memory, nbytes) if nbytes is not None else _place_of(memory)
-        fd = _file_of(address, size)
+        fd = file_of(address, size)
         try:
             region = self._client.register_host(memory, nbytes, pin=pin, fd=fd)
         finally:
@@ -78,33 +93,49 @@ class ServiceSpace:
                 os.close(fd)
         return region
 
+    def register_device(self, address: int, nbytes: int) -> Any:
+        """As `Client.register_device`."""
+        return self._client.register_device(address, nbytes)
+
     def queue(self, depth: int) -> Any:
         """As `Cache.queue`."""
         return self._client.queue(depth)
 
+    def load_layers(self, keys: Sequence[Any], addresses: Any, sizes: Sequence[int], layer_of: Sequence[int]) -> Any:
+        """As `Cache.load_layers`. Raises UnavailableError while the service is away."""
+        return self._client.load_layers(keys, addresses, sizes, layer_of)
+
     # The index
 
-    def contains(self, key: bytes) -> bool:
+    def contains(self, key: str | bytes) -> bool:
         """Whether a key is there; False while the service is away."""
         return self.contains_each([key])[0]
 
-    def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains_each(self, keys: Sequence[str | bytes]) -> list[bool]:
         """Which keys are there; none while the service is away."""
         return self._asked(lambda: self._index.contains_each(keys), [False] * len(keys))
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def tiers(self, keys: Sequence[Any]) -> list[str]:
+        """The fastest tier of each leading block; none while the service is away."""
+        return self._asked(lambda: self._index.tiers(keys), [])
+
+    def hold(self, keys: Sequence[Any], most: int) -> Any:
+        """As `Client.hold`; nothing is held while the service is away."""
+        return self._asked(lambda: self._index.hold(keys, most), NOTHING_HELD)
+
+    def touch(self, keys: Sequence[str | bytes]) -> None:
         """Counts a use of a chain."""
         self._asked(lambda: self._index.touch(keys), None)
 
-    def release(self, keys: Sequence[bytes]) -> int:
+    def release(self, keys: Sequence[str | bytes]) -> int:
         """Releases a chain for all clients of the space; 0 while the service does not answer."""
         return self._asked(lambda: self._index.release(keys), 0)
 
-    def keep(self, keys: Sequence[bytes], seconds: float) -> int:
+    def keep(self, keys: Sequence[str | bytes], seconds: float) -> int:
         """Keeps a chain for all clients of the space; 0 while the service does not answer."""
         return self._asked(lambda: self._index.keep(keys, seconds), 0)
 
-    def remove(self, key: bytes) -> bool:
+    def remove(self, key: str | bytes) -> bool:
         """Forgets a block, for all clients of the space. Raises while the service is away."""
         if self._pause.is_on():
             raise UnavailableError("the service has not answered a moment ago")
@@ -148,24 +179,3 @@ def _place_of(memory: Any) -> tuple[int, int]:
 
     view = memoryview(memory).cast("B")
     return ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes
-
-
-def _file_of(address: int, nbytes: int) -> int | None:
-    """A descriptor of the file that shared memory is mapped from; None if it cannot be opened."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, access, _offset, _device, _inode, *path = line.split(maxsplit=5)
-            start, stop = (int(number, 16) for number in span.split("-"))
-            if not start <= address < stop:
-                continue
-            if access[3] != "s" or not path:
-                return None
-            try:
-                fd = os.open(path[0].rstrip("\n"), os.O_RDWR | os.O_CLOEXEC)
-            except OSError:
-                return None
-            if mapped_from(address, nbytes, fd) is not None:
-                return fd
-            os.close(fd)
-            return None
-    return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,19 +16,17 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_parallel
 
 from .._guard import Failures
-from .._stores import Place, open_store
 from .._values import config_error, warn_of_keywords
-from .device_pools import by_component, memory_of, pieces_of, pools_of, rows_of
+from ..errors import UnavailableError
+from .device_pools import by_component, pools_of, rows_of
 from .hits import policy, trailing
 from .identity import Identity
 from .linker_pages import Batch, Figures, Offloads, Pages, Part
 from .linker_settings import LinkerSettings
+from .linker_store import open_pages
 from .refusals import refuse_adapters_without_keys
 
 logger = logging.getLogger(__name__)
-
-#: Changed whenever stored pages would be read differently.
-FORMAT = "sglang-linker-v1"
 
 KV = str(PoolName.KV)
 
@@ -116,44 +113,11 @@ class KvhoistLinker(UnifiedCacheLinker):
         self._begun: dict[int, list[Held]] = {}
         self._index, self._closed, self._said = -1, False, time.monotonic()
         self._entries = by_component(group)
-        self._pages = self._open(_identity(server_args, params, group, self.settings), group)
+        identity = _identity(server_args, params, group, self.settings)
+        self._pages = open_pages(self.settings, identity, group, self._entries, self._device)
+        #: Whether this rank stores pages: the first of the ranks that share them.
+        self._writes = not (self.settings.in_service and group.rank_replicated) or identity.tp_rank == 0
         self._offloads = Offloads("kvhoist-offload", self._failures)
-
-    # Opening
-
-    def _open(self, identity: Identity, group: Any) -> dict[str, Pages]:
-        """Opens a cache for each component."""
-        config = self.settings.store.for_ranks(identity.tp_size * identity.pp_size)
-        opened: dict[str, Pages] = {}
-        try:
-            for name, entries in self._entries.items():
-                pieces, share = pieces_of(entries, group.num_layers), _share(config, name, list(self._entries))
-                cut = [[piece.pool, piece.nbytes, piece.layer] for piece in pieces]
-                what = {"format": FORMAT, "pool": name, "page": group.page_size, "cut": cut, **identity.digested(True)}
-                what["dtypes"] = [str(buffer.dtype) for entry in entries for buffer in entry.get_hybrid_pool_buffer()]
-                part = replace(config, capacity=int(config.capacity * share), host_bytes=int(config.host_bytes * share))
-                nbytes = sum(piece.nbytes for piece in pieces)
-                place = Place(identity.model_name, f"{identity.rank_name()}-{name}", what, identity.number())
-                cache = open_store(
-                    part, place, nbytes, bypass_host=False,
-                    device="simulated" if self._device is None else "cuda", device_ordinal=self._device or 0,
-                    device_blocks=1, copy_blocks_max=self.settings.copy_blocks_max,
-                )  # fmt: skip
-                opened[name] = pages = Pages(name, pieces, cache, self.settings.offer)
-                for address, size in memory_of(entries):
-                    cache.register_device(address, size)
-                tiers = cache.stats()["tiers"]
-                logger.info(
-                    "kvhoist: linker, component %s: pages of %d bytes in %d pieces of %d layers; %d slots in host "
-                    "memory, %d on disk, %d resident; offered: %s",
-                    name, nbytes, len(pieces), len(pages.layers), tiers["host"]["slots"], tiers["disk"]["slots"],
-                    tiers["disk"]["resident"], self.settings.offer,
-                )  # fmt: skip
-        except BaseException:
-            for pages in opened.values():
-                pages.cache.close()
-            raise
-        return opened
 
     # Lookup
 
@@ -279,7 +243,8 @@ class KvhoistLinker(UnifiedCacheLinker):
         for pages, keys, why in failed:
             missing = "evicted between lookup and load" if why is False else why
             self._failures.failed("load", f"pages of component {pages.name}: {missing}", len(keys))
-            if why is not False:
+            # A service that is away says nothing of its pages.
+            if why is not False and not isinstance(why, UnavailableError):
                 # Removed, they are a miss for the next request, and stored anew.
                 pages.not_read(keys)
                 self._offloads.run(lambda pages=pages, keys=keys: pages.remove(keys))
@@ -299,10 +264,13 @@ class KvhoistLinker(UnifiedCacheLinker):
     # Offloads
 
     def offload(self, transfers: list, session_id: str | None = None) -> bool:
-        """Queues a node's pages to be stored when the streams have written them."""
+        """Queues a node's pages to be stored when the streams have written them. True on ranks whose pages another has."""
         named = [t for t in transfers if str(t.name) in self._pages and t.keys and t.device_indices is not None]
         if self._closed or not named:
             return False
+        if not self._writes:
+            self._offloads.offload(lambda: True)
+            return True
         events = self.record_offload_ready()
         self._offloads.offload(lambda: self._store(named, events))
         return True
@@ -392,9 +360,3 @@ def _identity(server_args: Any, params: Any, group: Any, settings: LinkerSetting
         attn_cp_size=params.attn_cp_size, dp_rank=getattr(parallel, "attn_dp_rank", 0) or 0,
     )  # fmt: skip
     return Identity.of(config, server_args, settings.store.revision)
-
-
-def _share(config: Any, name: str, names: list[str]) -> float:
-    """A component's share of the capacity and of host memory: that of the settings, or an equal part of the rest."""
-    given = {other: share for other, share in config.pool_shares.items() if other in names}
-    return given[name] if name in given else (1.0 - sum(given.values())) / (len(names) - len(given))

@@ -14,6 +14,7 @@ import numpy
 
 from .._guard import Failures
 from ..cache import Cache
+from ..service.space import ServiceSpace
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,12 @@ class Piece(NamedTuple):
 
 
 class Pages:
-    """The pages of one component: a cache whose blocks are the bytes of a page in all buffers, layer after layer.
+    """The pages of one component: a cache, or a space of a node's service, whose blocks are the bytes of a page in all buffers, layer after layer.
 
     Methods raise; the linker catches.
     """
 
-    def __init__(self, name: str, pieces: Sequence[Piece], cache: Cache, offer: str) -> None:
+    def __init__(self, name: str, pieces: Sequence[Piece], cache: Cache | ServiceSpace, offer: str) -> None:
         self.name, self.cache = name, cache
         #: Layers of the model that have bytes here, in order.
         self.layers = sorted({piece.layer for piece in pieces})
@@ -73,6 +74,9 @@ class Pages:
 
     def there(self, keys: Sequence[str]) -> list[bool]:
         """Whether each page is offered."""
+        if "disk" in self._offered:
+            found = self.cache.contains_each(keys)
+            return [there and key not in self._unread for key, there in zip(keys, found)]
         return [len(self.tiers([key])) == 1 for key in keys]
 
     def hold(self, keys: Sequence[str]) -> Any:
@@ -104,11 +108,11 @@ class Pages:
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes pages that could not be read, so that they are stored anew."""
-        for key in keys:
-            try:
+        try:
+            for key in keys:
                 self.cache.remove(key)
-            finally:
-                self._unread.discard(key)
+        finally:
+            self._unread.difference_update(keys)
 
 
 class Part(NamedTuple):

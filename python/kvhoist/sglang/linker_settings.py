@@ -16,7 +16,7 @@ OFFERS = ("all", "host")
 WAITS = ("stream", "thread")
 
 #: Keys of kvhoist.
-KEYS = (frozenset(StoreSettings.__dataclass_fields__) - {"service", "linger_s", "lookup_ms", "keep_in_host"}) | {
+KEYS = (frozenset(StoreSettings.__dataclass_fields__) - {"keep_in_host"}) | {
     "offer",
     "wait",
     "device",
@@ -38,6 +38,11 @@ class LinkerSettings:
     #: Most thread blocks of the copy kernel.
     copy_blocks_max: int = 16
 
+    @property
+    def in_service(self) -> bool:
+        """Whether a node's service keeps the pages."""
+        return self.store.service != "off"
+
     @classmethod
     def load(cls, given: Mapping[str, Any] | None) -> "LinkerSettings":
         """From SGLang's linker_extra_config. Raises ConfigError with the name of the wrong setting."""
@@ -55,5 +60,5 @@ class LinkerSettings:
         if "host_bytes" not in given and not os.environ.get("KVHOIST_HOST_BYTES"):
             expected = "pinned host memory of each rank for pages, such as '64GiB': twice the KV pool is a good start"
             raise config_error("host_bytes", None, expected)
-        # Those of the environment are for other engines of the node.
-        return cls(store=StoreSettings.load({**given, "service": "off", "keep_in_host": False}), **own)
+        # The environment's service is for other engines of the node.
+        return cls(store=StoreSettings.load({"service": "off", **given, "keep_in_host": False}), **own)

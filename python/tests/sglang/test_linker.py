@@ -300,8 +300,8 @@ def test_offloads_come_behind_their_events_and_in_order(ranks, monkeypatch):
 
 def test_wrong_settings_are_refused_by_name(store_dir):
     for wrong, name in (
-        ({"offer": "disk"}, "offer"), ({"wait": "event"}, "wait"), ({"service": "auto"}, "service"), ({"host_byte": 1}, "host_byte"),
-        ({"device": "auto"}, "device"), ({"copy_blocks_max": 0}, "copy_blocks_max"),
+        ({"offer": "disk"}, "offer"), ({"wait": "event"}, "wait"), ({"service": "here"}, "service"), ({"host_byte": 1}, "host_byte"),
+        ({"device": "auto"}, "device"), ({"device": "auto", "service": "auto"}, "device"), ({"copy_blocks_max": 0}, "copy_blocks_max"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=name) as raised:
             Rank(sgl.MHA, extra_config(store_dir, **wrong))

@@ -9,6 +9,7 @@ import itertools
 from array import array
 from types import SimpleNamespace
 
+import kvhoist
 import sgl
 import sgl_buffer
 import sgl_models
@@ -41,6 +42,19 @@ def tokens_of(geometry, pages: int, first: int = 1000) -> list[int]:
     return list(range(first, first + pages * geometry.page_tokens))
 
 
+def share_pools(cache, params, components: set) -> list:
+    """Moves the pools' buffers into memory that a service can map, which plays the device's; returns what keeps it."""
+    from kvhoist.sglang.device_pools import pools_of
+
+    lent = []
+    for entry in pools_of(cache, params, components).entries:
+        for buffer in entry.get_hybrid_pool_buffer():
+            lent.append(kvhoist.SharedMemory(buffer.untyped_storage().nbytes()))
+            shared = torch.frombuffer(lent[-1].view, dtype=torch.uint8).untyped_storage()
+            buffer.set_(shared, buffer.storage_offset(), buffer.shape, buffer.stride())
+    return lent
+
+
 class Rank:
     """One rank of a server: a tree over a device pool, and the linker under it."""
 
@@ -59,6 +73,8 @@ class Rank:
         )  # fmt: skip
         self.tree = modules.tree.UnifiedRadixCache(self.params)
         args = SimpleNamespace(model_path="meta/tiny", **arguments)
+        if extra.get("service", "off") != "off":
+            self.lent = share_pools(self.device, self.params, set(self.tree.components))
         self.linker = modules.factory.create_unified_cache_linker(
             args, self.params, backend="dynamic", components=set(self.tree.components), forward_stream=None,
             config={"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": extra},

@@ -144,7 +144,7 @@ def test_a_service_that_dies_in_mid_transfer_fails_its_jobs(node):
 
 
 def test_memory_that_the_service_cannot_map_is_copied(node, monkeypatch, caplog):
-    monkeypatch.setattr(space, "_file_of", lambda _address, _nbytes: None)
+    monkeypatch.setattr(space, "file_of", lambda _address, _nbytes: None)
     with Engine([config(node)]) as engine:
         assert found(engine, store(engine, "a")) == "H" * 8
         assert engine.tier.store.region.copied

@@ -1,0 +1,82 @@
+"""Where the linker's pages are kept: a cache of the rank's own for each component, or a space of the node's service."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, Mapping
+
+from .._store_settings import StoreSettings
+from .._stores import Place, open_store
+from .._values import config_error
+from ..cache import Cache
+from ..service.space import ServiceSpace
+from .device_pools import memory_of, pieces_of
+from .identity import Identity
+from .linker_pages import Pages
+from .linker_settings import LinkerSettings
+
+logger = logging.getLogger(__name__)
+
+#: Changed whenever stored pages would be read differently.
+FORMAT = "sglang-linker-v1"
+
+
+def open_pages(
+    settings: LinkerSettings, identity: Identity, group: Any, entries: Mapping[str, list], device: int | None
+) -> dict[str, Pages]:
+    """Opens each component's store, and registers its device memory.
+
+    In a service ranks with the same pages share them: those of a model whose pools are replicated (MLA), and replicas.
+    """
+    if settings.in_service:
+        identity = identity.shared()
+    ranks = identity.groups() if settings.in_service else identity.tp_size * identity.pp_size
+    config = settings.store.for_ranks(ranks)
+    opened: dict[str, Pages] = {}
+    try:
+        for name, of_component in entries.items():
+            pieces, share = pieces_of(of_component, group.num_layers), _share(config, name, list(entries))
+            cut = [[piece.pool, piece.nbytes, piece.layer] for piece in pieces]
+            what = {"format": FORMAT, "pool": name, "page": group.page_size, "cut": cut, **identity.digested(True)}
+            buffers = [buffer for entry in of_component for buffer in entry.get_hybrid_pool_buffer()]
+            what["dtypes"] = [str(buffer.dtype) for buffer in buffers]
+            part = replace(config, capacity=int(config.capacity * share), host_bytes=int(config.host_bytes * share))
+            nbytes = sum(piece.nbytes for piece in pieces)
+            place = Place(identity.model_name, f"{identity.rank_name()}-{name}", what, identity.number())
+            store = _open(settings, part, place, nbytes, device)
+            opened[name] = pages = Pages(name, pieces, store, settings.offer)
+            for address, size in memory_of(of_component):
+                store.register_device(address, size)
+            tiers = store.stats()["tiers"]
+            logger.info(
+                "kvhoist: linker, component %s: pages of %d bytes in %d pieces of %d layers; %d slots in host "
+                "memory, %d on disk, %d resident; offered: %s",
+                name, nbytes, len(pieces), len(pages.layers), tiers["host"]["slots"], tiers["disk"]["slots"],
+                tiers["disk"]["resident"], settings.offer,
+            )  # fmt: skip
+    except BaseException:
+        for pages in opened.values():
+            pages.cache.close()
+        raise
+    return opened
+
+
+def _open(
+    settings: LinkerSettings, part: StoreSettings, place: Place, nbytes: int, device: int | None
+) -> Cache | ServiceSpace:
+    if not settings.in_service:
+        return open_store(
+            part, place, nbytes, bypass_host=False, device="simulated" if device is None else "cuda",
+            device_ordinal=device or 0, device_blocks=1, copy_blocks_max=settings.copy_blocks_max,
+        )  # fmt: skip
+    if device is not None:
+        expected = "'off' with pools on a CUDA device: a service moves pages of simulated devices only"
+        raise config_error("service", part.service, expected)
+    return ServiceSpace(part, place.namespace(), nbytes, "simulated")
+
+
+def _share(config: StoreSettings, name: str, names: list[str]) -> float:
+    """A component's share of the capacity and of host memory: that of the settings, or an equal part of the rest."""
+    given = {other: share for other, share in config.pool_shares.items() if other in names}
+    return given[name] if name in given else (1.0 - sum(given.values())) / (len(names) - len(given))
