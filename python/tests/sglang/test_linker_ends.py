@@ -17,6 +17,7 @@ if sgl.version() < (0, 5, 23):
 
 torch = pytest.importorskip("torch")
 
+from nodes import Node  # noqa: E402
 from sgl_linker import extra_config, tokens_of  # noqa: E402
 from sgl_models import MODELS, WINDOW  # noqa: E402
 from sgl_pages import same  # noqa: E402
@@ -24,24 +25,32 @@ from sgl_serving import Serving  # noqa: E402
 
 PAGES = 5
 
-models = pytest.mark.parametrize("model", MODELS)
+#: The socket of a service.
+NODE = object()
 
-#: Who has the caches: the settings of each way.
-seats = pytest.mark.parametrize("seat", [{}], ids=["own"])
+#: Who has the caches of which model: the settings of each way. States lie in one tensor of SGLang's, which cannot be moved
+#: into memory that a service maps.
+OWN = [pytest.param(model, {}, id=f"own-{model}") for model in MODELS]
+SHARED = [pytest.param(name, {"service": NODE}, id=f"service-{name}") for name in MODELS if "mamba" not in name]
+seats = pytest.mark.parametrize("model, seat", OWN + SHARED)
+own_seats = pytest.mark.parametrize("model, seat", OWN)
 
 
 @pytest.fixture
 def serving(store_dir):
     """Makes ranks that are closed at the end, whatever happens."""
-    made = []
+    made, nodes = [], []
 
     def make(model, seat, **more):
+        if seat.get("service") is NODE:
+            nodes or nodes.append(Node(store_dir, capacity="512MiB", host_bytes="32MiB"))
+            seat = {**seat, "service": nodes[0].socket}
         made.append(Serving(MODELS[model], extra_config(store_dir, **seat), **more))
         return made[-1]
 
     yield make
-    for rank in made:
-        rank.close()
+    for one in made + nodes:
+        one.close()
 
 
 @contextmanager
@@ -98,7 +107,6 @@ def aborted(rank, req) -> None:
     rank.given_back(*places)
 
 
-@models
 @seats
 @pytest.mark.parametrize("source", ["host", "disk"])
 def test_a_request_aborted_at_any_point_leaves_nothing(serving, model, seat, source):
@@ -128,7 +136,6 @@ def test_a_request_aborted_at_any_point_leaves_nothing(serving, model, seat, sou
     assert not rank.linker.stats()["failed"]
 
 
-@models
 @seats
 def test_a_reset_at_any_point_leaves_nothing(serving, model, seat):
     rank = serving(model, seat)
@@ -149,7 +156,6 @@ def test_a_reset_at_any_point_leaves_nothing(serving, model, seat):
     assert not rank.linker.stats()["failed"]
 
 
-@models
 @seats
 def test_a_close_at_any_point_leaves_nothing_and_the_next_server_has_all(serving, model, seat):
     tokens, point, total, want = tokens_of(MODELS[model], PAGES), 0, 1, None
@@ -173,7 +179,6 @@ def test_a_close_at_any_point_leaves_nothing_and_the_next_server_has_all(serving
     rank.settled("at the end")
 
 
-@models
 @seats
 def test_a_batch_that_begins_before_the_last_has_ended(serving, model, seat):
     """With an overlapped schedule: the second batch's loads run while the first one's layers are still read."""
@@ -212,7 +217,6 @@ def test_a_batch_that_begins_before_the_last_has_ended(serving, model, seat):
         rank.settled(str(first_waits))
 
 
-@models
 @seats
 def test_a_load_that_is_refused_is_computed_instead(serving, model, seat, monkeypatch):
     import kvhoist.sglang.linker as module
@@ -237,8 +241,7 @@ def components(rank) -> list[str]:
     return list(rank.linker._pages)
 
 
-@models
-@seats
+@own_seats
 def test_pages_of_any_component_that_leave_before_the_load_abort_it(serving, model, seat):
     rank = serving(model, seat)
     tokens = tokens_of(MODELS[model], PAGES)
@@ -272,8 +275,7 @@ def _flipped(store_dir, page: bytes) -> bool:
     return False
 
 
-@models
-@seats
+@own_seats
 def test_a_bad_byte_of_any_layer_of_any_component_is_never_served(serving, model, seat, store_dir):
     """On disk, in the last page of a prompt, or in its state: aborted once, then a miss, then stored anew."""
     rank = serving(model, seat)
@@ -330,7 +332,6 @@ ENDS = {
 }
 
 
-@models
 @seats
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("point", ["queued", "stored", "popped"])
@@ -388,8 +389,7 @@ def test_an_offload_that_is_ended_at_any_point(serving, gate, model, seat, point
     rank.settled("at the end")
 
 
-@models
-@seats
+@own_seats
 def test_an_offload_that_fails_is_no_hit_and_locks_nothing(serving, model, seat, monkeypatch):
     rank = serving(model, seat)
     tokens = tokens_of(MODELS[model], PAGES)
