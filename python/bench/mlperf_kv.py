@@ -2,7 +2,7 @@
 """A trace of MLPerf Storage's KV-cache workload, through kvhoist and through that benchmark's own file tier, in turns.
 
     git clone https://github.com/mlcommons/storage; cd storage/kv_cache_benchmark; pip install numpy pyyaml
-    python kv-cache.py --config config.yaml --seed 42 --model tiny-1b --num-users 20 --duration 60 --max-requests 120 \\
+    python kv-cache.py --config config.yaml --seed 42 --model tiny-1b --num-users 20 --duration 60 --max-requests 30 \\
         --gpu-mem-gb 0 --cpu-mem-gb 0 --max-concurrent-allocs 16 --generation-mode none --storage-capacity-gb 4 \\
         --io-trace-log trace.csv
     python/bench/mlperf_kv.py --trace trace.csv --package storage/kv_cache_benchmark --kvhoist target/release/kvhoist \\
