@@ -16,11 +16,11 @@ type LayerResult = (usize, Option<Error>);
 
 /// The caller's side of a load.
 pub(crate) struct LayerProgress {
-    state: Mutex<State>,
+    state: Mutex<ProgressState>,
     changed: Notify,
 }
 
-struct State {
+struct ProgressState {
     layers: Vec<Option<LayerResult>>,
     blocks: Option<Vec<Result<bool>>>,
     /// Streams wait, or may.
@@ -31,11 +31,11 @@ struct State {
 impl LayerProgress {
     /// Of a load of `count` blocks.
     pub(crate) fn new(layers: usize, count: usize) -> Arc<Self> {
-        let state = State { layers: vec![None; layers], blocks: None, gates: None, count };
+        let state = ProgressState { layers: vec![None; layers], blocks: None, gates: None, count };
         Arc::new(LayerProgress { state: Mutex::new(state), changed: Notify::new() })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ProgressState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

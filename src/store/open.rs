@@ -14,7 +14,7 @@ use crate::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
             pair::SuperblockPair,
             stripe::{SLOTS_MAX, Stripe},
-            superblock::{State, Superblock, SuperblockError, VERSION},
+            superblock::{StoreState, Superblock, SuperblockError, VERSION},
             survey::{Found, Hex, OpenPlan, survey},
         },
         open_read_only,
@@ -170,7 +170,7 @@ fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
         match Superblock::decode(bytes) {
             Ok(other) => Superblock { state: counts.state, sequence: counts.sequence, ..other } == *counts,
             // Not yet written when the creation was interrupted.
-            Err(SuperblockError::Blank) => copy == 1 && counts.state == State::Forming,
+            Err(SuperblockError::Blank) => copy == 1 && counts.state == StoreState::Forming,
             Err(_) => false,
         }
     };

@@ -17,7 +17,7 @@ use kvhoist::{
                 PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
                 record::{COUNTER_MAX, Record, RecordSeal},
                 stripe::Stripe,
-                superblock::{State, Superblock},
+                superblock::{StoreState, Superblock},
             },
             recovery::{Counts, Recovered, RecoveredRecord, open},
         },
@@ -104,7 +104,7 @@ impl Store {
         let mut files = blank_files(&config);
         for (member, file) in (0..).zip(&mut files) {
             for (copy, sequence) in [(1, 2), (0, 3)] {
-                let whole = Superblock { state: State::Whole, sequence, ..Superblock::new(&config, UUID, member) };
+                let whole = Superblock { state: StoreState::Whole, sequence, ..Superblock::new(&config, UUID, member) };
                 file[copy * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(&whole.encode());
             }
         }

@@ -13,7 +13,7 @@ use kvhoist::{
             format::{
                 HEAD_BYTES, PAGE_BYTES,
                 pair::SuperblockPair,
-                superblock::{State, Superblock, SuperblockError, fingerprint},
+                superblock::{StoreState, Superblock, SuperblockError, fingerprint},
                 survey::{Found, OpenPlan, survey},
             },
             recovery::{Member, Recovered, open},
@@ -68,7 +68,7 @@ impl Page {
             Page::Ours { whole, sequence, uuid, member, edits, seal } => {
                 // Mostly its own place: members of other places are refused at once.
                 let member = if usize::from(*member) < config.disk.paths.len() { usize::from(*member) } else { index };
-                let state = if *whole { State::Whole } else { State::Forming };
+                let state = if *whole { StoreState::Whole } else { StoreState::Forming };
                 let new = Superblock::new(config, [*uuid; 16], member as u16);
                 bytes = Superblock { state, sequence: u64::from(*sequence).max(1), ..new }.encode();
                 for (at, value) in edits {
@@ -130,7 +130,7 @@ fn check_head(head: &[u8; HEAD_BYTES]) {
                     assert!(other.sequence <= superblock.sequence);
                     let Superblock { state, sequence, .. } = superblock;
                     let same = Superblock { state, sequence, ..other.clone() } == superblock;
-                    assert_eq!(other_is_whole, other.state == State::Whole && same);
+                    assert_eq!(other_is_whole, other.state == StoreState::Whole && same);
                 }
                 Err(_) => assert!(!other_is_whole),
             }
@@ -152,13 +152,13 @@ fn check_plan(found: &[Member], heads: &[&[u8; HEAD_BYTES]], config: &Config) ->
         Ok(OpenPlan::Create) => {
             for head in heads {
                 if let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(head) {
-                    assert_eq!(superblock.state, State::Forming, "a whole store is not overwritten");
+                    assert_eq!(superblock.state, StoreState::Forming, "a whole store is not overwritten");
                 }
             }
             Some(OpenPlan::Create)
         }
         Ok(OpenPlan::Open(states)) => {
-            assert!(states.iter().any(|member| member.superblock.state == State::Whole));
+            assert!(states.iter().any(|member| member.superblock.state == StoreState::Whole));
             for (index, member) in states.iter().enumerate() {
                 let Superblock { version, uuid, state, sequence, .. } = member.superblock;
                 assert_eq!(uuid, states[0].superblock.uuid);
@@ -195,7 +195,7 @@ fn open_twice(plan: Option<OpenPlan>, members: Vec<Member>, files: Vec<Vec<u8>>,
     for (index, file) in after.iter().enumerate() {
         match SuperblockPair::decode(file.first_chunk().expect("a head")) {
             SuperblockPair::Valid { superblock, other_is_whole: true, .. } => {
-                assert_eq!((superblock.state, superblock.uuid), (State::Whole, uuid));
+                assert_eq!((superblock.state, superblock.uuid), (StoreState::Whole, uuid));
                 assert_eq!(usize::from(superblock.member), index);
             }
             head => panic!("{head:?}"),

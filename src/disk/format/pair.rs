@@ -2,7 +2,7 @@
 
 use super::{
     HEAD_BYTES, PAGE_BYTES, is_zero,
-    superblock::{MAGIC, State, Superblock, SuperblockError},
+    superblock::{MAGIC, StoreState, Superblock, SuperblockError},
 };
 
 /// The meaning of a member's first 8 KiB.
@@ -54,7 +54,7 @@ impl SuperblockPair {
     fn valid(superblock: Superblock, copy: usize, other: Option<&Superblock>) -> Self {
         let (state, sequence) = (superblock.state, superblock.sequence);
         let other_is_whole = other.is_some_and(|other| {
-            other.state == State::Whole && Superblock { state, sequence, ..other.clone() } == superblock
+            other.state == StoreState::Whole && Superblock { state, sequence, ..other.clone() } == superblock
         });
         SuperblockPair::Valid { superblock, copy, other_is_whole }
     }
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_creation_torn_anywhere_is_blank_torn_or_forming() {
-        let forming = Superblock { state: State::Forming, ..sample() };
+        let forming = Superblock { state: StoreState::Forming, ..sample() };
         let blank = [0; PAGE_BYTES];
         for torn_bytes in 0..=PAGE_BYTES {
             let mut a = blank;

@@ -42,7 +42,7 @@ const ZERO_3: usize = 512;
 
 /// Progress of a store's creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum StoreState {
     /// Being created; holds no block.
     Forming = 1,
     /// Complete.
@@ -55,7 +55,7 @@ pub struct Superblock {
     /// Format version of the store.
     pub version: u32,
     /// Progress of creation.
-    pub state: State,
+    pub state: StoreState,
     /// Random id, the same in all members of a store.
     pub uuid: [u8; 16],
     /// Rises with every write; of two valid copies, the one with the higher number is used.
@@ -103,7 +103,7 @@ impl Superblock {
     pub fn new(config: &Config, uuid: [u8; 16], member: u16) -> Self {
         Superblock {
             version: VERSION,
-            state: State::Forming,
+            state: StoreState::Forming,
             uuid,
             sequence: 1,
             block_bytes: config.block_bytes as u64,
@@ -168,8 +168,8 @@ impl Superblock {
         let superblock = Superblock {
             version,
             state: match get_u32(bytes, STATE) {
-                1 => State::Forming,
-                2 => State::Whole,
+                1 => StoreState::Forming,
+                2 => StoreState::Whole,
                 _ => return Err(Field("state")),
             },
             uuid: array(bytes, UUID),
@@ -245,7 +245,7 @@ pub(super) mod tests {
     pub(in super::super) fn sample() -> Superblock {
         let disk = |blocks| DiskPath::with_blocks(format!("d{blocks}"), blocks);
         let config = Config::default().disks(vec![disk(10), disk(20)]).namespace("naïve");
-        Superblock { state: State::Whole, ..Superblock::new(&config, [0xAB; 16], 1) }
+        Superblock { state: StoreState::Whole, ..Superblock::new(&config, [0xAB; 16], 1) }
     }
 
     pub(in super::super) fn seal(bytes: &mut [u8; PAGE_BYTES]) {
@@ -256,9 +256,12 @@ pub(super) mod tests {
     #[test]
     fn what_is_written_is_read_back() {
         let longest = Superblock { namespace: "n".repeat(255), ..sample() };
-        for superblock in
-            [sample(), longest, Superblock { version: 1, ..sample() }, Superblock { state: State::Forming, ..sample() }]
-        {
+        for superblock in [
+            sample(),
+            longest,
+            Superblock { version: 1, ..sample() },
+            Superblock { state: StoreState::Forming, ..sample() },
+        ] {
             assert_eq!(Superblock::decode(&superblock.encode()), Ok(superblock));
         }
     }

@@ -6,7 +6,7 @@ use super::{
     HEAD_BYTES,
     pair::SuperblockPair,
     stripe::{MemberGeometry, SLOTS_MAX, Stripe},
-    superblock::{State, Superblock, SuperblockError, VERSION, fingerprint},
+    superblock::{StoreState, Superblock, SuperblockError, VERSION, fingerprint},
 };
 use crate::{
     config::Config,
@@ -58,7 +58,7 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
         check_readable(member, head)?;
     }
     let whole = heads.iter().find_map(|head| match head {
-        SuperblockPair::Valid { superblock, .. } if superblock.state == State::Whole => Some(superblock),
+        SuperblockPair::Valid { superblock, .. } if superblock.state == StoreState::Whole => Some(superblock),
         _ => None,
     });
     let Some(whole) = whole else {
@@ -245,7 +245,7 @@ mod tests {
     }
 
     /// A head with its copies in these states; `None` is blank.
-    fn head(config: &Config, uuid: u8, member: u16, states: [Option<State>; 2]) -> Bytes {
+    fn head(config: &Config, uuid: u8, member: u16, states: [Option<StoreState>; 2]) -> Bytes {
         let mut bytes = blank();
         for (copy, state) in states.into_iter().enumerate() {
             let Some(state) = state else { continue };
@@ -256,9 +256,9 @@ mod tests {
         bytes
     }
 
-    const WHOLE: [Option<State>; 2] = [Some(State::Whole), Some(State::Whole)];
-    const FORMING: [Option<State>; 2] = [Some(State::Forming), None];
-    const HALF: [Option<State>; 2] = [Some(State::Forming), Some(State::Whole)];
+    const WHOLE: [Option<StoreState>; 2] = [Some(StoreState::Whole), Some(StoreState::Whole)];
+    const FORMING: [Option<StoreState>; 2] = [Some(StoreState::Forming), None];
+    const HALF: [Option<StoreState>; 2] = [Some(StoreState::Forming), Some(StoreState::Whole)];
 
     fn survey_members(config: &Config, heads: &[Bytes]) -> Result<OpenPlan> {
         let stripe = Stripe::new(config);
@@ -285,7 +285,8 @@ mod tests {
             OpenPlan::Open(members) => members.iter().map(|m| (m.superblock.state, m.repair_other)).collect::<Vec<_>>(),
             OpenPlan::Create => panic!("one member is whole"),
         };
-        let (done, half, forming) = ((State::Whole, false), (State::Whole, true), (State::Forming, true));
+        let (done, half, forming) =
+            ((StoreState::Whole, false), (StoreState::Whole, true), (StoreState::Forming, true));
         assert_eq!(open(head(&c, 1, 0, FORMING), head(&c, 1, 1, HALF)), [forming, half]);
         assert_eq!(open(head(&c, 1, 0, HALF), head(&c, 1, 1, HALF)), [half, half]);
         assert_eq!(open(head(&c, 1, 0, WHOLE), head(&c, 1, 1, HALF)), [done, half]);
@@ -332,7 +333,7 @@ mod tests {
     fn a_store_with_a_wrong_fingerprint_alone_is_refused() {
         let c = config(&[5]);
         let mut superblock = Superblock::new(&c, [1; 16], 0);
-        (superblock.state, superblock.fingerprint) = (State::Whole, 0);
+        (superblock.state, superblock.fingerprint) = (StoreState::Whole, 0);
         let mut bytes = blank();
         bytes[..PAGE_BYTES].copy_from_slice(&superblock.encode());
         assert!(refusal(survey_members(&c, &[bytes])).contains("layout fingerprint 0000000000000000"));

@@ -20,7 +20,7 @@ use super::{
     format::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
         stripe::Stripe,
-        superblock::{SEQUENCE_MAX, State, Superblock},
+        superblock::{SEQUENCE_MAX, StoreState, Superblock},
         survey::{Found, MemberState, OpenPlan, survey},
     },
     slots::DiskSlots,
@@ -163,7 +163,7 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
             .map_err(|e| write_failed(member, e))?;
     }
     sync_all(storage, members).await?;
-    for (copy, state, sequence) in [(0, State::Forming, 1), (1, State::Whole, 2), (0, State::Whole, 3)] {
+    for (copy, state, sequence) in [(0, StoreState::Forming, 1), (1, StoreState::Whole, 2), (0, StoreState::Whole, 3)] {
         for (file, member) in files(members) {
             let new = Superblock::new(config, uuid, file.0);
             write_superblock(storage, file, member, copy, &Superblock { state, sequence, ..new }).await?;
@@ -177,8 +177,8 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
 async fn repair<S: Storage>(storage: &S, file: FileId, member: &Member, state: MemberState) -> Result<()> {
     let MemberState { mut superblock, copy, repair_other } = state;
     // The other copy first, so that the valid one stays untouched until it can be replaced.
-    let rewrite = [(1 - copy, repair_other), (copy, superblock.state != State::Whole)];
-    superblock.state = State::Whole;
+    let rewrite = [(1 - copy, repair_other), (copy, superblock.state != StoreState::Whole)];
+    superblock.state = StoreState::Whole;
     for (copy, needed) in rewrite {
         if needed {
             tracing::warn!(path = %member.path.display(), copy, "rewriting a torn, damaged or unfinished superblock");

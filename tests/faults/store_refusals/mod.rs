@@ -23,7 +23,7 @@ use kvhoist::{
             StoreFile,
             format::{
                 stripe::Stripe,
-                superblock::{State, Superblock},
+                superblock::{StoreState, Superblock},
             },
             open_files, recover,
         },
@@ -62,7 +62,7 @@ fn open_store(config: &Config) -> Result<Seen, Error> {
     let mut head = [0; 4096];
     File::open(&files[0].path).expect("there").read_exact_at(&mut head, 0).expect("a superblock");
     let superblock = Superblock::decode(&head).expect("a sound superblock");
-    assert_eq!(superblock.state, State::Whole);
+    assert_eq!(superblock.state, StoreState::Whole);
     Ok(Seen { created: files[0].fresh, uuid: superblock.uuid, free: recovered.counts.free })
 }
 

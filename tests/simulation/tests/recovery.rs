@@ -14,7 +14,7 @@ use kvhoist::{
                 pair::SuperblockPair,
                 record::{Record, RecordSeal},
                 stripe::Stripe,
-                superblock::{SEQUENCE_MAX, State, Superblock},
+                superblock::{SEQUENCE_MAX, StoreState, Superblock},
             },
             recovery,
         },
@@ -164,7 +164,7 @@ fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
             files = sim.crash();
         }
         let state = |file: &Vec<u8>| superblock(file).map(|superblock| superblock.state);
-        let whole = files.iter().any(|file| state(file) == Some(State::Whole));
+        let whole = files.iter().any(|file| state(file) == Some(StoreState::Whole));
         outcomes[usize::from(whole)] += 1;
         let sim = Sim::new(seed, files, SimOptions::default());
         let store = block_on(open(&sim, &members(&config, false), &config, [0xFF; 16]));
