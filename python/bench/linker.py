@@ -3,12 +3,14 @@
 
     python bench/linker.py --path /mnt/nvme0/kv [--sizes 64,1024] [--repeats 7] [--copy-blocks 16]
     python bench/linker.py --path /tmp/kv --device simulated --sizes 2      # without a GPU: that it works
+    python bench/linker.py --path /tmp/kv --device simulated --service      # through a node's service, beside in process
 
 For each geometry of a model, pages of 64 tokens are stored from the layers' buffers, then loaded into other places of
 them: out of host memory, and out of the drive after a restart. In the first load of each kind, kernels that wait for
 their layer only compare every byte; it is not timed. A row has the medians of the others: the whole load over one copy
 from pinned memory, the first layer's share of the load, the time of the calling thread to begin and in all waits, and
-from a drive the load over 16 threads of `pread`.
+from a drive the load over 16 threads of `pread`. With `--service` each size is loaded out of host memory in process and
+through a service in turn; a row has the time in process over that through the service.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from kvhoist import Cache
+from kvhoist import Cache, SharedMemory, connect, service
 from kvhoist.sglang.linker_pages import Batch, Pages, Part, Piece
 
 MIB = 1 << 20
@@ -95,6 +98,7 @@ class Model:
         where = "cuda" if clock.cuda else "cpu"
         count = self.layers * self.each
         self.buffers = [torch.randint(0, 256, shape, dtype=torch.uint8, device=where) for _ in range(count)]
+        self.lent: list[SharedMemory] = []
         self.keys = [f"{n:064x}" for n in range(self.count)]
 
     @contextlib.contextmanager
@@ -102,11 +106,45 @@ class Model:
         """The pages of this model in a cache."""
         settings = {"disk_blocks": self.count + 8, "direct_io": "prefer", "device_blocks": 1, **self.settings}
         with Cache(path, block_bytes=self.page_bytes, host_bytes=host_pages * self.page_bytes, **settings) as cache:
-            segment = self.buffers[0].shape[1]
-            pieces = (Piece(0, b.data_ptr(), segment, segment, n % self.layers) for n, b in enumerate(self.buffers))
-            registered = [cache.register_device(b.data_ptr(), b.nbytes) for b in self.buffers]
-            yield Pages("kv", sorted(pieces, key=lambda piece: piece.layer), cache, "all")
-            del registered
+            yield self.pages(cache)
+
+    def pages(self, store: Any) -> Pages:
+        """The pages of this model in a cache or a client, with the buffers registered."""
+        segment = self.buffers[0].shape[1]
+        pieces = (Piece(0, b.data_ptr(), segment, segment, n % self.layers) for n, b in enumerate(self.buffers))
+        for buffer in self.buffers:
+            store.register_device(buffer.data_ptr(), buffer.nbytes)
+        return Pages("kv", sorted(pieces, key=lambda piece: piece.layer), store, "all")
+
+    def beside_service(self, path: str, sizes: list[int], repeats: int) -> None:
+        """Loads out of host memory in process and through a service, in turn."""
+        for buffer in self.buffers:
+            self.lent.append(SharedMemory(buffer.nbytes))
+            shared = torch.frombuffer(self.lent[-1].view, dtype=torch.uint8).view(buffer.shape).copy_(buffer)
+            buffer.set_(shared)
+        room = int(self.count * 1.2) + 16
+        disk, memory = (self.count + 8) * self.page_bytes * 2, room * self.page_bytes * 2
+        shared_path = os.path.join(path, "service")
+        os.makedirs(shared_path, mode=0o700)
+        settings = service.ServiceSettings((shared_path,), disk, memory, linger_s=1, direct_io="prefer")
+        client = connect(
+            service.find_or_start(settings), space=self.name, block_bytes=self.page_bytes, device=self.settings["device"],
+            capacity=disk // 2, host_bytes=memory // 2, give_up_ms=None,
+        )  # fmt: skip
+        with self.opened(path, room) as own, client:
+            through = self.pages(client)
+            for pages in (own, through):
+                stored = pages.store(self.keys, [list(range(self.count))])
+                assert all(one is True for one in stored), stored
+            for size in sizes:
+                keys = self.keys[: size * MIB // self.page_bytes]
+                for pages in (own, through):
+                    self.load(pages, keys, compare=True)
+                both = [[self.load(pages, keys, compare=False)[0] for pages in (own, through)] for _ in range(repeats)]
+                ratios = sorted(mine / theirs for mine, theirs in both)
+                mine, theirs = (statistics.median(column) for column in zip(*both))
+                row = f"{self.name}, {size} MiB from host memory: in process {mine:.3f} ms, through a service {theirs:.3f} ms"
+                print(f"{row}, {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
 
     def run(self, path: str, sizes: list[int], repeats: int) -> None:
         """All rows."""
@@ -184,7 +222,10 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(GEOMETRIES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "simulated"])
     parser.add_argument("--copy-blocks", type=int, default=16, help="most thread blocks of the copy kernel")
+    parser.add_argument("--service", action="store_true", help="beside a node's service; with --device simulated")
     given = parser.parse_args()
+    if given.service and given.device != "simulated":
+        sys.exit("--service: found --device cuda, expected simulated: a service moves blocks to simulated devices only")
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device: found no CUDA device, expected one; give --device simulated")
     settings = {"device": given.device, "copy_blocks_max": given.copy_blocks}
@@ -193,7 +234,7 @@ def main() -> None:
         path = os.path.join(given.path, name)
         os.makedirs(path, mode=0o700)
         model = Model(name, GEOMETRIES[name], max(sizes), Clock(given.device == "cuda"), settings)
-        model.run(path, sizes, given.repeats)
+        (model.beside_service if given.service else model.run)(path, sizes, given.repeats)
         shutil.rmtree(path)
 
 

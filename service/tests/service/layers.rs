@@ -1,6 +1,6 @@
 //! Loads that complete layer by layer through the service, into host memory and a device's, and blocks that are pinned.
 
-use std::{os::fd::AsFd, time::Instant};
+use std::time::Instant;
 
 use kvhoist::{BlockKey, Error, ServiceFault, SharedMemory, Tier, block_on};
 use kvhoist_service::{
