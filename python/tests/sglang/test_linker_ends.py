@@ -28,7 +28,7 @@ PAGES = 5
 #: The socket of a service.
 NODE = object()
 
-#: Who has the caches of which model: the settings of each way. States lie in one tensor of SGLang's, which cannot be moved
+#: Who has the caches of which model: the settings of each way. States lie in one tensor, which cannot be moved
 #: into memory that a service maps.
 OWN = [pytest.param(model, {}, id=f"own-{model}") for model in MODELS]
 SHARED = [pytest.param(name, {"service": NODE}, id=f"service-{name}") for name in MODELS if "mamba" not in name]

@@ -104,7 +104,8 @@ def test_ranks_of_an_mla_model_load_what_the_first_one_stores(ranks, monkeypatch
     first, second = ranks(sgl.MLA, (0, 2)), ranks(sgl.MLA, (1, 2))
     tokens = tokens_of(sgl.MLA, PAGES)
     stores = []
-    monkeypatch.setattr(second.linker._pages["kv"], "store", lambda keys, _rows: stores.append(keys) or [True] * len(keys))
+    pages = second.linker._pages["kv"]
+    monkeypatch.setattr(pages, "store", lambda keys, _rows: stores.append(keys) or [True] * len(keys))
     # Both have computed it, and both say that it is stored.
     device_noise(second.device, 1)
     second.insert(tokens, second.slots.alloc(len(tokens)))
