@@ -1,4 +1,4 @@
-"""Prompts whose KV outlives the process, for Hugging Face transformers 5.17 to 5.23.
+"""Prompts whose KV outlives the process, for Hugging Face transformers 5.17 to 5.24.
 
     prefixes = kvhoist.transformers.PrefixCache(model, "/mnt/nvme/kv", capacity="200GiB")
     output = model.generate(**inputs, past_key_values=prefixes(**inputs))
@@ -30,7 +30,7 @@ from .._values import config_error
 from .._versions import Supported
 from ..cache import _paths
 from .model_identity import model_identity, model_state, refuse_rope_by_length
-from .prompt_record import Known, PromptRecord
+from .prompt_record import Known, PromptRecord, cache_argument, cache_of
 from .shapes import Group, LayerShape, StateGroup, StateShape
 from .store import PrefixStore, block_tokens_of, chain, staging_device
 
@@ -38,7 +38,7 @@ __all__ = ["PrefixCache"]
 
 logger = logging.getLogger(__name__)
 
-_supported = Supported(transformers, (5, 17), (5, 23), "kvhoist.transformers")
+_supported = Supported(transformers, (5, 17), (5, 24), "kvhoist.transformers")
 _supported.check()
 
 
@@ -176,9 +176,7 @@ class PrefixCache:
         """What each layer keeps of a token, and where: one is computed."""
         cache, device = DynamicCache(config=self._config), self.model.get_input_embeddings().weight.device
         with torch.no_grad():
-            self.model(
-                input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), past_key_values=cache, use_cache=True
-            )
+            self.model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=True, **cache_argument(cache))
         layers: dict[int | None, list[LayerShape]] = {}
         states: list[StateShape] = []
         devices = {}
@@ -221,11 +219,12 @@ class PrefixCache:
             """The last logits, of a prompt that is given in two parts."""
             cache = DynamicCache(config=self._config)
             if at:
-                self.model(ids[:, :at], past_key_values=cache, use_cache=True)
+                self.model(ids[:, :at], use_cache=True, **cache_argument(cache))
             for layer in cache.layers if not keep else ():
                 if isinstance(layer, LinearAttentionLayer):
                     LinearAttentionLayer.reset(layer)
-            return self.model(ids[:, at:], past_key_values=cache, use_cache=True).logits.float()[:, after - 24 :]
+            output = self.model(ids[:, at:], use_cache=True, **cache_argument(cache))
+            return output.logits.float()[:, after - 24 :]
 
         whole = answer(0)
         kept, forgotten = ((answer(after, keep) - whole).abs().max() for keep in (True, False))
@@ -269,12 +268,12 @@ class PrefixCache:
         return cache
 
     def _before(self, _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if not isinstance(cache, _Prefixed) or cache.record.store is not self.store or torch.compiler.is_compiling():
             return
         cache.record.begin(self.model, {**kwargs, **({"input_ids": args[0]} if args else {})})
 
     def _after(self, _model: Any, _args: Any, kwargs: Mapping[str, Any], _output: Any) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if isinstance(cache, _Prefixed) and cache.record.store is self.store and not torch.compiler.is_compiling():
             cache.record.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any, Mapping
@@ -19,9 +20,23 @@ logger = logging.getLogger(__name__)
 
 #: Inputs of a model's forward that change no KV, or that are checked.
 _INPUTS = frozenset(
-    "input_ids attention_mask position_ids past_key_values use_cache cache_position logits_to_keep labels return_dict "
+    "input_ids attention_mask position_ids cache past_key_values use_cache cache_position logits_to_keep labels return_dict "
     "output_attentions output_hidden_states output_router_logits".split()
 )
+
+
+#: What a model's forward calls its cache: `past_key_values` before transformers 5.24, and there still, with a warning.
+_ARGUMENT = "cache" if "cache" in inspect.signature(create_masks_for_generate).parameters else "past_key_values"
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """A cache as an argument of a model's forward."""
+    return {_ARGUMENT: cache}
+
+
+def cache_of(inputs: Mapping[str, Any]) -> Any:
+    """The cache among the inputs of a model's forward."""
+    return inputs.get("cache", inputs.get("past_key_values"))
 
 
 @dataclass
@@ -111,7 +126,8 @@ class PromptRecord:
         """Computes on to the last whole block before the last token, where its states can be stored."""
         until = (input_ids.shape[1] - 1) // self.store.block_tokens * self.store.block_tokens
         if self.columns < until and self.store.has_states and not self._padded():
-            model(input_ids[:, self.columns : until], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            some = input_ids[:, self.columns : until]
+            model(some, use_cache=True, logits_to_keep=1, **cache_argument(self.cache))
             self.prepared = self.columns
 
     def _padded(self) -> bool:
@@ -214,7 +230,7 @@ class PromptRecord:
             like = torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device)
             own = make(
                 config=model.config, inputs_embeds=like, attention_mask=whole.to(ids.device, torch.long),
-                past_key_values=self.cache, position_ids=positions,
+                position_ids=positions, **cache_argument(self.cache),
             )  # fmt: skip
             # Neither raises: a mask of the caller's own is for this forward, and its KV is not stored.
             return None if _same(mask, own) else "the model was given a mask of its own"
