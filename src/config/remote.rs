@@ -34,6 +34,9 @@ pub struct RemoteConfig {
     /// Bytes of memory for what is known of the store: 60 to 70 for a block, and some 200 for an object. Objects beyond
     /// that are not offered. At least 65,536.
     pub index_bytes: u64,
+    /// Whose the objects are, beside the namespace: in a service, users' spaces may have one name.
+    #[doc(hidden)]
+    pub owner: String,
 }
 
 impl Default for RemoteConfig {
@@ -48,6 +51,7 @@ impl Default for RemoteConfig {
             deadline_ms: 10_000,
             recompute_us: None,
             index_bytes: 1 << 30,
+            owner: String::new(),
         }
     }
 }

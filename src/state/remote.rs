@@ -32,7 +32,7 @@ pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
         waiters_max: config.limits.waiters_max as usize,
         uploads_max: config.limits.background_max as usize,
     };
-    let space = Space::new(&config.namespace, config.block_bytes as u64);
+    let space = Space::new(&format!("{}{}", config.namespace, config.remote.owner), config.block_bytes as u64);
     Some(Arc::new(Remote::new(store, space, limits, index.hasher().clone())))
 }
 

@@ -17,5 +17,6 @@ mod out_of_service;
 mod refusals;
 mod remote;
 mod remote_hangs;
+mod remote_objects;
 mod uses;
 mod workers;

@@ -267,41 +267,6 @@ async fn a_store_that_is_slower_than_computing_stands_down_and_comes_back() {
 }
 
 #[tokio::test]
-async fn a_store_that_has_more_than_it_may_loses_objects_and_their_readers_miss() {
-    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
-    write_chain(&store).await;
-    let objects = store.objects();
-    let reader = reader(&store, |config| config.remote_interval_s(3600)).await;
-    let most = objects[1..].iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
-    let cache = open(settings(&store).remote_bytes(most)).await;
-    eventually("deleted", async || cache.stats().remote_deleted > 0).await;
-    assert_eq!(store.objects(), objects[1..], "no more than it must");
-    let mut missed = 0;
-    for n in 0..BLOCKS {
-        match reader.fetch(&key(n)).await.expect("no error") {
-            Some(block) => assert_eq!(block[..], payload(n, BLOCK_BYTES)),
-            None => missed += 1,
-        }
-    }
-    assert_eq!((reader.stats().remote_stale, missed), (1, BLOCKS - cache.stats().tier(Tier::Remote).resident));
-    reader.close().await.expect("closed");
-    cache.close().await.expect("closed");
-}
-
-#[tokio::test]
-async fn the_oldest_objects_are_deleted_first_where_the_store_says_how_old_they_are() {
-    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
-    write_chain(&store).await;
-    let objects = store.objects();
-    // The order of names turned round.
-    objects.iter().rev().enumerate().for_each(|(age, (name, _))| store.date(name, age as u64));
-    let cache = open(settings(&store).remote_bytes(store.bytes() as u64 - 1)).await;
-    eventually("deleted", async || cache.stats().remote_deleted > 0).await;
-    assert_eq!(store.objects(), objects[..objects.len() - 1], "the last by name is the oldest");
-    cache.close().await.expect("closed");
-}
-
-#[tokio::test]
 async fn blocks_used_twice_or_kept_are_written_and_no_others() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     let cache = open(settings(&store).remote_policy(RemotePolicy::Reused)).await;

@@ -60,6 +60,11 @@ impl MemoryStore {
         self.state.lock().expect("no panic").trouble = trouble;
     }
 
+    /// The requests that have ended.
+    pub fn requests(&self) -> u64 {
+        *self.changes.borrow()
+    }
+
     /// The reads so far, also those that failed.
     pub fn reads(&self) -> usize {
         self.state.lock().expect("no panic").reads.len()

@@ -41,6 +41,16 @@ impl Deed {
         SpaceOf { uid: self.uid, name: &self.namespace }
     }
 
+    /// What tells its objects in a remote store from those of other users' spaces of this name: whoever may write
+    /// there gives all who read there their blocks. A cache of a program has none, as those of the service's own user.
+    pub(super) fn remote_owner(&self) -> String {
+        match (self.shared, self.uid) {
+            (true, _) => "\0of all users".into(),
+            (false, uid) if uid == own_uid() => String::new(),
+            (false, uid) => format!("\0of user {uid}"),
+        }
+    }
+
     /// The folder of the space below every path.
     pub(super) fn folder(&self) -> String {
         let mut hash = Sha256::new();
@@ -125,6 +135,11 @@ mod tests {
         assert_eq!(Deed { uid: 8, ..shared.clone() }.folder(), shared.folder(), "any user's");
         assert_ne!(Deed { uid: 8, ..deed.clone() }.folder(), deed.folder(), "a space is its user's");
         assert_ne!(Deed { block_bytes: 8192, ..deed.clone() }.folder(), deed.folder());
+        let own = Deed { uid: own_uid(), ..deed.clone() };
+        let owners = [&own, &deed, &Deed { uid: 8, ..deed.clone() }, &shared].map(Deed::remote_owner);
+        assert_eq!(owners[0], "", "as of a program's cache");
+        assert_eq!(owners.iter().collect::<std::collections::BTreeSet<_>>().len(), 4, "{owners:?}");
+        assert_eq!(Deed { uid: 8, ..shared.clone() }.remote_owner(), owners[3], "any user's");
         for text in ["", "kvhoist space 2\n", &deed.text()[..40], &deed.text().replace("uid 7", "uid x")] {
             assert_eq!(Deed::parse(text), None, "{text}");
         }

@@ -118,6 +118,7 @@ impl Spaces {
             .clone()
             .block_bytes(usize::try_from(deed.block_bytes).unwrap_or(usize::MAX))
             .namespace(deed.namespace.clone());
+        config.remote.owner = deed.remote_owner();
         let slot_bytes = config.slot_bytes() as u64;
         let most = self.host.most(deed.of());
         // Memory that others have yet is not the cache's before they have given it up.

@@ -2,6 +2,7 @@
 
 use std::{
     cell::Cell,
+    collections::BTreeSet,
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -210,6 +211,24 @@ async fn a_floor_is_not_for_another_users_space_of_the_same_name() {
         spaces.close().await.expect("closed");
         let (spaces, _) = load_with(folder.path(), &[&share]);
         assert_eq!(spaces.left().0, 0, "each space has what it had");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Whoever may write to a space in a remote store gives all who read there their blocks.
+#[tokio::test]
+async fn spaces_of_one_name_have_their_own_objects_in_a_remote_store() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let run = async {
+        let (spaces, _) = load(folder.path());
+        let mut owners = BTreeSet::new();
+        for (uid, shared) in [(own_uid(), false), (own_uid() + 1, false), (own_uid(), true)] {
+            let wanted = Wanted { uid, shared, capacity_bytes: 2 << 20, host_bytes: 65_536, ..wanted() };
+            let space = spaces.attach(wanted).await.expect("room for three");
+            owners.insert(space.cache.config().remote.owner.clone());
+        }
+        assert_eq!(owners.len(), 3, "{owners:?}");
+        spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;
 }
