@@ -21,6 +21,7 @@ struct State {
     created: BTreeMap<String, SystemTime>,
     reads: Vec<(String, Range<u64>)>,
     writes: usize,
+    pages: usize,
     trouble: Trouble,
 }
 
@@ -60,9 +61,9 @@ impl MemoryStore {
         self.state.lock().expect("no panic").trouble = trouble;
     }
 
-    /// The requests that have ended.
-    pub fn requests(&self) -> u64 {
-        *self.changes.borrow()
+    /// The pages of listings so far.
+    pub fn pages(&self) -> usize {
+        self.state.lock().expect("no panic").pages
     }
 
     /// The reads so far, also those that failed.
@@ -170,6 +171,7 @@ impl RemoteStore for MemoryStore {
     fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page> {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
         self.request(move |state| {
+            state.pages += 1;
             let named = state.objects.iter().filter(|(name, _)| name.starts_with(&prefix));
             let mut later = named.filter(|(name, _)| after.as_ref().is_none_or(|after| *name > after));
             let object = |(name, bytes): (&String, &Bytes)| Object {
