@@ -3,6 +3,7 @@ prefix that all of them can restore is offered, whatever ended before, and comes
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -22,6 +23,8 @@ from sgl_pages import same  # noqa: E402
 from sgl_serving import Serving  # noqa: E402
 
 PAGES, STEPS = 5, 40
+#: Conversations of each kind of model; more of them by hand.
+CONVERSATIONS = int(os.environ.get("KVHOIST_CONVERSATIONS", 1))
 
 
 class Talks:
@@ -113,7 +116,7 @@ class Talks:
 
 
 @pytest.mark.parametrize("seat", [{}], ids=["own"])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(CONVERSATIONS))
 @pytest.mark.parametrize("model", MODELS)
 def test_whatever_happens_what_all_components_have_comes_back(store_dir, model, number, seat):
     talks = Talks(model, store_dir, random.Random(f"{model} {number}"), seat)
