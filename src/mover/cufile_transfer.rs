@@ -70,7 +70,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<Option<Box<Job>>> {
         let Some((pin, slot)) = self.read_by_cufile(trip, block).await? else { return Ok(Some(job)) };
         self.copy(slot, job).await.0?;
-        self.shared.end_loads(trip.row().route, [(pin, Some(started))]);
+        self.shared.end_loads(trip.row().route, [(pin, Some(started))], 0);
         Ok(None)
     }
 

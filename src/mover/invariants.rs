@@ -31,7 +31,7 @@ impl Shared {
         let state = self.lock();
         state.index.validate_idle()?;
         let flights = state.flights.len();
-        ensure!(flights == 0, "{flights} flights are under way");
+        ensure!(!state.flights.any(), "{flights} flights, or loads of callers, are under way");
         let waiting = Tier::ALL.map(|tier| state.slot_requests.len(tier));
         let leases = [0, 1].map(|tier: usize| self.leases[tier].get());
         ensure!(leases == [0; 2], "{leases:?} leases are counted and none is alive");

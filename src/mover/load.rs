@@ -157,6 +157,8 @@ impl Submitter {
         let pin = Pin::take(shared, state, id, Tier::Disk, row.route)?;
         let block = OnDisk::of(state, pin);
         let file = state.files[usize::from(block.file.0)].clone();
+        // From here on a close waits for it: no I/O thread ends before.
+        state.flights.begin_load();
         Some((block, permit, file))
     }
 
@@ -240,7 +242,8 @@ impl Load {
             // Where the reactor is gone, the call ends as closed.
             drop(self.ends.urgent.send(Urgent::Load { jobs, reply }));
         }
-        self.ends.shared.end_loads(Route::DiskToRegion, pins);
+        let submitted = pins.len();
+        self.ends.shared.end_loads(Route::DiskToRegion, pins, submitted);
         self.settle(results.into_iter());
     }
 

@@ -75,6 +75,8 @@ pub(crate) struct Flights<M> {
     begun: Arc<AtomicU64>,
     /// Overdue movements in flight.
     overdue: usize,
+    /// Reads to callers' memory that I/O threads make, or will be given: they have no waiters, and no place in the table.
+    pub(super) loads: usize,
     /// Waiters that have left, to be dropped after the unlock: the waker of a caller may go with one.
     pub(super) gone: Vec<oneshot::Sender<M>>,
 }
@@ -112,7 +114,14 @@ impl<M> Flight<M> {
 impl<M> Flights<M> {
     /// No flights. `begun` holds the number of the latest movement from now on.
     pub(crate) fn new(begun: Arc<AtomicU64>, hasher: KeyHasher) -> Self {
-        Flights { by_target: Table::new(hasher), by_age: VecDeque::new(), begun, overdue: 0, gone: Vec::new() }
+        Flights {
+            by_target: Table::new(hasher),
+            by_age: VecDeque::new(),
+            begun,
+            overdue: 0,
+            loads: 0,
+            gone: Vec::new(),
+        }
     }
 
     /// True while a movement of `key` to `tier` is in flight.
@@ -326,6 +335,16 @@ impl<M> Flights<M> {
     /// Number of movements in flight.
     pub(crate) fn len(&self) -> usize {
         self.by_target.len()
+    }
+
+    /// Whether anything is in flight, also what is not listed.
+    pub(crate) fn any(&self) -> bool {
+        self.len() + self.loads > 0
+    }
+
+    /// A caller has planned a read to its memory. [`Shared::end_loads`](super::Shared::end_loads) ends it.
+    pub(crate) fn begin_load(&mut self) {
+        self.loads += 1;
     }
 }
 

@@ -110,10 +110,20 @@ impl Shared {
     }
 
     /// Gives back the disk slots of blocks that were read past host memory. Those that were right, since `began`, count
-    /// as used and moved: a block that goes through a host slot is counted there.
-    pub(crate) fn end_loads(&self, route: Route, pins: impl IntoIterator<Item = (Pin, Option<Instant>)>) {
+    /// as used and moved: a block that goes through a host slot is counted there. `submitted` of them were begun by
+    /// [`begin_load`](super::Flights::begin_load).
+    pub(crate) fn end_loads(
+        &self,
+        route: Route,
+        pins: impl IntoIterator<Item = (Pin, Option<Instant>)>,
+        submitted: usize,
+    ) {
         let mut right = Vec::new();
         let mut state = self.lock();
+        state.flights.loads -= submitted;
+        if submitted > 0 && state.closed {
+            self.ended.notify_one();
+        }
         for (pin, began) in pins {
             if let Some(began) = began {
                 state.index.touch(pin.id());
