@@ -18,8 +18,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
         self.shared.close();
         let refusals = self.shared.begin_report();
-        // A flight or a load that has begun has its movement in flight or in the channel, or its caller is about to send
-        // or to submit it, or an I/O thread ends it.
+        // A flight or a load that has begun has its movement in flight or in the channel, or its caller is about to
+        // send or to submit it, or an I/O thread ends it.
         while self.active.get() > 0 || self.shared.lock().flights.any() {
             tokio::select! {
                 biased;

@@ -75,7 +75,8 @@ pub(crate) struct Flights<M> {
     begun: Arc<AtomicU64>,
     /// Overdue movements in flight.
     overdue: usize,
-    /// Reads to callers' memory that I/O threads make, or will be given: they have no waiters, and no place in the table.
+    /// Reads to callers' memory that I/O threads make, or will be given: they have no waiters, and are not in the
+    /// table.
     pub(super) loads: usize,
     /// Waiters that have left, to be dropped after the unlock: the waker of a caller may go with one.
     pub(super) gone: Vec<oneshot::Sender<M>>,
