@@ -1,6 +1,8 @@
 //! Services of two nodes with one store beyond them, and `kvhoist remote`, against a double of S3 and Debian's Redis.
 #![cfg(feature = "remote")]
 
+#[path = "serve/browser.rs"]
+mod browser;
 #[path = "../../remote/tests/common/mod.rs"]
 mod common;
 #[path = "remote/killed.rs"]
@@ -12,6 +14,7 @@ mod skip;
 
 use std::process::Output;
 
+use browser::{Browser, cell};
 use common::double::{Double, Fault};
 use node::{BLOCK_BYTES, Node, SECRET, command, payload};
 use serde_json::Value;
@@ -66,6 +69,30 @@ fn what_a_node_stored_in_s3_another_serves_after_it_is_gone() {
     check_two_nodes(&s3_url(&double));
     let heads = double.state.heads.lock().expect("no panic under it");
     assert!(!heads.iter().any(|head| head.contains(SECRET)));
+}
+
+#[test]
+fn the_page_shows_what_came_from_the_store_and_why_it_offers_nothing() {
+    let Some(browser) = Browser::start() else { return };
+    let double = Double::start();
+    let url = s3_url(&double);
+    let writer = Node::start(&url, &[]);
+    writer.client().store(0..BLOCKS);
+    writer.wait_for_remote(BLOCKS);
+    drop(writer);
+    let node = Node::start(&url, &["--http", "127.0.0.1:0"]);
+    let reader = node.client();
+    node.wait_for_remote(BLOCKS);
+    browser.open(&format!("http://{}/", node.http()));
+    browser.wait(&format!("{} === '{BLOCKS}'", cell("remote", 1)));
+    assert_eq!(browser.text(&cell("remote", 2)), "-", "it has no slots");
+    double.fail(Fault::Answer(503, "ServiceUnavailable"));
+    for n in 0..3 {
+        assert_eq!(reader.load(n * 16..n * 16 + 16), vec![false; 16]);
+    }
+    browser
+        .wait("document.getElementById('spaces').textContent.includes('the remote tier offers nothing: 3 requests')");
+    assert_eq!(browser.complaints(), Vec::<String>::new());
 }
 
 #[test]

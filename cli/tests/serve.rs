@@ -1,5 +1,7 @@
 //! `kvhoist serve` and `kvhoist status` as an operator runs them.
 
+#[path = "serve/browser.rs"]
+mod browser;
 #[path = "serve/http.rs"]
 mod http;
 #[cfg(feature = "otel")]

@@ -81,6 +81,11 @@ impl Node {
         said(folder.path())
     }
 
+    /// The address of its page.
+    pub fn http(&self) -> &str {
+        self.http.as_ref().expect("started with --http")
+    }
+
     pub fn client(&self) -> NodeClient {
         NodeClient::connect(self.folder.path()).expect("connected")
     }
