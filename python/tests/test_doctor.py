@@ -190,7 +190,7 @@ def test_doctor_reads_the_configuration_of_sglangs_linker(store_dir, capfd):
     linker = {"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": own}
     assert main(["doctor", "--config", json.dumps(linker)]) == 1
     assert "-> lower capacity to " in capfd.readouterr().out
-    for wrong, name in (({"offer": "all of it"}, "offer"), ({"service": "auto"}, "service")):
+    for wrong, name in (({"offer": "all of it"}, "offer"), ({"keep_in_host": True}, "keep_in_host")):
         assert main(["doctor", "--config", json.dumps({**linker, "linker_extra_config": {**own, **wrong}})]) == 2
         assert f"{name}: found" in capfd.readouterr().err
     assert main(["doctor", "--config", json.dumps({**linker, "linker_module_path": "kvhoist"})]) == 2
