@@ -1,9 +1,8 @@
 //! `kvhoist.Client`: a space of a node's service, with the calls of `kvhoist.Cache`.
 
-// Over 400 lines: the methods of one Python class.
+mod memory;
 
 use std::{
-    os::fd::BorrowedFd,
     path::PathBuf,
     sync::{
         Arc,
@@ -12,13 +11,15 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{BlockKey, DeviceKind, Error, Memory, Segment, ServiceFault, block_on};
-use kvhoist_service::{Client, ClientOptions, ClientRegion};
+use kvhoist::{BlockKey, DeviceKind, Error, Segment, ServiceFault};
+use kvhoist_service::{Client, ClientOptions};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
     types::{PyBytes, PyDict, PyList},
 };
+
+use memory::Kind;
 
 use crate::{
     blocks,
@@ -26,8 +27,7 @@ use crate::{
     cache::{Movement, Places},
     client_queue::ClientQueue,
     convert::{self, OnError, seconds_of, whole},
-    errors::{self, io_error},
-    keys,
+    errors, keys,
     layers::{self, PyHeld, PyLayerLoad},
     process::ProcessLocal,
     queue::PyQueue,
@@ -107,91 +107,6 @@ impl PyClient {
             Err(error) => convert::results(py, vec![Err(error); keys.len()], on_error),
         }
     }
-
-    /// Registers memory. The service maps it if it is a memfd that it can map. `kind`: whether the kernel is to pin it,
-    /// or the device's.
-    fn register(
-        &self,
-        py: Python<'_>,
-        buffer: Option<Buffer>,
-        (address, nbytes): (usize, usize),
-        memfd: Option<(i32, u64)>,
-        kind: Kind,
-    ) -> PyResult<PyRegion> {
-        let opened = self.opened.get(py)?;
-        // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
-        let region = py.detach(|| match kind {
-            Kind::Host { pin } => register(&opened.client, (address, nbytes), memfd, pin),
-            Kind::Device => register_device(&opened.client, (address, nbytes), memfd),
-        });
-        let region = region.map_err(|error| errors::to_python(py, &error))?;
-        let (pinned, copied) = (region.is_pinned(), !region.is_shared());
-        let client = opened.client.clone();
-        let unregister = Box::pin(async move {
-            loop {
-                match client.unregister(&region).await {
-                    // The caller uses the memory again, or frees it, as soon as this ends.
-                    Err(error @ Error::Service { fault: ServiceFault::Abandoned, .. }) => {
-                        tracing::warn!(%error, "a region is waited for");
-                    }
-                    Ok(()) | Err(Error::Closed) => return,
-                    Err(error) => return tracing::warn!(%error, "a region could not be unregistered"),
-                }
-            }
-        });
-        Ok(PyRegion::of(&opened.registrations, unregister, buffer, (address, nbytes), pinned, copied))
-    }
-}
-
-/// What memory is registered as.
-enum Kind {
-    Host { pin: bool },
-    Device,
-}
-
-fn register_device(
-    client: &Client,
-    (address, nbytes): (usize, usize),
-    memfd: Option<(i32, u64)>,
-) -> Result<ClientRegion, Error> {
-    let start = std::ptr::with_exposed_provenance_mut(address);
-    let memory = match memfd {
-        Some((fd, offset)) => {
-            // SAFETY: the Python half has looked the descriptor up; it stays open until the call has duplicated it.
-            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            let fd = fd.try_clone_to_owned().map_err(|error| io_error("duplicate", "a memfd", error))?;
-            // SAFETY: the caller keeps the memory mapped, as documented.
-            unsafe { Memory::memfd(fd, offset, start, nbytes) }
-        }
-        // SAFETY: the caller keeps the memory allocated, as documented.
-        None => unsafe { Memory::device(start, nbytes) },
-    };
-    block_on(client.register_device(memory))
-}
-
-fn register(
-    client: &Client,
-    (address, nbytes): (usize, usize),
-    memfd: Option<(i32, u64)>,
-    pin: bool,
-) -> Result<ClientRegion, Error> {
-    let start = std::ptr::with_exposed_provenance_mut(address);
-    if let Some((fd, offset)) = memfd {
-        // SAFETY: the Python half has looked the descriptor up; it stays open until the call has duplicated it.
-        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        let fd = fd.try_clone_to_owned().map_err(|error| io_error("duplicate", "a memfd", error))?;
-        // SAFETY: a buffer object keeps the memory mapped, or the caller does, as documented.
-        let memory = unsafe { Memory::memfd(fd, offset, start, nbytes) };
-        match block_on(client.register(memory.pinned(pin))) {
-            Err(Error::Service { fault: ServiceFault::Memory, text }) => {
-                tracing::warn!(reason = %text, "memory cannot be shared with the service: its blocks are copied");
-            }
-            result => return result,
-        }
-    }
-    // SAFETY: as above.
-    let memory = unsafe { Memory::host(start, nbytes) };
-    block_on(client.register(memory))
 }
 
 #[pymethods]
