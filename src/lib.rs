@@ -27,25 +27,16 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
-#[macro_use]
-mod debug;
-
-mod bits;
 mod block;
 mod block_on;
 mod cache;
-mod checksum;
 mod config;
 mod device;
 mod disk;
-mod error;
-mod fork;
-mod index;
 #[doc(hidden)]
 pub mod internals;
 mod io;
 mod machine;
-mod memory;
 mod metrics;
 mod mover;
 pub mod remote;
@@ -57,15 +48,25 @@ pub mod store;
 mod sync;
 mod urgency;
 
-pub use block::{BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
+#[macro_use]
+extern crate kvhoist_base;
+
+use kvhoist_base::{bits, checksum, error, fork, memory};
+use kvhoist_index as index;
+
+pub use block::Route;
 pub use block_on::block_on;
 pub use cache::{Cache, CompletionQueue, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation, Stats, TierStats};
 pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath, EngineMode,
     Eviction, HostConfig, Limits, RemoteConfig, RemotePolicy, StorageKind, WritePolicy,
 };
-pub use error::{Error, ServiceFault};
-pub use memory::{Memory, SharedMemory};
+#[doc(inline)]
+pub use kvhoist_base::block::{BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Segment, Tier};
+#[doc(inline)]
+pub use kvhoist_base::error::{Error, ServiceFault};
+#[doc(inline)]
+pub use kvhoist_base::memory::{Memory, SharedMemory};
 pub use metrics::Durations;
 
 /// The CUDA devices of this machine. Only with the cargo feature `cuda`.

@@ -10,12 +10,15 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
+#[path = "../../../../base/src/memory/guarded.rs"]
+mod guarded;
+
 use super::*;
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
     io::transfer::OpenFile,
-    memory::{AlignedBuf, GuardedMemory, IoBuf, Lent},
+    memory::{AlignedBuf, IoBuf, Lent},
 };
 
 /// Reads and writes 4 KiB of a file through workers.
@@ -148,7 +151,7 @@ fn a_block_of_memory_that_was_taken_away_is_not_written() {
     on_reactor(async {
         let workers = with_rings(1, 1);
         for is_taken in [false, true] {
-            let (file, memory) = (Arc::new(tempfile::tempfile().expect("a file")), GuardedMemory::new());
+            let (file, memory) = (Arc::new(tempfile::tempfile().expect("a file")), guarded::Memory::new());
             // SAFETY: the memory stays mapped, and nobody writes to it.
             let buf = unsafe { IoBuf::new(NonNull::new(memory.page(0)).expect("mapped"), 4096, None, ()) };
             let buf = buf.guarded(Some(memory.guard.clone()));

@@ -1,0 +1,14 @@
+//! What the crates of [kvhoist](https://github.com/kvhoist/kvhoist) share: blocks and their keys, the memory they lie in,
+//! checksums, errors.
+//!
+//! `kvhoist` exports what its users need; no promise of stability holds for the rest.
+
+#[macro_use]
+mod debug;
+
+pub mod bits;
+pub mod block;
+pub mod checksum;
+pub mod error;
+pub mod fork;
+pub mod memory;
