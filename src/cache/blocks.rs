@@ -9,7 +9,7 @@ use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
     mover::{Begun, Command, QueuedRead, Submitter},
-    state::{Class, Promotion, State, Use},
+    state::{Class, Locked, Promotion, State, Use},
 };
 
 /// Blocks that [`Cache::clear`] forgets before other tasks of its caller's thread get a turn.
@@ -203,12 +203,12 @@ impl Cache {
             if state.flights.len() >= shared.config.limits.background_max as usize {
                 break;
             }
-            let begin = |state: &mut State, id, waiter| {
+            let begin = |state: &mut Locked<'_>, id, waiter| {
                 let room = || commands.try_reserve().ok();
                 Submitter::begin(submitter.as_ref(), state, (key, id), (Tier::Host, Class::Background), waiter, room)
             };
             let requested = (Class::Background, Use::Announced);
-            match shared.promote_locked(&mut state, key, Tier::Host, requested, begin) {
+            match state.promote(key, Tier::Host, requested, begin) {
                 // Nobody awaits it.
                 Ok((Promotion::Started(_, begun), _)) => {
                     started += 1;

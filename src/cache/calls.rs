@@ -13,7 +13,7 @@ use crate::{
     index::EntryId,
     mover::{Begun, Command, DeviceRead, Submitter, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Committed, Found, Outcome, Promotion, Purpose, State, Use},
+    state::{BegunStore, Class, Committed, Found, Locked, Outcome, Promotion, Purpose, Use},
 };
 
 /// Room for a command in the reactor's channel.
@@ -249,7 +249,7 @@ impl Cache {
     /// Pins a block in `tier` for its caller, promoting it first where it must be.
     pub(super) async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
         let room = || self.inner.commands.try_reserve().ok();
-        let begin = |state: &mut State, id, waiter| self.begin(state, (key, id), tier, waiter, room);
+        let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
         let asked = match self.inner.shared.look_up(key, tier, Some(begin))? {
             Found::Hit(pin) => {
                 self.write_if_selected(key);
@@ -269,7 +269,7 @@ impl Cache {
     /// Begins the movement of a block for a waiter.
     fn begin<'a>(
         &'a self,
-        state: &mut State,
+        state: &mut Locked<'_>,
         found: (&BlockKey, EntryId),
         tier: Tier,
         waiter: oneshot::Sender<Outcome>,
@@ -292,9 +292,9 @@ impl Cache {
                 Some(Promotion::NotStarted) | None => {
                     let room = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
                     let begin =
-                        |state: &mut State, id, waiter| self.begin(state, (key, id), tier, waiter, || Some(room));
+                        |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, || Some(room));
                     let requested = (Class::Awaited, usage);
-                    let (promotion, source) = shared.promote_locked(&mut shared.lock(), key, tier, requested, begin)?;
+                    let (promotion, source) = shared.lock().promote(key, tier, requested, begin)?;
                     if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
                         shared.metrics.looked_up(source);
                     }

@@ -28,7 +28,7 @@ impl Names {
     ///
     /// # Errors
     /// [`Error::Unavailable`], with the path.
-    pub(super) fn check(&self, shared: &Shared) -> Result<()> {
+    pub(super) fn check(&self, shared: &Arc<Shared>) -> Result<()> {
         let is_deleted = |file: &Weak<File>| {
             let metadata = file.upgrade().and_then(|file| file.metadata().ok());
             metadata.is_some_and(|metadata| metadata.nlink() == 0)

@@ -87,7 +87,7 @@ impl Cache {
             let mut state = self.inner.shared.lock();
             let ids: Vec<_> = part.iter().filter_map(|key| state.index.find(key)).collect();
             state.index.touch_chain(&ids);
-            ids.into_iter().for_each(|id| self.inner.shared.reconsider(&mut state, id));
+            ids.into_iter().for_each(|id| state.reconsider(id));
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     checksum::checksum,
     error::{Error, Result},
     index::EntryId,
-    state::{Filling, Found, Outcome, Pin, Shared, State},
+    state::{Filling, Found, Locked, Outcome, Pin, Shared},
 };
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
@@ -73,7 +73,7 @@ impl From<Lease> for Bytes {
 debug_fields!(Lease, lease => len: lease.len(), route: lease.route());
 
 /// Begins no movement.
-type BeginNothing = fn(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<()>;
+type BeginNothing = fn(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<()>;
 
 impl Cache {
     /// A lease on a block that is in host memory already; `None` for every other one. No I/O, and no wait.

@@ -13,7 +13,7 @@ use crate::{
     device::CopyEngine,
     index::EntryId,
     io::Storage,
-    state::{PendingWrite, State},
+    state::{Locked, PendingWrite, State},
 };
 
 /// Blocks that are decided on between two turns of the I/O.
@@ -91,7 +91,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Decides on a block that is not on disk. Returns the blocks of its chain that must be written, up to the first
     /// that is among `known`: they are dirty and [queued](State).
-    fn decide(&self, state: &mut State, id: EntryId, key: BlockKey, known: &BTreeSet<BlockKey>) -> Vec<BlockKey> {
+    fn decide(&self, state: &mut Locked<'_>, id: EntryId, key: BlockKey, known: &BTreeSet<BlockKey>) -> Vec<BlockKey> {
         let shared = &self.shared;
         let full = state.free_slots(Tier::Disk) == 0;
         let worth = state.index.worth(id, full);
@@ -111,7 +111,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // Its chain is over, and it says nothing about other blocks of its class.
             _ if state.index.is_released(id) => {
                 state.count(by_value, 1);
-                shared.decline_write(state, id, &key);
+                state.decline_write(id, &key);
                 return wanted;
             }
             // Whatever happens to its class, this block was used again.
@@ -139,7 +139,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             wanted.push(above_key);
         }
         if taken < chain.len() {
-            shared.decline_write(state, id, &key);
+            state.decline_write(id, &key);
         }
         wanted
     }

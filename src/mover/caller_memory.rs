@@ -26,7 +26,7 @@ use crate::{
     error::Result,
     io::Storage,
     shield::caught,
-    state::{Class, Committed, Purpose, State},
+    state::{Class, Committed, Locked, Purpose},
 };
 
 /// A load, and its first step.
@@ -97,7 +97,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
         let pages = Rc::new(CallPages::default());
         let bytes = jobs.len() as u64 * self.shared.config.slot_bytes() as u64;
-        let begin = |state: &mut State, job: &Job| self.begin_store(state, job, bytes, &pages);
+        let begin = |state: &mut Locked<'_>, job: &Job| self.begin_store(state, job, bytes, &pages);
         self.each(jobs, begin, |this, job, begun| this.store_begun(job, begun, Rc::clone(&pages))).await
     }
 
@@ -106,7 +106,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn each<B, F>(
         self: &Rc<Self>,
         jobs: Vec<Job>,
-        begin: impl Fn(&mut State, &Job) -> B,
+        begin: impl Fn(&mut Locked<'_>, &Job) -> B,
         run: impl Fn(Rc<Self>, Box<Job>, B) -> F,
     ) -> Vec<Result<bool>>
     where
@@ -137,7 +137,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Plans a load.
-    pub(super) fn begin_load(self: &Rc<Self>, state: &mut State, job: &Job) -> BegunLoad<S, C> {
+    pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job) -> BegunLoad<S, C> {
         let is_in_place =
             self.shared.config.host.bypass && !job.through_host && job.may_bypass_host(self.memory_align_bytes);
         let mut trip = Trip::load(&job.key, Shape { is_device: job.memory() == RegionMemory::Device, is_in_place });
@@ -210,16 +210,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Begins the store of a block, whose call stores `call_bytes` in all and writes records to `pages`.
     fn begin_store(
         self: &Rc<Self>,
-        state: &mut State,
+        state: &mut Locked<'_>,
         job: &Job,
         call_bytes: u64,
         pages: &Rc<CallPages>,
     ) -> Result<StoreStep<S, C>> {
-        if let Some(committed) = self.shared.store_known(state, &job.key, job.parent.as_ref())? {
+        if let Some(committed) = state.store_known(&job.key, job.parent.as_ref())? {
             return Ok(StoreStep::Known(committed));
         }
         let row = self.choose_store(state, job);
-        if row.hops != [Hop::CallerToHost] && self.shared.refuses(state, &job.key, job.parent.as_ref(), Tier::Disk) {
+        if row.hops != [Hop::CallerToHost] && state.refuses(&job.key, job.parent.as_ref(), Tier::Disk) {
             return Ok(StoreStep::Known(Committed::Done));
         }
         if row.hops != [Hop::CallerToDisk] {
@@ -228,7 +228,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.begin_in_place(state, job, call_bytes, pages)
     }
 
-    fn choose_store(&self, state: &State, job: &Job) -> &'static Row {
+    fn choose_store(&self, state: &Locked<'_>, job: &Job) -> &'static Row {
         let config = &self.shared.config;
         let memory = Shape {
             is_device: job.memory() == RegionMemory::Device,

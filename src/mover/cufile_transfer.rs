@@ -195,7 +195,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
 impl Shared {
     /// Ends a failed read. `reading` is `None` if libcufile still uses its pin and slot.
-    fn abort_cufile_read(&self, id: EntryId, fills_slot: bool, reading: Option<Reading>) {
+    fn abort_cufile_read(self: &Arc<Self>, id: EntryId, fills_slot: bool, reading: Option<Reading>) {
         let mut state = self.lock();
         if fills_slot {
             state.index.abort_fill(id, Tier::Device);
@@ -207,7 +207,7 @@ impl Shared {
     }
 
     /// Ends a failed write. `filling` is `None` if libcufile still uses its slot.
-    fn abort_cufile_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
+    fn abort_cufile_write(self: &Arc<Self>, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
         let key = state.index.key(id);
         state.index.abort_fill(id, Tier::Disk);

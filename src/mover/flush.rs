@@ -88,7 +88,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let Some(id) = state.index.find(key) else { return Ok(None) };
         // Bounded by the syncs under way.
-        let committed = self.shared.begin_write(&mut state, id, key, Class::Awaited, u32::MAX);
+        let committed = state.begin_write(id, key, Class::Awaited, u32::MAX);
         drop(state);
         Ok(match committed? {
             Committed::Write(write, receiver) => {
@@ -179,7 +179,7 @@ mod tests {
     fn dirty_blocks_are_listed_some_at_a_time_and_each_once() {
         let config = Config::default().block_bytes(4096).host_blocks(2);
         let arena = std::sync::Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));
+        let shared = std::sync::Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
         let mut state = shared.lock();
         let keys = (0..3 * LISTED_PER_LOCK as u64 + 1).map(|n| {
             let mut key = [0; 32];

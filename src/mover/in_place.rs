@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, Purpose, State},
+    state::{Class, Committed, DiskPlace, DiskWrite, Locked, Purpose},
 };
 
 /// A write from a caller's memory, and its flight.
@@ -87,7 +87,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Begins the store of a block in place, whose call stores `call_bytes` in all and writes records to `pages`.
     pub(super) fn begin_in_place(
         self: &Rc<Self>,
-        state: &mut State,
+        state: &mut Locked<'_>,
         job: &Job,
         call_bytes: u64,
         pages: &Rc<CallPages>,
@@ -221,7 +221,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Begins the write of a block that is resident nowhere and on no way, and its flight.
     fn enter_in_place(
         self: &Rc<Self>,
-        state: &mut State,
+        state: &mut Locked<'_>,
         job: &Job,
         taken: &mut Taken,
         checksum: Option<u64>,

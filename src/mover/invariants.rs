@@ -27,7 +27,7 @@ macro_rules! ensure {
 impl Shared {
     /// Checks what must hold while no call and no movement is in flight and no lease, reservation or device lease is
     /// alive; the error says what does not.
-    pub(crate) fn check_idle(&self) -> Result<(), String> {
+    pub(crate) fn check_idle(self: &Arc<Self>) -> Result<(), String> {
         let state = self.lock();
         state.index.validate_idle()?;
         let flights = state.flights.len();

@@ -22,7 +22,7 @@ use crate::{
     error::{Error, Result},
     io::{OpenFile, Transfer, Transferred, Waiter},
     memory::IoBuf,
-    state::{Kind, Permit, Pin, State},
+    state::{Kind, Locked, Permit},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -138,7 +138,7 @@ impl Submitter {
         planned
     }
 
-    fn plan_load(&self, state: &mut State, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
+    fn plan_load(&self, state: &mut Locked<'_>, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
         let shared = &self.ends.shared;
         if state.check_open().is_err() || !self.reads_in_place(job) {
             return None;
@@ -154,7 +154,7 @@ impl Submitter {
         let row = route::choose(Want::Load, &view, None).filter(|row| row.hops == [Hop::DiskToCaller])?;
         let bytes = shared.config.slot_bytes() as u64;
         let permit = shared.in_flight.take_now(Kind::Read, Urgency::Awaited, bytes)?;
-        let pin = Pin::take(shared, state, id, Tier::Disk, row.route)?;
+        let pin = state.pin(id, Tier::Disk, row.route)?;
         let block = OnDisk::of(state, pin);
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.

@@ -281,7 +281,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
     pub(super) fn end_flight(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
-        self.answer_all(self.shared.end_flight(key, tier, outcome));
+        let end = self.shared.lock().end_flight(key, tier, outcome);
+        self.answer_all(end);
     }
 
     /// Answers the waiters of a flight that has ended, and starts the write that follows it.

@@ -14,7 +14,7 @@ use crate::{
     device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Class, Filling, Kind, Outcome, Permit, Pin, Promotion, Purpose, State, Use},
+    state::{Class, Filling, Kind, Locked, Outcome, Permit, Pin, Promotion, Purpose, Use},
     urgency::Urgency,
 };
 
@@ -83,7 +83,7 @@ pub(super) struct OnDisk {
 }
 
 impl OnDisk {
-    pub(super) fn of(state: &mut State, pin: Pin) -> Self {
+    pub(super) fn of(state: &mut Locked<'_>, pin: Pin) -> Self {
         let slots = state.disk_slots();
         let (file, offset) = slots.locate(pin.slot());
         let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
@@ -169,7 +169,7 @@ fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Chooses the way of a block that is read or promoted, takes what its first transfer needs, and pins its source.
-    pub(super) fn plan(self: &Rc<Self>, state: &mut State, trip: &mut Trip) -> Result<Step<S, C>> {
+    pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step<S, C>> {
         let Some(row) = self.choose(state, trip) else { return Ok(Step::Gone) };
         if row.hops.first() == Some(&Hop::ToHost) {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
@@ -193,7 +193,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(step)
     }
 
-    fn choose(&self, state: &State, trip: &mut Trip) -> Option<&'static Row> {
+    fn choose(&self, state: &Locked<'_>, trip: &mut Trip) -> Option<&'static Row> {
         let id = state.index.find(&trip.key);
         let holds = |tier| id.is_some_and(|id| state.reads_from(tier) && state.index.slot(id, tier).is_some());
         let view = View {
@@ -209,7 +209,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Takes what the first transfer of a way needs, and pins its source.
-    fn begin_row(self: &Rc<Self>, state: &mut State, trip: &mut Trip, row: &'static Row) -> Step<S, C> {
+    fn begin_row(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip, row: &'static Row) -> Step<S, C> {
         let (needs, tier) = match row.hops.first() {
             None => (Needs(None, None), Tier::Host),
             Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
@@ -222,7 +222,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Step::Wait(missing);
         }
         let id = state.index.find(&trip.key);
-        let pin = id.and_then(|id| Pin::take(&self.shared, state, id, tier, row.route));
+        let pin = id.and_then(|id| state.pin(id, tier, row.route));
         let Some(pin) = pin else { return Step::Gone };
         // Without a hop nothing is filled.
         let filled = trip.flight.filter(|_| !row.hops.is_empty());
@@ -240,16 +240,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Pins a block in host memory, or waits for its movement there, which begins unless it has begun.
     pub(super) fn begin_to_host(
         self: &Rc<Self>,
-        state: &mut State,
+        state: &mut Locked<'_>,
         key: &BlockKey,
         class: Class,
         usage: Use,
     ) -> Result<Step<S, C>> {
-        let begin = |state: &mut State, id, waiter| {
+        let begin = |state: &mut Locked<'_>, id, waiter| {
             state.flights.begin(key, Tier::Host, id, class, waiter);
             Some(())
         };
-        let (promotion, source) = self.shared.promote_locked(state, key, Tier::Host, (class, usage), begin)?;
+        let (promotion, source) = state.promote(key, Tier::Host, (class, usage), begin)?;
         if matches!(promotion, Promotion::Miss) && self.shared.remote.as_ref().is_some_and(|remote| remote.offers(key))
         {
             return Ok(Step::Remote(usage));
@@ -276,7 +276,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Plans the fill of a host slot.
-    pub(super) fn begin_fill(self: &Rc<Self>, state: &mut State, trip: &mut Trip) -> Step<S, C> {
+    pub(super) fn begin_fill(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Step<S, C> {
         match self.choose(state, trip) {
             Some(row) => self.begin_row(state, trip, row),
             None => Step::Gone,
@@ -290,7 +290,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// wait, and must not hold a slot that a store waits for.
     pub(super) fn take(
         &self,
-        state: &mut State,
+        state: &mut Locked<'_>,
         taken: &mut Taken,
         Needs(tier, kind): Needs,
         purpose: Purpose<'_>,
@@ -301,7 +301,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let is_missing = |missing: &Missing| match *missing {
             Missing::Slot(tier) => {
-                taken.slot = taken.slot.take().or_else(|| self.shared.acquire_locked(state, tier));
+                taken.slot = taken.slot.take().or_else(|| state.acquire(tier));
                 taken.slot.is_none()
             }
             Missing::Permit(kind) => {

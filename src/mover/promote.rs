@@ -43,7 +43,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Step::OnDisk(block) = step {
             let (id, checksum, route) = (block.pin.id(), block.checksum, trip.row().route);
             if let Some((pin, filling)) = self.read_by_cufile(&mut trip, block).await? {
-                let outcome = self.shared.publish(id, filling, checksum, route, pin);
+                let outcome = self.shared.lock().publish(id, filling, checksum, route, pin);
                 self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
                 return Ok(outcome);
             }
@@ -68,7 +68,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         {
             let mut state = self.shared.lock();
             if !state.index.begin_fill(id, Tier::Device) {
-                let pin = Pin::take(&self.shared, &mut state, id, Tier::Device, Route::DeviceHit);
+                let pin = state.pin(id, Tier::Device, Route::DeviceHit);
                 filling.release(&mut state);
                 source.release(&mut state);
                 return Ok(pin);
@@ -90,7 +90,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let mut state = self.shared.lock();
         let checksum = state.host_checksums[source.slot() as usize];
-        let pin = self.shared.publish_locked(&mut state, id, filling, checksum, route, source);
+        let pin = state.publish(id, filling, checksum, route, source);
         drop(state);
         self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
         Ok(pin)

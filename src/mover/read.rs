@@ -176,7 +176,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.lock().index.abort_fill(id, Tier::Host);
             return Err(error);
         }
-        let outcome = self.shared.publish(id, filling, checksum, Route::DeviceToHost, pin);
+        let outcome = self.shared.lock().publish(id, filling, checksum, Route::DeviceToHost, pin);
         if outcome.is_some() {
             self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
         }

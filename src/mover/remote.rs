@@ -186,9 +186,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn slots(self: &Rc<Self>, blocks: usize, is_awaited: bool) -> Vec<Filling> {
         let first = match is_awaited {
             true => self.shared.acquire(Tier::Host, Purpose::Call).await.ok(),
-            false => self.shared.acquire_now(Tier::Host),
+            false => self.shared.lock().acquire(Tier::Host),
         };
-        let more = std::iter::from_fn(|| self.shared.acquire_now(Tier::Host));
+        let more = std::iter::from_fn(|| self.shared.lock().acquire(Tier::Host));
         first.into_iter().chain(more).take(blocks).collect()
     }
 

@@ -193,7 +193,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn pin_resident(&self, key: &BlockKey) -> Option<(u64, Pin)> {
         let mut state = self.shared.lock();
         let id = state.index.find(key)?;
-        let pin = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit)?;
+        let pin = state.pin(id, Tier::Host, Route::HostHit)?;
         Some((state.host_checksums[pin.slot() as usize], pin))
     }
 

@@ -88,7 +88,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) {
         let (sum, wanted) = (unverified.sum, unverified.checksum);
         let Some((target, returned)) = copy.0.take() else { return self.verify_here(key, unverified).await };
-        let Some(target) = target.or_else(|| self.shared.acquire_now(Tier::Device).map(Target::Slot)) else {
+        let Some(target) = target.or_else(|| self.shared.lock().acquire(Tier::Device).map(Target::Slot)) else {
             // Who offered it may be gone.
             drop(returned.send((None, false)));
             return self.verify_here(key, unverified).await;

@@ -22,7 +22,7 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Transfer, Transferred, Waiter},
     memory::Lent,
-    state::{Class, Few, Filling, Kind, Outcome, Permit, Pin, Shared, Started, State, Unverified},
+    state::{Class, Few, Filling, Kind, Locked, Outcome, Permit, Shared, Started, Unverified},
     urgency::Urgency,
 };
 
@@ -99,7 +99,7 @@ impl Submitter {
     /// submitted, where all that it needs is to be had now, else as a command, if there is `room` for it.
     pub(crate) fn begin<'a, P>(
         this: Option<&'a Self>,
-        state: &mut State,
+        state: &mut Locked<'_>,
         (key, id): (&BlockKey, EntryId),
         (tier, class): (Tier, Class),
         waiter: oneshot::Sender<Outcome>,
@@ -116,7 +116,7 @@ impl Submitter {
 
     /// Takes what the read of a block to a host slot needs. `None` where something must be waited for, or the block
     /// takes another way.
-    fn take(&self, state: &mut State, id: EntryId, class: Class) -> Option<(&'static Row, Permit, Filling)> {
+    fn take(&self, state: &mut Locked<'_>, id: EntryId, class: Class) -> Option<(&'static Row, Permit, Filling)> {
         let shared = &self.ends.shared;
         let config = &shared.config;
         let holds = |tier| state.reads_from(tier) && state.index.slot(id, tier).is_some();
@@ -128,19 +128,19 @@ impl Submitter {
         // Its flight has no number yet. No caller waits for a host slot where one is to be had.
         let urgency = if class == Class::Awaited { Urgency::Awaited } else { Urgency::Background(0) };
         let permit = shared.in_flight.take_now(Kind::Read, urgency, config.slot_bytes() as u64)?;
-        Some((row, permit, shared.acquire_locked(state, Tier::Host)?))
+        Some((row, permit, state.acquire(Tier::Host)?))
     }
 
     fn begin_read(
         &self,
-        state: &mut State,
+        state: &mut Locked<'_>,
         (key, id): (&BlockKey, EntryId),
         class: Class,
         waiter: oneshot::Sender<Outcome>,
         (row, permit, slot): (&'static Row, Permit, Filling),
     ) -> Submission<'_> {
         let shared = &self.ends.shared;
-        let pin = Pin::take(shared, state, id, Tier::Disk, row.route).expect("the disk has it");
+        let pin = state.pin(id, Tier::Disk, row.route).expect("the disk has it");
         assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };

@@ -86,11 +86,11 @@ fn a_write_that_panics_leaves_no_block_in_the_table_of_slots() {
     LocalSet::new().block_on(&runtime, async {
         let mover = mover();
         let shared = Arc::clone(&mover.shared);
-        let filling = shared.acquire_now(Tier::Host).expect("both are free");
+        let filling = shared.lock().acquire(Tier::Host).expect("both are free");
         assert!(shared.commit(&KEY, None, filling, 0).is_ok(), "visible");
         let (on_drive, started) = {
             let mut state = shared.lock();
-            let filling = shared.acquire_locked(&mut state, Tier::Disk).expect("both are free");
+            let filling = state.acquire(Tier::Disk).expect("both are free");
             let id = state.index.find(&KEY).expect("visible");
             assert!(state.begin_disk_write(id, &filling, Some(0)).is_some(), "it is not on disk");
             (filling, state.flights.begin_started(&KEY, Tier::Disk, id, Class::Awaited, Few::default()))

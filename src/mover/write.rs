@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, PendingWrite, Permit, Pin, Purpose, State},
+    state::{Class, Committed, DiskPlace, DiskWrite, Locked, PendingWrite, Permit, Pin, Purpose},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
@@ -208,16 +208,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.begin_write_back(&mut state, id, &key)
     }
 
-    pub(super) fn begin_write_back(&self, state: &mut State, id: EntryId, key: &BlockKey) -> Option<PendingWrite> {
-        match self.shared.begin_write(state, id, key, Class::Background, self.shared.config.limits.waiters_max) {
+    pub(super) fn begin_write_back(&self, state: &mut Locked<'_>, id: EntryId, key: &BlockKey) -> Option<PendingWrite> {
+        match state.begin_write(id, key, Class::Background, self.shared.config.limits.waiters_max) {
             Ok(Committed::Write(write, _nobody)) => Some(write),
             _ => None,
         }
     }
 
     /// The block to be written or dropped next, if it is time for that.
-    pub(super) fn coldest_dirty(&self, state: &State) -> Option<(EntryId, BlockKey)> {
-        if !self.shared.write_back_is_due(state, self.demoting.get(), self.shared.config.host.high_watermark) {
+    pub(super) fn coldest_dirty(&self, state: &Locked<'_>) -> Option<(EntryId, BlockKey)> {
+        if !state.write_back_is_due(self.demoting.get(), self.shared.config.host.high_watermark) {
             return None;
         }
         let id = state.index.demotable(Tier::Host)?;

@@ -74,6 +74,25 @@ struct State {
     listings: u64,
 }
 
+impl State {
+    /// Has blocks brought that the store has and nobody wants yet, while no more than `most` are wanted; how many.
+    fn want(&mut self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool, most: usize, now: Duration) -> usize {
+        let State { presence, wanted, health, .. } = self;
+        let room = most.saturating_sub(wanted.len());
+        let mut keys: Vec<BlockKey> =
+            keys.filter(|key| presence.contains(key) && !wanted.contains(key)).take(room).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let blocks = keys.len();
+        if blocks == 0 || self.is_closed || !health.offers(blocks, now) {
+            return 0;
+        }
+        health.begin();
+        wanted.push(Batch { keys, is_awaited });
+        blocks
+    }
+}
+
 impl Remote {
     pub(crate) fn new(store: Arc<dyn RemoteStore>, space: Space, limits: Limits, hasher: KeyHasher) -> Self {
         let state = State {
@@ -156,27 +175,11 @@ impl Remote {
 
     /// Has those of the `keys` brought that the store has and nobody wants yet, as long as there is room; how many.
     pub(crate) fn want(&self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool) -> usize {
-        let blocks = self.want_locked(&mut self.state.lock(), keys, is_awaited);
+        let most = if is_awaited { self.limits.awaited_max } else { self.limits.background_max };
+        let blocks = self.state.lock().want(keys, is_awaited, most, self.opened.elapsed());
         if blocks > 0 {
             self.wake.notify_one();
         }
-        blocks
-    }
-
-    fn want_locked(&self, state: &mut State, keys: impl Iterator<Item = BlockKey>, is_awaited: bool) -> usize {
-        let most = if is_awaited { self.limits.awaited_max } else { self.limits.background_max };
-        let room = most.saturating_sub(state.wanted.len());
-        let State { presence, wanted, .. } = &*state;
-        let mut keys: Vec<BlockKey> =
-            keys.filter(|key| presence.contains(key) && !wanted.contains(key)).take(room).collect();
-        keys.sort_unstable();
-        keys.dedup();
-        let blocks = keys.len();
-        if blocks == 0 || state.is_closed || !state.health.offers(blocks, self.opened.elapsed()) {
-            return 0;
-        }
-        state.health.begin();
-        state.wanted.push(Batch { keys, is_awaited });
         blocks
     }
 
@@ -184,7 +187,7 @@ impl Remote {
     pub(crate) fn bring(&self, key: &BlockKey) -> Option<oneshot::Receiver<bool>> {
         // Under one lock: the block may come as soon as it is wanted.
         let mut state = self.state.lock();
-        let begun = self.want_locked(&mut state, [*key].into_iter(), true);
+        let begun = state.want([*key].into_iter(), true, self.limits.awaited_max, self.opened.elapsed());
         let receiver = state.wanted.join(key, self.limits.waiters_max);
         drop(state);
         if begun > 0 {

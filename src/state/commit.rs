@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, State, few::Few};
+use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, few::Few};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::{Eviction, WritePolicy},
@@ -37,36 +37,13 @@ pub(crate) enum BegunStore {
 pub(crate) type FlightEnd = (Few<(oneshot::Sender<Outcome>, Outcome)>, Option<PendingWrite>);
 
 impl Shared {
-    /// Begins a store: as [`store_known`](Self::store_known), and with a slot for a block whose bytes are needed.
+    /// Begins a store: as [`store_known`](Locked::store_known), and with a slot for a block whose bytes are needed.
     pub(crate) fn begin_store(self: &Arc<Self>, key: &BlockKey, parent: Option<&BlockKey>) -> Result<BegunStore> {
         let mut state = self.lock();
-        if let Some(committed) = self.store_known(&mut state, key, parent)? {
+        if let Some(committed) = state.store_known(key, parent)? {
             return Ok(BegunStore::Known(committed));
         }
-        Ok(self.acquire_locked(&mut state, Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot))
-    }
-
-    /// The next step for a block that is resident already; `None` if its bytes are needed.
-    pub(crate) fn store_known(
-        self: &Arc<Self>,
-        state: &mut State,
-        key: &BlockKey,
-        parent: Option<&BlockKey>,
-    ) -> Result<Option<Committed>> {
-        state.check_open()?;
-        let Some(id) = state.index.find(key) else {
-            return Ok(self.refuses_store(state, key, parent).then_some(Committed::Done));
-        };
-        let on_disk = state.index.slot(id, Tier::Disk).is_some() && state.disk_service.reads();
-        if !on_disk && state.index.slot(id, Tier::Host).is_none() {
-            return Ok(self.refuses_store(state, key, parent).then_some(Committed::Done));
-        }
-        if parent.is_some() {
-            state.index.insert(*key, parent.copied());
-        }
-        state.index.touch(id);
-        state.count(&self.metrics.stores_known, 1);
-        self.apply_policy(state, id, key).map(Some)
+        Ok(state.acquire(Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot))
     }
 
     /// Makes a filled host slot visible under `key`.
@@ -95,7 +72,7 @@ impl Shared {
             filling.release(&mut state);
             return Err(error);
         }
-        if !is_wanted() || self.refuses_store(&mut state, key, parent) {
+        if !is_wanted() || state.refuses_store(key, parent) {
             filling.release(&mut state);
             return Ok(Committed::Done);
         }
@@ -110,8 +87,8 @@ impl Shared {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
         }
-        self.metrics.stored(is_new, route, self.config.block_bytes, |count, n| count.add_locked(n, &mut *state));
-        let committed = self.apply_policy(&mut state, id, key);
+        self.metrics.stored(is_new, route, self.config.block_bytes, |count, n| count.add_locked(n, &mut state));
+        let committed = state.apply_policy(id, key);
         drop(state);
         self.metrics.stored(is_new, route, self.config.block_bytes, Count::export);
         if is_new && route == Route::CallerToHost {
@@ -120,221 +97,7 @@ impl Shared {
         committed
     }
 
-    fn apply_policy(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
-        if self.config.disk.paths.is_empty() || state.index.slot(id, Tier::Disk).is_some() {
-            return Ok(Committed::Done);
-        }
-        if matches!(self.config.disk.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack) {
-            let parent = state.index.parent_key(id);
-            if self.refuses(state, key, parent.as_ref(), Tier::Disk) {
-                return Ok(Committed::Done);
-            }
-        }
-        match self.config.disk.write_policy {
-            WritePolicy::WriteThrough => {
-                self.begin_write(state, id, key, Class::Awaited, self.config.limits.waiters_max)
-            }
-            WritePolicy::WriteThroughSelective => Ok(Committed::Done),
-            WritePolicy::WriteBack | WritePolicy::ByValue => {
-                self.must_be_written(state, id, key);
-                Ok(Committed::Done)
-            }
-        }
-    }
-
-    /// True if a store leaves no trace: there is no disk tier, and host memory refuses the block.
-    fn refuses_store(&self, state: &mut State, key: &BlockKey, parent: Option<&BlockKey>) -> bool {
-        self.config.last_tier() == Tier::Host && self.refuses(state, key, parent, Tier::Host)
-    }
-
-    /// True if `tier`, the last one and full, refuses a new block; counts the refusal.
-    pub(crate) fn refuses(&self, state: &mut State, key: &BlockKey, parent: Option<&BlockKey>, tier: Tier) -> bool {
-        if self.config.eviction_policy != Eviction::RbRefuse || state.free_slots(tier) > 0 {
-            return false;
-        }
-        let parent_comes = parent.is_some_and(|parent| state.flights.contains(parent, tier));
-        let refused = state.index.refuses(key, parent, parent_comes, tier);
-        state.count(&self.metrics.tier(tier).refused, u64::from(refused));
-        refused
-    }
-
-    /// Marks a block to be written, without a waiter. Notes a refusal if the disk takes no writes.
-    fn must_be_written(&self, state: &mut State, id: EntryId, key: &BlockKey) {
-        if state.index.slot(id, Tier::Host).is_none() {
-            // It is being copied from the device: the write follows.
-            state.flights.join_next(key, Tier::Host, 0);
-            return;
-        }
-        if let Err(error) = state.disk_service.check_writes("disk") {
-            state.count(&self.metrics.writes_refused, 1);
-            state.refusals.add(*key, error);
-            return;
-        }
-        state.set_dirty(id, key);
-        // No other event starts the write of a block whose slot a request waits for.
-        if state.has_waiters(Tier::Host) {
-            self.write_back.notify_one();
-        }
-    }
-
-    /// After a use of a block that was not worth a write: the write is decided again when host memory evicts it.
-    #[inline]
-    pub(crate) fn reconsider(&self, state: &mut State, id: EntryId) {
-        if self.config.values_writes()
-            && state.index.best_tier(id) != Some(Tier::Disk)
-            && state.index.slot(id, Tier::Disk).is_none()
-            && !state.index.is_filling(id, Tier::Disk)
-            && !state.index.is_dirty(id, Tier::Host)
-            && state.disk_service.writes()
-        {
-            let key = state.index.key(id);
-            state.set_dirty(id, &key);
-            if state.has_waiters(Tier::Host) {
-                self.write_back.notify_one();
-            }
-        }
-    }
-
-    /// Lets a block be evicted unwritten: its write was declined.
-    pub(crate) fn decline_write(&self, state: &mut State, id: EntryId, key: &BlockKey) {
-        state.dirty.remove(key);
-        state.index.set_dirty(id, Tier::Host, false);
-    }
-
-    /// Starts or joins the write of a block to disk. Do not drop the pin in the result under the lock.
-    pub(crate) fn begin_write(
-        self: &Arc<Self>,
-        state: &mut State,
-        id: EntryId,
-        key: &BlockKey,
-        class: Class,
-        waiters_max: u32,
-    ) -> Result<Committed> {
-        let joined = match state.flights.entry(key, Tier::Disk) {
-            Some(entry) if entry == id => state.join(key, Tier::Disk, class, waiters_max),
-            // The write of a removed block of this key. The write of this block follows, with or without waiters.
-            Some(_) => {
-                state.set_dirty(id, key);
-                state.join_next(key, Tier::Disk, class, waiters_max)
-            }
-            None => match self.pin_source(state, id, key) {
-                Some(pin) => {
-                    let (sender, receiver) = oneshot::channel();
-                    let started = state.flights.begin_started(key, Tier::Disk, id, class, Few::one(sender));
-                    return Ok(Committed::Write(PendingWrite { key: *key, pin, started }, receiver));
-                }
-                // It is being copied from the device: the write follows.
-                None => state.join_next(key, Tier::Host, class, waiters_max),
-            },
-        };
-        match joined {
-            Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
-            // It is in no memory from which it could be written, or it comes from disk.
-            Joined::None => Ok(Committed::Done),
-            Joined::Full => {
-                Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"))
-            }
-            Joined::Overdue => Err(self.timeout_locked(state, "a movement of the block that is overdue")),
-        }
-    }
-
-    /// Pins a block in memory from which it can be written to disk.
-    fn pin_source(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Option<Pin> {
-        let pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
-        // Only libcufile writes from the device; any other way goes through host memory, which may have no room.
-        let from_device = state.cufile.writes() && state.device_service.reads();
-        if pin.is_none() && from_device && !state.flights.contains(key, Tier::Host) {
-            return Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
-        }
-        pin
-    }
-
-    /// Ends a flight, and begins the write that follows it.
-    pub(crate) fn end_flight(self: &Arc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) -> FlightEnd {
-        self.end_flight_locked(&mut self.lock(), key, tier, outcome)
-    }
-
-    /// The answer to each waiter of a movement to `tier`: the first gets the movement's pin, each other one a new one.
-    fn answers(
-        self: &Arc<Self>,
-        state: &mut State,
-        waiters: Few<oneshot::Sender<Outcome>>,
-        tier: Tier,
-        outcome: Outcome,
-    ) -> Few<(oneshot::Sender<Outcome>, Outcome)> {
-        let pin = match outcome {
-            Ok(Some(pin)) => pin,
-            Ok(None) => return waiters.map(|waiter| (waiter, Ok(None))),
-            Err(error) => return waiters.map(|waiter| (waiter, Err(error.clone()))),
-        };
-        let (id, route, mut first) = (pin.id(), pin.route(), Some(pin));
-        let answers = waiters.map(|waiter| {
-            let pin = first.take().or_else(|| Pin::take(self, state, id, tier, route));
-            (waiter, Ok(pin))
-        });
-        if let Some(unwanted) = first {
-            unwanted.release(state);
-        }
-        answers
-    }
-
-    /// As [`end_flight`](Self::end_flight), for a holder of the lock.
-    pub(super) fn end_flight_locked(
-        self: &Arc<Self>,
-        state: &mut State,
-        key: &BlockKey,
-        tier: Tier,
-        outcome: Outcome,
-    ) -> FlightEnd {
-        if state.closed {
-            self.ended.notify_one();
-        }
-        let Finished { waiters, next } = state.flights.finish(key, tier);
-        let failed = outcome.as_ref().err().cloned();
-        let mut answers = self.answers(state, waiters, tier, outcome);
-        let Some(mut next) = next else { return (answers, None) };
-        // The result of the waiters for that write if none begins: the block was removed, or is on disk.
-        let mut missed = Ok(());
-        if let Some(id) = state.index.find(key)
-            && state.index.slot(id, Tier::Disk).is_none()
-        {
-            let awaited = !self.config.writes_back() || !next.is_empty();
-            if !awaited && state.index.slot(id, Tier::Host).is_some() {
-                self.must_be_written(state, id, key);
-                return (answers, None);
-            }
-            if let Some(entry) = state.flights.entry(key, Tier::Disk) {
-                // The block was removed and stored again during this flight, and that store writes it.
-                if entry != id {
-                    state.set_dirty(id, key);
-                }
-                let is_awaited = !next.is_empty();
-                match state.flights.pass_to_write(key, id, next) {
-                    Ok(()) => {
-                        if is_awaited {
-                            state.raise(key, Tier::Disk);
-                        }
-                        return (answers, None);
-                    }
-                    Err(waiters) => next = waiters,
-                }
-                missed = Err(self.timeout_locked(state, "a movement of the block that is overdue"));
-            } else if let Some(pin) = self.pin_source(state, id, key) {
-                let class = if next.is_empty() { Class::Background } else { Class::Awaited };
-                let started = state.flights.begin_started(key, Tier::Disk, id, class, next);
-                return (answers, Some(PendingWrite { key: *key, pin, started }));
-            } else if let (Tier::Host, Some(error)) = (tier, failed) {
-                // It did not arrive in host memory, from which it would be written.
-                state.count(&self.metrics.writes_refused, 1);
-                state.refusals.add(*key, error.clone());
-                missed = Err(error);
-            }
-        }
-        answers.extend(next.into_iter().map(|waiter| (waiter, missed.clone().map(|()| None))));
-        (answers, None)
-    }
-
-    /// Ends the flight of the write of `id` as [`end_flight`](Self::end_flight) does, and gives its source back.
+    /// Ends the flight of the write of `id` as [`end_flight`](Locked::end_flight) does, and gives its source back.
     ///
     /// The block is clean then, also if the disk refused it, which is noted: otherwise the host tier would fill with
     /// blocks that cannot be evicted.
@@ -357,7 +120,7 @@ impl Shared {
                 state = self.lock();
             }
         }
-        self.end_flight_locked(&mut state, key, Tier::Disk, outcome)
+        state.end_flight(key, Tier::Disk, outcome)
     }
 
     /// Waits for a write to disk.
@@ -389,11 +152,230 @@ impl Shared {
             state.count(&self.metrics.background_refused, 1);
             return None;
         }
-        let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.limits.waiters_max);
+        let committed = state.begin_write(id, key, Class::Background, self.config.limits.waiters_max);
         drop(state);
         match committed {
             Ok(Committed::Write(write, _receiver)) => Some(write),
             _ => None,
         }
+    }
+}
+
+impl Locked<'_> {
+    /// The next step for a block that is resident already; `None` if its bytes are needed.
+    pub(crate) fn store_known(&mut self, key: &BlockKey, parent: Option<&BlockKey>) -> Result<Option<Committed>> {
+        self.check_open()?;
+        let Some(id) = self.index.find(key) else {
+            return Ok(self.refuses_store(key, parent).then_some(Committed::Done));
+        };
+        let on_disk = self.index.slot(id, Tier::Disk).is_some() && self.disk_service.reads();
+        if !on_disk && self.index.slot(id, Tier::Host).is_none() {
+            return Ok(self.refuses_store(key, parent).then_some(Committed::Done));
+        }
+        if parent.is_some() {
+            self.index.insert(*key, parent.copied());
+        }
+        self.index.touch(id);
+        self.count(&self.shared().metrics.stores_known, 1);
+        self.apply_policy(id, key).map(Some)
+    }
+
+    fn apply_policy(&mut self, id: EntryId, key: &BlockKey) -> Result<Committed> {
+        if self.shared().config.disk.paths.is_empty() || self.index.slot(id, Tier::Disk).is_some() {
+            return Ok(Committed::Done);
+        }
+        if matches!(self.shared().config.disk.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack) {
+            let parent = self.index.parent_key(id);
+            if self.refuses(key, parent.as_ref(), Tier::Disk) {
+                return Ok(Committed::Done);
+            }
+        }
+        match self.shared().config.disk.write_policy {
+            WritePolicy::WriteThrough => {
+                self.begin_write(id, key, Class::Awaited, self.shared().config.limits.waiters_max)
+            }
+            WritePolicy::WriteThroughSelective => Ok(Committed::Done),
+            WritePolicy::WriteBack | WritePolicy::ByValue => {
+                self.must_be_written(id, key);
+                Ok(Committed::Done)
+            }
+        }
+    }
+
+    /// True if a store leaves no trace: there is no disk tier, and host memory refuses the block.
+    fn refuses_store(&mut self, key: &BlockKey, parent: Option<&BlockKey>) -> bool {
+        self.shared().config.last_tier() == Tier::Host && self.refuses(key, parent, Tier::Host)
+    }
+
+    /// True if `tier`, the last one and full, refuses a new block; counts the refusal.
+    pub(crate) fn refuses(&mut self, key: &BlockKey, parent: Option<&BlockKey>, tier: Tier) -> bool {
+        if self.shared().config.eviction_policy != Eviction::RbRefuse || self.free_slots(tier) > 0 {
+            return false;
+        }
+        let parent_comes = parent.is_some_and(|parent| self.flights.contains(parent, tier));
+        let refused = self.index.refuses(key, parent, parent_comes, tier);
+        self.count(&self.shared().metrics.tier(tier).refused, u64::from(refused));
+        refused
+    }
+
+    /// Marks a block to be written, without a waiter. Notes a refusal if the disk takes no writes.
+    fn must_be_written(&mut self, id: EntryId, key: &BlockKey) {
+        if self.index.slot(id, Tier::Host).is_none() {
+            // It is being copied from the device: the write follows.
+            self.flights.join_next(key, Tier::Host, 0);
+            return;
+        }
+        if let Err(error) = self.disk_service.check_writes("disk") {
+            self.count(&self.shared().metrics.writes_refused, 1);
+            self.refusals.add(*key, error);
+            return;
+        }
+        self.set_dirty(id, key);
+        // No other event starts the write of a block whose slot a request waits for.
+        if self.has_waiters(Tier::Host) {
+            self.shared().write_back.notify_one();
+        }
+    }
+
+    /// After a use of a block that was not worth a write: the write is decided again when host memory evicts it.
+    #[inline]
+    pub(crate) fn reconsider(&mut self, id: EntryId) {
+        if self.shared().config.values_writes()
+            && self.index.best_tier(id) != Some(Tier::Disk)
+            && self.index.slot(id, Tier::Disk).is_none()
+            && !self.index.is_filling(id, Tier::Disk)
+            && !self.index.is_dirty(id, Tier::Host)
+            && self.disk_service.writes()
+        {
+            let key = self.index.key(id);
+            self.set_dirty(id, &key);
+            if self.has_waiters(Tier::Host) {
+                self.shared().write_back.notify_one();
+            }
+        }
+    }
+
+    /// Lets a block be evicted unwritten: its write was declined.
+    pub(crate) fn decline_write(&mut self, id: EntryId, key: &BlockKey) {
+        self.dirty.remove(key);
+        self.index.set_dirty(id, Tier::Host, false);
+    }
+
+    /// Starts or joins the write of a block to disk. Do not drop the pin in the result under the lock.
+    pub(crate) fn begin_write(
+        &mut self,
+        id: EntryId,
+        key: &BlockKey,
+        class: Class,
+        waiters_max: u32,
+    ) -> Result<Committed> {
+        let joined = match self.flights.entry(key, Tier::Disk) {
+            Some(entry) if entry == id => self.join(key, Tier::Disk, class, waiters_max),
+            // The write of a removed block of this key. The write of this block follows, with or without waiters.
+            Some(_) => {
+                self.set_dirty(id, key);
+                self.join_next(key, Tier::Disk, class, waiters_max)
+            }
+            None => match self.pin_source(id, key) {
+                Some(pin) => {
+                    let (sender, receiver) = oneshot::channel();
+                    let started = self.flights.begin_started(key, Tier::Disk, id, class, Few::one(sender));
+                    return Ok(Committed::Write(PendingWrite { key: *key, pin, started }, receiver));
+                }
+                // It is being copied from the device: the write follows.
+                None => self.join_next(key, Tier::Host, class, waiters_max),
+            },
+        };
+        match joined {
+            Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
+            // It is in no memory from which it could be written, or it comes from disk.
+            Joined::None => Ok(Committed::Done),
+            Joined::Full => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Overdue => Err(self.timeout("a movement of the block that is overdue")),
+        }
+    }
+
+    /// Pins a block in memory from which it can be written to disk.
+    fn pin_source(&mut self, id: EntryId, key: &BlockKey) -> Option<Pin> {
+        let pin = self.pin(id, Tier::Host, Route::HostHit);
+        // Only libcufile writes from the device; any other way goes through host memory, which may have no room.
+        let from_device = self.cufile.writes() && self.device_service.reads();
+        if pin.is_none() && from_device && !self.flights.contains(key, Tier::Host) {
+            return self.pin(id, Tier::Device, Route::DeviceHit);
+        }
+        pin
+    }
+
+    /// The answer to each waiter of a movement to `tier`: the first gets the movement's pin, each other one a new one.
+    fn answers(
+        &mut self,
+        waiters: Few<oneshot::Sender<Outcome>>,
+        tier: Tier,
+        outcome: Outcome,
+    ) -> Few<(oneshot::Sender<Outcome>, Outcome)> {
+        let pin = match outcome {
+            Ok(Some(pin)) => pin,
+            Ok(None) => return waiters.map(|waiter| (waiter, Ok(None))),
+            Err(error) => return waiters.map(|waiter| (waiter, Err(error.clone()))),
+        };
+        let (id, route, mut first) = (pin.id(), pin.route(), Some(pin));
+        let answers = waiters.map(|waiter| {
+            let pin = first.take().or_else(|| self.pin(id, tier, route));
+            (waiter, Ok(pin))
+        });
+        if let Some(unwanted) = first {
+            unwanted.release(self);
+        }
+        answers
+    }
+
+    /// Ends a flight, and begins the write that follows it.
+    pub(crate) fn end_flight(&mut self, key: &BlockKey, tier: Tier, outcome: Outcome) -> FlightEnd {
+        if self.closed {
+            self.shared().ended.notify_one();
+        }
+        let Finished { waiters, next } = self.flights.finish(key, tier);
+        let failed = outcome.as_ref().err().cloned();
+        let mut answers = self.answers(waiters, tier, outcome);
+        let Some(mut next) = next else { return (answers, None) };
+        // The result of the waiters for that write if none begins: the block was removed, or is on disk.
+        let mut missed = Ok(());
+        if let Some(id) = self.index.find(key)
+            && self.index.slot(id, Tier::Disk).is_none()
+        {
+            let awaited = !self.shared().config.writes_back() || !next.is_empty();
+            if !awaited && self.index.slot(id, Tier::Host).is_some() {
+                self.must_be_written(id, key);
+                return (answers, None);
+            }
+            if let Some(entry) = self.flights.entry(key, Tier::Disk) {
+                // The block was removed and stored again during this flight, and that store writes it.
+                if entry != id {
+                    self.set_dirty(id, key);
+                }
+                let is_awaited = !next.is_empty();
+                match self.flights.pass_to_write(key, id, next) {
+                    Ok(()) => {
+                        if is_awaited {
+                            self.raise(key, Tier::Disk);
+                        }
+                        return (answers, None);
+                    }
+                    Err(waiters) => next = waiters,
+                }
+                missed = Err(self.timeout("a movement of the block that is overdue"));
+            } else if let Some(pin) = self.pin_source(id, key) {
+                let class = if next.is_empty() { Class::Background } else { Class::Awaited };
+                let started = self.flights.begin_started(key, Tier::Disk, id, class, next);
+                return (answers, Some(PendingWrite { key: *key, pin, started }));
+            } else if let (Tier::Host, Some(error)) = (tier, failed) {
+                // It did not arrive in host memory, from which it would be written.
+                self.count(&self.shared().metrics.writes_refused, 1);
+                self.refusals.add(*key, error.clone());
+                missed = Err(error);
+            }
+        }
+        answers.extend(next.into_iter().map(|waiter| (waiter, missed.clone().map(|()| None))));
+        (answers, None)
     }
 }

@@ -1,6 +1,9 @@
 //! Deadlines without a clock: callers count the ticks of the reactor's task.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use super::Shared;
 use crate::{block::Tier, shield::caught};
@@ -15,7 +18,7 @@ impl Shared {
     }
 
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.
-    pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
+    pub(crate) fn give_up_overdue(self: &Arc<Self>, begun: u64) -> bool {
         let (waiters, any, held) = {
             let mut state = self.lock();
             let held = Tier::ALL.map(|tier| self.held_slots(tier));
@@ -39,7 +42,7 @@ impl Shared {
 
     /// Whether the clock is to be watched on: while a movement `is_active` on the reactor, a flight is in flight, or a
     /// request waits for a slot. Who begins a flight later wakes the task again.
-    pub(crate) fn is_watched(&self, is_active: bool) -> bool {
+    pub(crate) fn is_watched(self: &Arc<Self>, is_active: bool) -> bool {
         let mut state = self.lock();
         state.is_watched = is_active || state.flights.len() > 0 || !state.slot_requests.is_empty();
         state.is_watched

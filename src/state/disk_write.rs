@@ -1,5 +1,7 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
+use std::sync::Arc;
+
 use super::{Filling, Pin, Shared, State};
 use crate::{
     block::{BlockKey, FileId, Tier},
@@ -23,7 +25,7 @@ pub(crate) struct DiskWrite {
 
 impl Shared {
     /// Notes a refusal for a block whose write was lost.
-    pub(crate) fn note_refused(&self, key: &BlockKey, id: EntryId, error: &Error) {
+    pub(crate) fn note_refused(self: &Arc<Self>, key: &BlockKey, id: EntryId, error: &Error) {
         self.lock().note_written(key, id, Some(error));
     }
 }

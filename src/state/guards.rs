@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Filling, Pin, Shared, State, left_pins::EndedPin};
+use super::{Filling, Locked, Pin, Shared, State, left_pins::EndedPin};
 use crate::{
     block::{Route, Segment, Tier},
     index::EntryId,
@@ -84,26 +84,20 @@ impl Drop for Filling {
 }
 
 impl Pin {
-    /// Pins `id` if it is resident in `tier`, for a holder of the lock.
-    pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
-        let slot = state.index.pin(id, tier)?;
-        Some(Pin::taken(Arc::clone(shared), id, tier, slot, route))
-    }
-
     /// The owner of a pin that the index has counted.
     pub(super) fn taken(shared: Arc<Shared>, id: EntryId, tier: Tier, slot: u32, route: Route) -> Pin {
         Pin { shared: Some(shared), id, tier, slot, route, is_leased: false }
     }
 
     /// Drops it for a holder of the lock.
-    pub(crate) fn release(self, state: &mut State) {
+    pub(crate) fn release(self, state: &mut Locked<'_>) {
         drop(self.end(state));
     }
 
     /// As [`release`](Self::release), and returns what it held of the cache, for the next owner.
-    pub(super) fn end(mut self, state: &mut State) -> Arc<Shared> {
+    pub(super) fn end(mut self, state: &mut Locked<'_>) -> Arc<Shared> {
         let shared = self.shared.take().expect("not released while it can be named");
-        shared.unpin(state, EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased });
+        state.unpin(EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased });
         shared
     }
 
@@ -151,44 +145,50 @@ impl Drop for Pin {
         let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
         let pin = EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased };
         if let Some(mut state) = shared.try_lock() {
-            return shared.unpin(&mut state, pin);
+            return state.unpin(pin);
         }
         if !shared.left_pins.leave(pin)
             && let Some(mut state) = shared.lock_unless_broken()
         {
-            shared.unpin(&mut state, pin);
+            state.unpin(pin);
         }
     }
 }
 
-impl Shared {
+impl Locked<'_> {
+    /// Pins `id` if it is resident in `tier`.
+    pub(crate) fn pin(&mut self, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
+        let slot = self.index.pin(id, tier)?;
+        Some(Pin::taken(Arc::clone(self.shared()), id, tier, slot, route))
+    }
+
     /// Ends the pins that were left to the next holder of the lock.
     #[cold]
-    pub(super) fn end_left_pins(&self, state: &mut State) {
-        self.left_pins.take(|pin| self.unpin(state, pin));
+    pub(super) fn end_left_pins(&mut self) {
+        self.shared().left_pins.take(|pin| self.unpin(pin));
     }
 
     /// A request waits for a slot from now on: pins that were left may hold one.
-    pub(super) fn expect_slots(&self, state: &mut State) {
-        self.left_pins.await_slot(true);
-        self.end_left_pins(state);
+    pub(super) fn expect_slots(&mut self) {
+        self.shared().left_pins.await_slot(true);
+        self.end_left_pins();
     }
 
     #[inline]
-    fn unpin(&self, state: &mut State, EndedPin { id, tier, is_leased }: EndedPin) {
+    fn unpin(&mut self, EndedPin { id, tier, is_leased }: EndedPin) {
         if is_leased {
-            self.leases[tier as usize].sub_locked(1, state);
+            self.shared().leases[tier as usize].sub_locked(1, self);
         }
-        let mut freed = state.index.unpin(id, tier);
-        if tier == Tier::Device && freed.is_none() && !state.device_service.reads() {
+        let mut freed = self.index.unpin(id, tier);
+        if tier == Tier::Device && freed.is_none() && !self.device_service.reads() {
             // It cannot be read any more: with its last reader the copy is gone.
-            freed = state.index.drop_copy(id, tier);
+            freed = self.index.drop_copy(id, tier);
         }
         if let Some(slot) = freed {
-            state.push_free(tier, slot);
+            self.push_free(tier, slot);
         }
-        if tier == Tier::Host && state.has_waiters(tier) && self.write_back_is_due(state, 0, 0.0) {
-            self.write_back.notify_one();
+        if tier == Tier::Host && self.has_waiters(tier) && self.write_back_is_due(0, 0.0) {
+            self.shared().write_back.notify_one();
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Hints of callers, carried to the index.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use super::Shared;
 use crate::block::BlockKey;
@@ -11,7 +11,7 @@ const MARKED_UNDER_ONE_LOCK: usize = 256;
 impl Shared {
     /// Releases the first `count` blocks of a chain, whose other blocks are released already. Returns how many are
     /// released now; 0 once the cache is closed.
-    pub(crate) fn release(&self, keys: &[BlockKey], count: usize) -> usize {
+    pub(crate) fn release(self: &Arc<Self>, keys: &[BlockKey], count: usize) -> usize {
         let mut released = 0;
         let mut left = count;
         while left > 0 {
@@ -36,7 +36,7 @@ impl Shared {
 
     /// Keeps the blocks of a chain, and those before it, for `time`. Returns how many of the chain are kept; 0 once the
     /// cache is closed.
-    pub(crate) fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
+    pub(crate) fn keep(self: &Arc<Self>, keys: &[BlockKey], time: Duration) -> usize {
         let until = self.now_ms().saturating_add(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
         let (mut kept, mut keys) = (0, keys.iter());
         // The block whose ancestors are kept next: named by its key, as it may be gone by the next lock.
@@ -71,8 +71,6 @@ impl Shared {
 
 #[cfg(all(test, feature = "sim"))]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
     use crate::{block::Tier, config::Config, index::Index, memory::Arena, metrics::Metrics, state::locks_taken};
 
@@ -81,7 +79,7 @@ mod tests {
         const BLOCKS: u64 = 1 << 15;
         let config = Config::default().block_bytes(4096).host_blocks(2);
         let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));
+        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
         let keys = (0..BLOCKS).map(|n| {
             let mut key = [0; 32];
             key[..8].copy_from_slice(&n.to_le_bytes());

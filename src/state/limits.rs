@@ -1,6 +1,6 @@
-//! The errors past a limit, which are counted. A holder of the lock calls the `_locked` ones.
+//! The errors past a limit, which are counted.
 
-use super::{Shared, State};
+use super::{Locked, Shared};
 use crate::error::Error;
 
 impl Shared {
@@ -9,24 +9,21 @@ impl Shared {
         Error::busy(what, limit, setting)
     }
 
-    pub(super) fn busy_locked(
-        &self,
-        state: &mut State,
-        what: &'static str,
-        limit: u64,
-        setting: &'static str,
-    ) -> Error {
-        state.count(&self.metrics.busy, 1);
-        Error::busy(what, limit, setting)
-    }
-
     pub(crate) fn timeout(&self, what: &'static str) -> Error {
         self.metrics.timeouts.add(1);
         Error::timeout(what, self.deadline(), None)
     }
+}
 
-    pub(super) fn timeout_locked(&self, state: &mut State, what: &'static str) -> Error {
-        state.count(&self.metrics.timeouts, 1);
-        Error::timeout(what, self.deadline(), None)
+/// The recorder of metrics is told after the unlock.
+impl Locked<'_> {
+    pub(super) fn busy(&mut self, what: &'static str, limit: u64, setting: &'static str) -> Error {
+        self.count(&self.shared().metrics.busy, 1);
+        Error::busy(what, limit, setting)
+    }
+
+    pub(super) fn timeout(&mut self, what: &'static str) -> Error {
+        self.count(&self.shared().metrics.timeouts, 1);
+        Error::timeout(what, self.shared().deadline(), None)
     }
 }

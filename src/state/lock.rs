@@ -4,7 +4,10 @@
 //! later calls panic, because they could be served wrong bytes. Owners of slots leave the state as it is when they are
 //! dropped after that.
 
-use std::ops::{Deref, DerefMut};
+use std::{
+    ops::{Deref, DerefMut},
+    sync::Arc,
+};
 
 use tokio::sync::oneshot;
 
@@ -12,7 +15,7 @@ use super::{Flight, Outcome, Shared, State, requests::Refused, slots::Grant};
 use crate::{
     block::Tier,
     error::Error,
-    metrics::{Count, Export},
+    metrics::{Count, Export, Held},
     sync::MutexGuard,
 };
 
@@ -22,13 +25,13 @@ impl Shared {
     /// # Panics
     /// If an earlier holder panicked.
     #[inline]
-    pub(crate) fn lock(&self) -> Locked<'_> {
+    pub(crate) fn lock(self: &Arc<Self>) -> Locked<'_> {
         self.locked(self.state.lock())
     }
 
     /// Locks the state for the drop of an owner; `None` if a panic under the lock has broken an invariant.
     #[inline(always)] // each drop of a lease pays for it
-    pub(crate) fn lock_unless_broken(&self) -> Option<Locked<'_>> {
+    pub(crate) fn lock_unless_broken(self: &Arc<Self>) -> Option<Locked<'_>> {
         // Under the lock that this thread still holds while it unwinds, the drop would wait for itself.
         if LOCKS_HELD.get() > 0 && std::thread::panicking() {
             return None;
@@ -38,12 +41,12 @@ impl Shared {
 
     /// Locks the state for the drop of a pin, if that need not be waited for. `None` also if an invariant is broken.
     #[inline(always)] // each drop of a lease pays for it
-    pub(super) fn try_lock(&self) -> Option<Locked<'_>> {
+    pub(super) fn try_lock(self: &Arc<Self>) -> Option<Locked<'_>> {
         self.state.try_lock().map(|state| self.locked(state))
     }
 
     #[inline(always)]
-    fn locked<'a>(&'a self, state: MutexGuard<'a, State>) -> Locked<'a> {
+    fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
         let after = AfterUnlock { shared: self, evicted: None, work: None };
@@ -51,27 +54,9 @@ impl Shared {
         #[cfg(feature = "sim")]
         count_lock();
         if !self.left_pins.is_empty() {
-            self.end_left_pins(&mut locked);
+            locked.end_left_pins();
         }
         locked
-    }
-
-    /// Takes all waiters, who are answered after the last unlock.
-    #[cold]
-    fn abandon(&self, state: &mut State) -> Box<Work> {
-        let flights = state.flights.finish_all();
-        let requests = Tier::ALL.map(|tier| state.slot_requests.take_all(tier));
-        Box::new(Work::Abandon { flights, requests })
-    }
-
-    /// Grants available slots to the requests that wait, and takes what is left for after the unlock.
-    #[cold]
-    fn serve(&self, state: &mut State) -> Option<Box<Work>> {
-        let granted = self.grant_slots(state);
-        let is_raised = !state.raised.is_empty();
-        let (exports, gone) = (std::mem::take(&mut state.exports), std::mem::take(&mut state.flights.gone));
-        let any = is_raised || !granted.is_empty() || !exports.is_empty() || !gone.is_empty();
-        any.then(|| Box::new(Work::Serve { granted, is_raised, exports, _gone: gone }))
     }
 }
 
@@ -116,6 +101,39 @@ pub fn holds_lock() -> bool {
 }
 
 impl State {
+    /// True if something follows the unlock, beside what the recorder is told of evictions.
+    #[inline]
+    fn has_left_work(&self) -> bool {
+        !self.slot_requests.is_empty()
+            || !self.raised.is_empty()
+            || !self.exports.is_empty()
+            || !self.flights.gone.is_empty()
+    }
+}
+
+/// The state, locked, with what its holder may do. The unlock grants available slots to the requests that wait, first
+/// come, first served.
+///
+/// Many events free slots, some of them several: the end of a fill makes copies in other tiers evictable, an evicted
+/// suffix its prefix. None of them looks for requests.
+///
+/// Wakers and the recorder of metrics are users' code, which may call the cache. So whatever wakes or drops a waker, or
+/// calls the recorder, is left in the state by the holder of the lock, and follows the unlock.
+pub(crate) struct Locked<'a> {
+    // Declared, and so dropped, before what follows the unlock.
+    state: MutexGuard<'a, State>,
+    after: AfterUnlock<'a>,
+    /// The thread panicked before it locked: it drops an owner, and breaks nothing here.
+    was_unwinding: bool,
+}
+
+impl<'a> Locked<'a> {
+    /// What needs no lock.
+    #[inline]
+    pub(crate) fn shared(&self) -> &'a Arc<Shared> {
+        self.after.shared
+    }
+
     /// Counts, and tells the recorder of metrics after the unlock.
     pub(crate) fn count(&mut self, count: &Count, n: u64) {
         if n > 0 {
@@ -130,35 +148,31 @@ impl State {
     }
 
     /// Counts an eviction, and tells the recorder of metrics after the unlock.
-    pub(super) fn count_eviction(&mut self, tier: Tier, count: &Count) {
-        count.add_locked(1, self);
+    pub(super) fn count_eviction(&mut self, tier: Tier) {
+        self.shared().metrics.tier(tier).evictions.add_locked(1, self);
         self.evicted[tier as usize] += 1;
     }
 
-    /// True if something follows the unlock, beside what the recorder is told of evictions.
-    #[inline]
-    fn has_left_work(&self) -> bool {
-        !self.slot_requests.is_empty()
-            || !self.raised.is_empty()
-            || !self.exports.is_empty()
-            || !self.flights.gone.is_empty()
+    /// Takes all waiters, who are answered after the last unlock.
+    #[cold]
+    fn abandon(&mut self) -> Box<Work> {
+        let flights = self.flights.finish_all();
+        let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
+        Box::new(Work::Abandon { flights, requests })
+    }
+
+    /// Grants available slots to the requests that wait, and takes what is left for after the unlock.
+    #[cold]
+    fn serve(&mut self) -> Option<Box<Work>> {
+        let granted = self.grant_slots();
+        let is_raised = !self.raised.is_empty();
+        let (exports, gone) = (std::mem::take(&mut self.exports), std::mem::take(&mut self.flights.gone));
+        let any = is_raised || !granted.is_empty() || !exports.is_empty() || !gone.is_empty();
+        any.then(|| Box::new(Work::Serve { granted, is_raised, exports, _gone: gone }))
     }
 }
 
-/// The state, locked. The unlock grants available slots to the requests that wait, first come, first served.
-///
-/// Many events free slots, some of them several: the end of a fill makes copies in other tiers evictable, an evicted
-/// suffix its prefix. None of them looks for requests.
-///
-/// Wakers and the recorder of metrics are users' code, which may call the cache. So whatever wakes or drops a waker, or
-/// calls the recorder, is left in the state by the holder of the lock, and follows the unlock.
-pub(crate) struct Locked<'a> {
-    // Declared, and so dropped, before what follows the unlock.
-    state: MutexGuard<'a, State>,
-    after: AfterUnlock<'a>,
-    /// The thread panicked before it locked: it drops an owner, and breaks nothing here.
-    was_unwinding: bool,
-}
+impl Held for Locked<'_> {}
 
 impl Deref for Locked<'_> {
     type Target = State;
@@ -178,24 +192,23 @@ impl DerefMut for Locked<'_> {
 impl Drop for Locked<'_> {
     #[inline]
     fn drop(&mut self) {
-        let Locked { state, after, was_unwinding } = self;
-        if std::thread::panicking() && !*was_unwinding {
-            after.work = Some(after.shared.abandon(state));
+        if std::thread::panicking() && !self.was_unwinding {
+            self.after.work = Some(self.abandon());
             return;
         }
-        if state.has_left_work() {
-            after.work = after.shared.serve(state);
+        if self.has_left_work() {
+            self.after.work = self.serve();
         }
         // Last: a slot that is granted may be an evicted block's.
-        if state.evicted != [0; Tier::COUNT] {
-            after.evicted = Some(std::mem::take(&mut state.evicted));
+        if self.evicted != [0; Tier::COUNT] {
+            self.after.evicted = Some(std::mem::take(&mut self.evicted));
         }
     }
 }
 
 /// What follows the unlock.
 struct AfterUnlock<'a> {
-    shared: &'a Shared,
+    shared: &'a Arc<Shared>,
     evicted: Option<[u32; Tier::COUNT]>,
     work: Option<Box<Work>>,
 }
@@ -222,7 +235,7 @@ impl Drop for AfterUnlock<'_> {
 
 impl Shared {
     #[cold]
-    fn follow_up(&self, evicted: Option<[u32; Tier::COUNT]>, work: Option<Box<Work>>) {
+    fn follow_up(self: &Arc<Self>, evicted: Option<[u32; Tier::COUNT]>, work: Option<Box<Work>>) {
         if let Some(evicted) = evicted {
             self.metrics.evicted(evicted);
         }
@@ -233,7 +246,7 @@ impl Shared {
 }
 
 impl Work {
-    fn run(self, shared: &Shared) {
+    fn run(self, shared: &Arc<Shared>) {
         match self {
             Work::Serve { granted, is_raised, exports, _gone } => {
                 if is_raised {
@@ -280,7 +293,7 @@ mod tests {
         let config = Config::default().block_bytes(BYTES).host_blocks(2);
         let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
         let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
-        let filling = shared.acquire_now(Tier::Host).expect("both slots are free");
+        let filling = shared.lock().acquire(Tier::Host).expect("both slots are free");
         assert!(shared.commit(key, None, filling, 0).is_ok(), "stored");
         shared
     }
@@ -288,7 +301,7 @@ mod tests {
     fn pin(shared: &Arc<Shared>, key: &BlockKey) -> Pin {
         let mut state = shared.lock();
         let id = state.index.find(key).expect("stored");
-        Pin::take(shared, &mut state, id, Tier::Host, Route::HostHit).expect("in host memory")
+        state.pin(id, Tier::Host, Route::HostHit).expect("in host memory")
     }
 
     #[test]
@@ -296,7 +309,7 @@ mod tests {
         let key = BlockKey::new([1; 32]);
         let shared = with_a_block(&key);
         let held = pin(&shared, &key);
-        let filling = shared.acquire_now(Tier::Host).expect("the other slot");
+        let filling = shared.lock().acquire(Tier::Host).expect("the other slot");
         let mut for_a_slot = pin!(shared.acquire(Tier::Host, Purpose::Call));
         let mut context = Context::from_waker(Waker::noop());
         assert!(for_a_slot.as_mut().poll(&mut context).is_pending(), "both slots are held");
@@ -312,7 +325,7 @@ mod tests {
             let mut state = shared.lock();
             let id = state.index.find(&key).expect("stored");
             // Dropped while this thread still holds the lock.
-            let _pin = Pin::take(&shared, &mut state, id, Tier::Host, Route::HostHit);
+            let _pin = state.pin(id, Tier::Host, Route::HostHit);
             panic!("an invariant is broken");
         }));
 
@@ -332,7 +345,7 @@ mod tests {
         let key = BlockKey::new([1; 32]);
         let shared = with_a_block(&key);
         let held = pin(&shared, &key);
-        let _filling = shared.acquire_now(Tier::Host).expect("the other slot");
+        let _filling = shared.lock().acquire(Tier::Host).expect("the other slot");
         let mut waiting = pin!(shared.acquire(Tier::Host, Purpose::Call));
         let mut context = Context::from_waker(Waker::noop());
         assert!(waiting.as_mut().poll(&mut context).is_pending(), "both slots are held");
@@ -357,7 +370,7 @@ mod tests {
             drop(held);
             assert_eq!(state.index.pins(id, Tier::Host), 1, "it is left to the next holder");
             if is_slot_awaited {
-                shared.expect_slots(&mut state);
+                state.expect_slots();
                 assert_eq!(state.index.pins(id, Tier::Host), 0, "its end may free the slot");
                 shared.left_pins.await_slot(false);
             }

@@ -60,25 +60,25 @@ pub(crate) enum Promotion<P> {
 
 impl Shared {
     /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and has its promotion begin if it is
-    /// elsewhere, as [`promote_locked`](Self::promote_locked) does. Counts the use, and the hit or the miss; nothing
+    /// elsewhere, as [`promote`](Locked::promote) does. Counts the use, and the hit or the miss; nothing
     /// where it is elsewhere and there is no `begin`.
     #[inline(always)] // the pin of a hit is made where its caller wants it
     pub(crate) fn look_up<P>(
         self: &Arc<Self>,
         key: &BlockKey,
         tier: Tier,
-        begin: Option<impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
+        begin: Option<impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
     ) -> Result<Found<P>> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok(self.miss(state, key)) };
         if let Some(slot) = state.index.pin_used(id, tier) {
-            self.reconsider(&mut state, id);
+            state.reconsider(id);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
             let bytes = self.config.block_bytes;
-            self.leases[tier as usize].add_locked(1, &mut *state);
-            self.metrics.hit(tier, route, bytes, |count, n| count.add_locked(n, &mut *state));
+            self.leases[tier as usize].add_locked(1, &mut state);
+            self.metrics.hit(tier, route, bytes, |count, n| count.add_locked(n, &mut state));
             drop(state);
             self.metrics.hit(tier, route, bytes, Count::export);
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }));
@@ -93,19 +93,19 @@ impl Shared {
         mut state: Locked<'_>,
         found: (&BlockKey, EntryId),
         tier: Tier,
-        begin: Option<impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
+        begin: Option<impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
     ) -> Result<Found<P>> {
         let source = state.served_tier(found.1);
         let Some(begin) = begin else {
             let is_somewhere = source.is_some() || state.flights.contains(found.0, tier);
             return Ok(if is_somewhere { Found::Elsewhere(Promotion::NotStarted) } else { self.miss(state, found.0) });
         };
-        let promotion = self.promote_found(&mut state, found, source, tier, (Class::Awaited, Use::Now), begin)?;
+        let promotion = state.promote_found(found, source, tier, (Class::Awaited, Use::Now), begin)?;
         if matches!(promotion, Promotion::Miss) {
             return Ok(self.miss(state, found.0));
         }
         let counted = source.map_or(&self.metrics.misses, |tier| &self.metrics.tier(tier).hits);
-        counted.add_locked(1, &mut *state);
+        counted.add_locked(1, &mut state);
         drop(state);
         counted.export(1);
         spare::make();
@@ -117,79 +117,16 @@ impl Shared {
         if self.remote.as_ref().is_some_and(|remote| remote.offers(key)) {
             return Found::Remote;
         }
-        self.metrics.misses.add_locked(1, &mut *state);
+        self.metrics.misses.add_locked(1, &mut state);
         drop(state);
         self.metrics.misses.export(1);
         Found::Miss
     }
 
-    /// Joins the movement that makes `key` resident in `tier`, or has `begin` begin its flight with this waiter, unless
-    /// that has no room for it; also says where the block was found. Counts no hit and no miss: this may be one step of
-    /// a larger movement. Counts the use that `usage` says.
-    pub(crate) fn promote_locked<P>(
-        self: &Arc<Self>,
-        state: &mut State,
-        key: &BlockKey,
-        tier: Tier,
-        requested: (Class, Use),
-        begin: impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
-    ) -> Result<(Promotion<P>, Option<Tier>)> {
-        state.check_open()?;
-        state.check_device(tier)?;
-        let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
-        let source = state.served_tier(id);
-        let promotion = self.promote_found(state, (key, id), source, tier, requested, begin)?;
-        let source = if matches!(promotion, Promotion::Hit(_)) { Some(tier) } else { source };
-        Ok((promotion, source))
-    }
-
-    /// As [`promote_locked`](Self::promote_locked), of the block of an entry. `source` is its fastest tier in service.
-    fn promote_found<P>(
-        self: &Arc<Self>,
-        state: &mut State,
-        (key, id): (&BlockKey, EntryId),
-        source: Option<Tier>,
-        tier: Tier,
-        (class, usage): (Class, Use),
-        begin: impl FnOnce(&mut State, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
-    ) -> Result<Promotion<P>> {
-        if source.is_some() {
-            match usage {
-                Use::Now => {
-                    state.index.touch(id);
-                    state.index.hit(id);
-                    self.reconsider(state, id);
-                }
-                Use::Announced => state.index.announce(id),
-                Use::Counted => {}
-            }
-        }
-        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-        if let Some(pin) = Pin::take(self, state, id, tier, route) {
-            return Ok(Promotion::Hit(pin));
-        }
-        let waiters_max = self.config.limits.waiters_max;
-        match state.join(key, tier, class, waiters_max) {
-            Joined::Waiting(receiver) => return Ok(Promotion::Joined(receiver)),
-            Joined::Full => {
-                return Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"));
-            }
-            Joined::Overdue => {
-                return Err(self.timeout_locked(state, "a movement of the block that is overdue"));
-            }
-            Joined::None => {}
-        }
-        if source.is_none() {
-            return Ok(Promotion::Miss);
-        }
-        let (sender, receiver) = spare::take();
-        Ok(begin(state, id, sender).map_or(Promotion::NotStarted, |begun| Promotion::Started(receiver, begun)))
-    }
-
     /// Forgets `key`. Pinned copies stay until their last reader is done.
     ///
     /// Returns an error if its write is overdue: the block is forgotten, but its record may still be written.
-    pub(crate) fn remove(&self, key: &BlockKey) -> Result<Removed> {
+    pub(crate) fn remove(self: &Arc<Self>, key: &BlockKey) -> Result<Removed> {
         let mut state = self.lock();
         state.check_open()?;
         let mut removed = Removed::default();
@@ -222,8 +159,71 @@ impl Shared {
     }
 
     /// True if a record on disk may still name `key`, a removed block.
-    pub(crate) fn may_be_recorded(&self, key: &BlockKey) -> bool {
+    pub(crate) fn may_be_recorded(self: &Arc<Self>, key: &BlockKey) -> bool {
         self.lock().disk.as_ref().is_some_and(|slots| slots.pages_naming(key).next().is_some())
+    }
+}
+
+impl Locked<'_> {
+    /// Joins the movement that makes `key` resident in `tier`, or has `begin` begin its flight with this waiter, unless
+    /// that has no room for it; also says where the block was found. Counts no hit and no miss: this may be one step of
+    /// a larger movement. Counts the use that `usage` says.
+    pub(crate) fn promote<P>(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        requested: (Class, Use),
+        begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
+    ) -> Result<(Promotion<P>, Option<Tier>)> {
+        self.check_open()?;
+        self.check_device(tier)?;
+        let Some(id) = self.index.find(key) else { return Ok((Promotion::Miss, None)) };
+        let source = self.served_tier(id);
+        let promotion = self.promote_found((key, id), source, tier, requested, begin)?;
+        let source = if matches!(promotion, Promotion::Hit(_)) { Some(tier) } else { source };
+        Ok((promotion, source))
+    }
+
+    /// As [`promote`](Self::promote), of the block of an entry. `source` is its fastest tier in service.
+    fn promote_found<P>(
+        &mut self,
+        (key, id): (&BlockKey, EntryId),
+        source: Option<Tier>,
+        tier: Tier,
+        (class, usage): (Class, Use),
+        begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
+    ) -> Result<Promotion<P>> {
+        if source.is_some() {
+            match usage {
+                Use::Now => {
+                    self.index.touch(id);
+                    self.index.hit(id);
+                    self.reconsider(id);
+                }
+                Use::Announced => self.index.announce(id),
+                Use::Counted => {}
+            }
+        }
+        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+        if let Some(pin) = self.pin(id, tier, route) {
+            return Ok(Promotion::Hit(pin));
+        }
+        let waiters_max = self.shared().config.limits.waiters_max;
+        match self.join(key, tier, class, waiters_max) {
+            Joined::Waiting(receiver) => return Ok(Promotion::Joined(receiver)),
+            Joined::Full => {
+                return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max"));
+            }
+            Joined::Overdue => {
+                return Err(self.timeout("a movement of the block that is overdue"));
+            }
+            Joined::None => {}
+        }
+        if source.is_none() {
+            return Ok(Promotion::Miss);
+        }
+        let (sender, receiver) = spare::take();
+        Ok(begin(self, id, sender).map_or(Promotion::NotStarted, |begun| Promotion::Started(receiver, begun)))
     }
 }
 

@@ -65,7 +65,7 @@ use crate::{
     index::{EntryId, Index},
     io::OpenFile,
     memory::Arena,
-    metrics::{Export, Held, Metrics, Tally},
+    metrics::{Export, Metrics, Tally},
     sync::Mutex,
 };
 
@@ -113,9 +113,6 @@ pub(crate) struct State {
     pub(crate) is_watched: bool,
     closed: bool,
 }
-
-// Only behind the lock does anyone have it.
-impl Held for State {}
 
 /// The share of a tier's slots that may be kept, as a divisor.
 const KEPT_PART: u64 = 4;
@@ -240,26 +237,8 @@ impl Shared {
         None
     }
 
-    /// True if too few host slots are available, and write-back could make more so. `demoting`: write-backs in flight.
-    pub(crate) fn write_back_is_due(&self, state: &State, demoting: u32, watermark: f64) -> bool {
-        if !self.config.writes_back() || state.index.demotable_len(Tier::Host) == 0 {
-            return false;
-        }
-        let free = state.free[Tier::Host as usize].len();
-        let evictable = state.index.evictable(Tier::Host);
-        let available = match self.config.values_writes() && free + evictable > 0 {
-            // A later decision knows more. The blocks of a chain can be evicted one after the other.
-            true => free + state.index.resident(Tier::Host).saturating_sub(state.dirty.len()) + state.write_queue.len(),
-            false => free + evictable,
-        };
-        let available = available + demoting as usize;
-        // At least one, so that a tiny tier is never stuck with dirty blocks only.
-        let wanted = (f64::from(self.host_slots()) * watermark).ceil().max(1.0);
-        (available as f64) < wanted
-    }
-
     /// Refuses every call from now on, and the requests for slots that may never become free.
-    pub(crate) fn close(&self) {
+    pub(crate) fn close(self: &Arc<Self>) {
         let mut state = self.lock();
         state.closed = true;
         let files = std::mem::take(&mut state.files);
@@ -283,6 +262,27 @@ impl Shared {
     /// First byte of a host slot.
     pub(crate) fn host_ptr(&self, slot: u32) -> NonNull<u8> {
         self.arena.slot_ptr(slot)
+    }
+}
+
+impl Locked<'_> {
+    /// True if too few host slots are available, and write-back could make more so. `demoting`: write-backs in flight.
+    pub(crate) fn write_back_is_due(&self, demoting: u32, watermark: f64) -> bool {
+        let config = &self.shared().config;
+        if !config.writes_back() || self.index.demotable_len(Tier::Host) == 0 {
+            return false;
+        }
+        let free = self.free[Tier::Host as usize].len();
+        let evictable = self.index.evictable(Tier::Host);
+        let available = match config.values_writes() && free + evictable > 0 {
+            // A later decision knows more. The blocks of a chain can be evicted one after the other.
+            true => free + self.index.resident(Tier::Host).saturating_sub(self.dirty.len()) + self.write_queue.len(),
+            false => free + evictable,
+        };
+        let available = available + demoting as usize;
+        // At least one, so that a tiny tier is never stuck with dirty blocks only.
+        let wanted = (f64::from(self.shared().host_slots()) * watermark).ceil().max(1.0);
+        (available as f64) < wanted
     }
 }
 

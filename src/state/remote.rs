@@ -73,7 +73,7 @@ impl Shared {
 
     /// Queues what the task that writes finds by itself, and is not woken for: blocks that were used again, or that the
     /// last tier of the node evicts next, which are looked for under one lock.
-    pub(crate) fn queue_found(&self) {
+    pub(crate) fn queue_found(self: &Arc<Self>) {
         match self.config.remote.policy {
             RemotePolicy::Reused => {
                 let reused = self.lock().index.take_reused();
@@ -84,7 +84,7 @@ impl Shared {
         }
     }
 
-    fn queue_evicted_next(&self) {
+    fn queue_evicted_next(self: &Arc<Self>) {
         // What the map has no room for would be written again and again.
         let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_full()) else { return };
         let (tier, state) = (self.config.last_tier(), self.lock());
@@ -113,7 +113,7 @@ impl Shared {
 
     /// Has the blocks of a call that no tier of the node has brought together, as far as the remote tier offers them;
     /// how many.
-    pub(crate) fn want_remote(&self, keys: &[BlockKey], is_awaited: bool) -> usize {
+    pub(crate) fn want_remote(self: &Arc<Self>, keys: &[BlockKey], is_awaited: bool) -> usize {
         let Some(remote) = self.remote.as_ref().filter(|remote| remote.blocks() > 0) else { return 0 };
         let mut wanted = Vec::new();
         for keys in keys.chunks(LOOKED_UP_UNDER_ONE_LOCK) {
@@ -126,7 +126,7 @@ impl Shared {
 
     /// The tiers of a chain's leading blocks, as a request for them begins: those of the node and what the remote tier
     /// offers. None once the cache is closed.
-    pub(crate) fn match_prefix(&self, keys: &[BlockKey]) -> Vec<Tier> {
+    pub(crate) fn match_prefix(self: &Arc<Self>, keys: &[BlockKey]) -> Vec<Tier> {
         let mut state = self.lock();
         if state.check_open().is_err() {
             return Vec::new();
@@ -139,7 +139,7 @@ impl Shared {
     }
 
     /// The length of [`match_prefix`](Self::match_prefix). Without a remote tier it allocates nothing.
-    pub(crate) fn match_len(&self, keys: &[BlockKey]) -> usize {
+    pub(crate) fn match_len(self: &Arc<Self>, keys: &[BlockKey]) -> usize {
         let mut state = self.lock();
         if state.check_open().is_err() {
             return 0;
@@ -152,7 +152,7 @@ impl Shared {
 
     /// The number of leading blocks, of which a tier of the node has the first `matched`: with those that the remote
     /// tier offers behind them, and those that follow these. Adds their tiers.
-    fn match_further(&self, keys: &[BlockKey], mut matched: usize, mut add: impl FnMut(Tier)) -> usize {
+    fn match_further(self: &Arc<Self>, keys: &[BlockKey], mut matched: usize, mut add: impl FnMut(Tier)) -> usize {
         let Some(remote) = &self.remote else { return matched };
         while matched < keys.len() {
             let offered = remote.offered(keys[matched..].iter());

@@ -12,14 +12,14 @@ use crate::{
 impl Shared {
     /// Forgets a refusal whose error the caller of the store has taken. Not earlier: the answer may be dropped on its
     /// way.
-    pub(crate) fn forget_reported_one(&self, key: &BlockKey, error: &Error) {
+    pub(crate) fn forget_reported_one(self: &Arc<Self>, key: &BlockKey, error: &Error) {
         if says_refused(error) {
             self.lock().refusals.forget(key);
         }
     }
 
     /// Forgets the refusals whose results the caller of the stores has.
-    pub(crate) fn forget_reported(&self, keys: &[BlockKey], results: &[Result<bool>]) {
+    pub(crate) fn forget_reported(self: &Arc<Self>, keys: &[BlockKey], results: &[Result<bool>]) {
         for (key, result) in keys.iter().zip(results) {
             result.as_ref().err().into_iter().for_each(|error| self.forget_reported_one(key, error));
         }
@@ -29,7 +29,7 @@ impl Shared {
 impl Shared {
     /// Notes the error of a store that its caller does not get, unless the block is on disk all the same, or the policy
     /// promises no write of it.
-    pub(crate) fn note_untold(&self, key: &BlockKey, error: &Error) {
+    pub(crate) fn note_untold(self: &Arc<Self>, key: &BlockKey, error: &Error) {
         let disk = &self.config.disk;
         let is_promised = matches!(disk.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack);
         // A closed cache has no sync, and its close covers what was stored before.

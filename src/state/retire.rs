@@ -1,6 +1,6 @@
 //! Takes a tier out of service.
 
-use std::io;
+use std::{io, sync::Arc};
 
 use super::{Failures, Health, Shared};
 use crate::block::{FileId, OpKind, Tier};
@@ -10,17 +10,17 @@ const DROPPED_PER_LOCK: usize = 256;
 
 impl Shared {
     /// Takes the disk tier out of service. Host and device keep serving.
-    pub(crate) fn retire_disk(&self, reason: String) {
+    pub(crate) fn retire_disk(self: &Arc<Self>, reason: String) {
         self.lower_service(Health::Retired(reason));
     }
 
     /// Lets the disk tier take no more blocks. It serves those that it has.
-    pub(crate) fn refuse_writes(&self, reason: String) {
+    pub(crate) fn refuse_writes(self: &Arc<Self>, reason: String) {
         self.lower_service(Health::ReadOnly(reason));
     }
 
     /// Takes the device tier out of service: its blocks cannot be read any more. Host and disk keep serving.
-    pub(crate) fn retire_device(&self, reason: String) {
+    pub(crate) fn retire_device(self: &Arc<Self>, reason: String) {
         let mut state = self.lock();
         if !state.device_service.lower(Health::Retired(reason.clone())) {
             return;
@@ -36,7 +36,7 @@ impl Shared {
 
     /// Drops every copy in the device tier that has no reader. The last unpin drops each of the others, also of those
     /// that are published later.
-    fn drop_device_copies(&self) {
+    fn drop_device_copies(self: &Arc<Self>) {
         let mut next = Some(0);
         while let Some(page) = next {
             let mut keys = Vec::new();
@@ -56,7 +56,7 @@ impl Shared {
     }
 
     /// Lowers the service of the disk tier; it never rises again.
-    fn lower_service(&self, to: Health) {
+    fn lower_service(self: &Arc<Self>, to: Health) {
         let mut state = self.lock();
         let lower = state.disk_service.lower(to.clone());
         let refused = state.slot_requests.take_all(Tier::Disk);
@@ -72,7 +72,13 @@ impl Shared {
     }
 
     /// Counts the end of an operation on a file, and lowers the service after too many failures in a row.
-    pub(crate) fn account<T>(&self, failures: &[Failures], file: FileId, kind: OpKind, result: &io::Result<T>) {
+    pub(crate) fn account<T>(
+        self: &Arc<Self>,
+        failures: &[Failures],
+        file: FileId,
+        kind: OpKind,
+        result: &io::Result<T>,
+    ) {
         let Some(count) = failures[usize::from(file.0)].count(kind, result) else { return };
         if count < self.config.disk.failures_max {
             return;
@@ -106,7 +112,7 @@ mod tests {
         const BLOCKS: usize = 3 * DROPPED_PER_LOCK;
         let config = Config::default().block_bytes(4096).host_blocks(2).device_blocks(BLOCKS as u32);
         let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));
+        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
         let mut state = shared.lock();
         for n in 0..BLOCKS as u64 {
             let mut key = [0; 32];

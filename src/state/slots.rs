@@ -5,7 +5,7 @@ use std::sync::{Arc, atomic::Ordering};
 use tokio::sync::oneshot;
 
 use super::{
-    Filling, KEPT_PART, Shared, State,
+    Filling, KEPT_PART, Locked, Shared, State,
     requests::{Queue, Request},
 };
 use crate::{
@@ -33,7 +33,7 @@ pub(crate) struct Grant {
 
 impl Grant {
     /// Gives the slot to the request, or back if the request is gone. Wakes a caller, so call it without the lock.
-    pub(crate) fn send(self, shared: &Shared) {
+    pub(crate) fn send(self, shared: &Arc<Shared>) {
         if let Err(Ok(slot)) = self.request.answer.send(Ok(self.slot))
             && let Some(mut state) = shared.lock_unless_broken()
         {
@@ -118,15 +118,15 @@ impl Shared {
                 _ => state.urgency(purpose),
             };
             // While a request waits no slot is available: the last unlock would have granted it.
-            if let Some(slot) = self.take_slot(&mut state, tier) {
+            if let Some(slot) = state.take_slot(tier) {
                 return Ok(Filling::new(self, tier, slot));
             }
             state.check_may_wait(tier)?;
             if state.slot_requests.len(tier) >= self.config.limits.waiters_max as usize {
                 let waiters_max = u64::from(self.config.limits.waiters_max);
-                return Err(self.busy_locked(&mut state, "waiters for a slot", waiters_max, "waiters_max"));
+                return Err(state.busy("waiters for a slot", waiters_max, "waiters_max"));
             }
-            SlotWait::begin(self, &mut state, tier, purpose, urgency)
+            SlotWait::begin(&mut state, tier, purpose, urgency)
         };
         self.watch.notify_one();
         shield(waiting.wait()).await
@@ -149,31 +149,9 @@ impl Shared {
         }
     }
 
-    /// Takes a slot of `tier`, if one is available at once.
-    pub(crate) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
-        self.acquire_locked(&mut self.lock(), tier)
-    }
-
-    /// As [`acquire_now`](Self::acquire_now), for a holder of the lock.
-    pub(crate) fn acquire_locked(self: &Arc<Self>, state: &mut State, tier: Tier) -> Option<Filling> {
-        state.check_service(tier).ok()?;
-        let slot = self.take_slot(state, tier)?;
-        Some(Filling::new(self, tier, slot))
-    }
-
     /// Host slots that are not parked.
     pub(crate) fn host_slots(&self) -> u32 {
         self.config.host_slots() - self.parked.load(Ordering::Relaxed)
-    }
-
-    /// Counts slots that are parked, or not any longer.
-    fn count_parked(&self, state: &mut State, slots: usize, are_parked: bool) {
-        let slots = u32::try_from(slots).expect("no more than there are");
-        match are_parked {
-            true => self.parked.fetch_add(slots, Ordering::Relaxed),
-            false => self.parked.fetch_sub(slots, Ordering::Relaxed),
-        };
-        state.index.limit_kept(Tier::Host, (u64::from(self.host_slots()) / KEPT_PART) as usize);
     }
 
     /// Takes up to `slots` host slots out of use, free ones and those of the coldest blocks, as far as they are
@@ -182,82 +160,25 @@ impl Shared {
     pub(crate) fn park(self: &Arc<Self>, slots: usize) -> Vec<Filling> {
         assert!(self.config.host.parks, "the memory of the host tier may be registered");
         let mut parked = Vec::new();
-        while parked.len() < slots
-            && let Some(filling) = self.acquire_now(Tier::Host)
-        {
+        for filling in std::iter::from_fn(|| self.lock().acquire(Tier::Host)).take(slots) {
             // SAFETY: a filling owns its slot, nothing is in flight on it, and `parks` keeps the arena unregistered.
             if let Err(error) = unsafe { self.arena.discard(filling.slot()) } {
                 tracing::warn!(%error, "the memory of a parked slot stays");
             }
             parked.push(filling);
         }
-        self.count_parked(&mut self.lock(), parked.len(), true);
+        self.lock().count_parked(parked.len(), true);
         parked
     }
 
     /// Puts parked slots back into use.
-    pub(crate) fn unpark(&self, parked: Vec<Filling>) {
-        self.count_parked(&mut self.lock(), parked.len(), false);
+    pub(crate) fn unpark(self: &Arc<Self>, parked: Vec<Filling>) {
+        self.lock().count_parked(parked.len(), false);
         drop(parked);
     }
 
-    fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
-        let slot = self.free_or_evicted(state, tier);
-        if tier == Tier::Host {
-            self.ask_for_write_back(state);
-        }
-        slot
-    }
-
-    fn ask_for_write_back(&self, state: &State) {
-        if self.write_back_is_due(state, 0, self.config.host.low_watermark) {
-            self.write_back.notify_one();
-        }
-    }
-
-    fn free_or_evicted(&self, state: &mut State, tier: Tier) -> Option<u32> {
-        state.pop_free(tier).or_else(|| {
-            if !state.index.keeps_nothing() {
-                state.index.expire(self.now_ms());
-            }
-            // A released block may be evicted unwritten, but not while a sync is in flight, which covers it.
-            let spares_dirty = state.refusals.is_sync_in_flight() && !self.config.values_writes();
-            let victim = state.index.victim_unless(tier, spares_dirty)?;
-            let key = state.index.key(victim);
-            let slot = state.index.evict(victim, tier);
-            // Of the blocks that must be written only released ones may be evicted.
-            if tier == Tier::Host && state.dirty.remove(&key) {
-                state.count(&self.metrics.released_unwritten, 1);
-            }
-            state.count_eviction(tier, &self.metrics.tier(tier).evictions);
-            if tier == Tier::Disk {
-                state.disk_slots().clear(slot, &key);
-            }
-            Some(slot)
-        })
-    }
-
-    /// Takes available slots for the requests that wait.
-    pub(crate) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
-        let mut granted = Vec::new();
-        for tier in Tier::ALL {
-            let before = granted.len();
-            while state.has_waiters(tier)
-                && let Some(slot) = self.free_or_evicted(state, tier)
-            {
-                let request = state.slot_requests.tiers[tier as usize].pop().expect("a request waits");
-                granted.push(Grant { tier, slot, request });
-            }
-            // Only if a slot was granted: the write-back task takes the lock too, and would wake itself for ever.
-            if tier == Tier::Host && granted.len() > before {
-                self.ask_for_write_back(state);
-            }
-        }
-        granted
-    }
-
     /// Answers the requests that have waited for a slot past their deadline.
-    pub(crate) fn give_up_overdue_slots(&self) {
+    pub(crate) fn give_up_overdue_slots(self: &Arc<Self>) {
         for tier in Tier::ALL {
             let (overdue, held) = {
                 let mut state = self.lock();
@@ -291,6 +212,82 @@ impl Shared {
     }
 }
 
+impl Locked<'_> {
+    /// Takes a slot of `tier`, if one is available at once.
+    pub(crate) fn acquire(&mut self, tier: Tier) -> Option<Filling> {
+        self.check_service(tier).ok()?;
+        let slot = self.take_slot(tier)?;
+        Some(Filling::new(self.shared(), tier, slot))
+    }
+
+    fn take_slot(&mut self, tier: Tier) -> Option<u32> {
+        let slot = self.free_or_evicted(tier);
+        if tier == Tier::Host {
+            self.ask_for_write_back();
+        }
+        slot
+    }
+
+    fn ask_for_write_back(&self) {
+        if self.write_back_is_due(0, self.shared().config.host.low_watermark) {
+            self.shared().write_back.notify_one();
+        }
+    }
+
+    fn free_or_evicted(&mut self, tier: Tier) -> Option<u32> {
+        if let Some(free) = self.pop_free(tier) {
+            return Some(free);
+        }
+        if !self.index.keeps_nothing() {
+            let now_ms = self.shared().now_ms();
+            self.index.expire(now_ms);
+        }
+        // A released block may be evicted unwritten, but not while a sync is in flight, which covers it.
+        let spares_dirty = self.refusals.is_sync_in_flight() && !self.shared().config.values_writes();
+        let victim = self.index.victim_unless(tier, spares_dirty)?;
+        let key = self.index.key(victim);
+        let slot = self.index.evict(victim, tier);
+        // Of the blocks that must be written only released ones may be evicted.
+        if tier == Tier::Host && self.dirty.remove(&key) {
+            self.count(&self.shared().metrics.released_unwritten, 1);
+        }
+        self.count_eviction(tier);
+        if tier == Tier::Disk {
+            self.disk_slots().clear(slot, &key);
+        }
+        Some(slot)
+    }
+
+    /// Takes available slots for the requests that wait.
+    pub(super) fn grant_slots(&mut self) -> Vec<Grant> {
+        let mut granted = Vec::new();
+        for tier in Tier::ALL {
+            let before = granted.len();
+            while self.has_waiters(tier)
+                && let Some(slot) = self.free_or_evicted(tier)
+            {
+                let request = self.slot_requests.tiers[tier as usize].pop().expect("a request waits");
+                granted.push(Grant { tier, slot, request });
+            }
+            // Only if a slot was granted: the write-back task takes the lock too, and would wake itself for ever.
+            if tier == Tier::Host && granted.len() > before {
+                self.ask_for_write_back();
+            }
+        }
+        granted
+    }
+
+    /// Counts slots that are parked, or not any longer.
+    fn count_parked(&mut self, slots: usize, are_parked: bool) {
+        let (shared, slots) = (self.shared(), u32::try_from(slots).expect("no more than there are"));
+        match are_parked {
+            true => shared.parked.fetch_add(slots, Ordering::Relaxed),
+            false => shared.parked.fetch_sub(slots, Ordering::Relaxed),
+        };
+        self.index.limit_kept(Tier::Host, (u64::from(shared.host_slots()) / KEPT_PART) as usize);
+    }
+}
+
 /// A request that waits for its slot.
 struct SlotWait {
     shared: Arc<Shared>,
@@ -302,13 +299,15 @@ struct SlotWait {
 }
 
 impl SlotWait {
-    fn begin(shared: &Arc<Shared>, state: &mut State, tier: Tier, purpose: Purpose, urgency: Urgency) -> Self {
+    fn begin(state: &mut Locked<'_>, tier: Tier, purpose: Purpose, urgency: Urgency) -> Self {
+        let shared = state.shared();
         let (sender, answer) = oneshot::channel();
         let request = Request { since: shared.looks(), answer: sender };
-        let Queue { awaited, background } = &mut state.slot_requests.tiers[tier as usize];
+        let State { slot_requests, flights, .. } = &mut **state;
+        let Queue { awaited, background } = &mut slot_requests.tiers[tier as usize];
         let number = match urgency {
             Urgency::Awaited => {
-                let number = state.flights.next_number();
+                let number = flights.next_number();
                 awaited.insert(number, request);
                 number
             }
@@ -319,7 +318,7 @@ impl SlotWait {
             }
         };
         state.raise_holders();
-        shared.expect_slots(state);
+        state.expect_slots();
         let movement = match purpose {
             Purpose::Call => None,
             Purpose::Movement(key, to) => Some((*key, to)),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::{Filling, FlightEnd, Pin, Shared, State, Unverified};
+use super::{Filling, FlightEnd, Locked, Pin, Shared, State, Unverified};
 use crate::{
     block::{BlockKey, FileId, Route, Segment, Tier},
     disk::Origin,
@@ -53,67 +53,24 @@ impl Shared {
         if !matches {
             self.metrics.checksum_failures.add(1);
             self.unlink(source, filling, Fault::Mismatch);
-            return self.end_flight(key, Tier::Host, Ok(None));
+            return self.lock().end_flight(key, Tier::Host, Ok(None));
         }
         let (route, bytes) = (Route::DiskToHost, self.config.block_bytes);
         self.metrics.timed(route, started.elapsed());
         let mut state = self.lock();
-        let pin = self.publish_locked(&mut state, source.id(), filling, checksum, route, source);
-        let end = self.end_flight_locked(&mut state, key, Tier::Host, Ok(pin));
-        self.metrics.moved_by(route, bytes, |count, n| count.add_locked(n, &mut *state));
+        let pin = state.publish(source.id(), filling, checksum, route, source);
+        let end = state.end_flight(key, Tier::Host, Ok(pin));
+        self.metrics.moved_by(route, bytes, |count, n| count.add_locked(n, &mut state));
         drop(state);
         self.metrics.moved_by(route, bytes, Count::export);
         end
-    }
-
-    /// Makes a filled host or device slot visible, and releases the source. Returns a pin for the first waiter; `None`
-    /// if the block was removed meanwhile.
-    pub(crate) fn publish(
-        self: &Arc<Self>,
-        id: EntryId,
-        filling: Filling,
-        checksum: u64,
-        route: Route,
-        source: Pin,
-    ) -> Option<Pin> {
-        self.publish_locked(&mut self.lock(), id, filling, checksum, route, source)
-    }
-
-    /// As [`publish`](Self::publish), for a holder of the lock.
-    pub(crate) fn publish_locked(
-        self: &Arc<Self>,
-        state: &mut State,
-        id: EntryId,
-        filling: Filling,
-        checksum: u64,
-        route: Route,
-        source: Pin,
-    ) -> Option<Pin> {
-        let (tier, slot) = (filling.tier(), filling.slot());
-        let is_visible = if state.index.complete_fill_pinned(id, tier, slot) {
-            let checksums = match tier {
-                Tier::Device => &mut state.device_checksums,
-                _ => &mut state.host_checksums,
-            };
-            checksums[slot as usize] = checksum;
-            filling.published();
-            true
-        } else {
-            filling.release(state);
-            false
-        };
-        if source.tier() == Tier::Disk {
-            state.note_right(&source);
-        }
-        let owner = source.end(state);
-        is_visible.then(|| Pin::taken(owner, id, tier, slot, route))
     }
 
     /// Gives back the disk slots of blocks that were read past host memory. Those that were right, since `began`, count
     /// as used and moved: a block that goes through a host slot is counted there. `submitted` of them were begun by
     /// [`begin_load`](super::Flights::begin_load).
     pub(crate) fn end_loads(
-        &self,
+        self: &Arc<Self>,
         route: Route,
         pins: impl IntoIterator<Item = (Pin, Option<Instant>)>,
         submitted: usize,
@@ -141,7 +98,7 @@ impl Shared {
     }
 
     /// Ends a read that failed for lack of a resource, not because of the disk: the block stays on disk.
-    pub(crate) fn abort_read(&self, pin: Pin, filling: Filling) {
+    pub(crate) fn abort_read(self: &Arc<Self>, pin: Pin, filling: Filling) {
         let mut state = self.lock();
         state.index.abort_fill(pin.id(), Tier::Host);
         filling.release(&mut state);
@@ -152,7 +109,7 @@ impl Shared {
     /// if the drive is to blame. `filling` is the host slot that the block was read into.
     ///
     /// If other readers hold the disk slot, the whole block is removed: a store must find it missing and keep its data.
-    pub(crate) fn unlink(&self, pin: Pin, filling: Filling, fault: Fault) {
+    pub(crate) fn unlink(self: &Arc<Self>, pin: Pin, filling: Filling, fault: Fault) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
         let key = state.index.key(id);
@@ -213,7 +170,7 @@ impl Shared {
     }
 
     /// Counts a quarantined slot of a path, and takes the disk tier out of service if there are too many.
-    fn note_quarantined(&self, file: FileId, of_path: u32, count: u32, (slot, why): (u32, &str)) {
+    fn note_quarantined(self: &Arc<Self>, file: FileId, of_path: u32, count: u32, (slot, why): (u32, &str)) {
         self.metrics.quarantined.add(1);
         // A bad drive has many: one warning per path, counters for the others.
         if of_path == 1 {
@@ -234,6 +191,38 @@ impl Shared {
         } else if u64::from(count) == self.config.disk_slots() {
             self.retire_disk(format!("all of its {count} slots are quarantined"));
         }
+    }
+}
+
+impl Locked<'_> {
+    /// Makes a filled host or device slot visible, and releases the source. Returns a pin for the first waiter; `None`
+    /// if the block was removed meanwhile.
+    pub(crate) fn publish(
+        &mut self,
+        id: EntryId,
+        filling: Filling,
+        checksum: u64,
+        route: Route,
+        source: Pin,
+    ) -> Option<Pin> {
+        let (tier, slot) = (filling.tier(), filling.slot());
+        let is_visible = if self.index.complete_fill_pinned(id, tier, slot) {
+            let checksums = match tier {
+                Tier::Device => &mut self.device_checksums,
+                _ => &mut self.host_checksums,
+            };
+            checksums[slot as usize] = checksum;
+            filling.published();
+            true
+        } else {
+            filling.release(self);
+            false
+        };
+        if source.tier() == Tier::Disk {
+            self.note_right(&source);
+        }
+        let owner = source.end(self);
+        is_visible.then(|| Pin::taken(owner, id, tier, slot, route))
     }
 }
 

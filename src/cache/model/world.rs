@@ -244,7 +244,7 @@ impl World {
 }
 
 /// Every slot is accounted for, nothing is held, and nothing went wrong.
-fn check_idle(shared: &Shared) {
+fn check_idle(shared: &Arc<Shared>) {
     shared.check_idle().expect("balance");
     let metrics = &shared.metrics;
     let failures = [&metrics.checksum_failures, &metrics.read_errors, &metrics.write_errors, &metrics.writes_refused];
