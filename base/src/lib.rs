@@ -12,3 +12,4 @@ pub mod checksum;
 pub mod error;
 pub mod fork;
 pub mod memory;
+pub mod runtime;

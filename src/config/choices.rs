@@ -1,7 +1,6 @@
 //! The settings that are one of a few choices.
 
-use std::fmt;
-
+pub use kvhoist_device::{CopyMethod, EngineMode};
 use serde::{Deserialize, Serialize};
 
 /// When a stored block is written to disk.
@@ -106,35 +105,6 @@ impl StorageKind {
     pub const ALL: &[StorageKind] = &[StorageKind::Auto, StorageKind::Uring, StorageKind::Blocking];
 }
 
-/// How copies between host and device memory are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum CopyMethod {
-    /// One driver call per copy: uses the copy engines, which are fastest for megabytes.
-    Loop,
-    /// One driver call per batch of copies (CUDA 12.8).
-    Batch,
-    /// One launch of kvhoist's own kernel per batch: fastest for kilobytes, but occupies multiprocessors.
-    Kernel,
-}
-
-impl CopyMethod {
-    /// All methods.
-    pub const ALL: [CopyMethod; 3] = [CopyMethod::Loop, CopyMethod::Batch, CopyMethod::Kernel];
-
-    /// Name in settings and reports.
-    pub fn name(self) -> &'static str {
-        ["loop", "batch", "kernel"][self as usize]
-    }
-}
-
-impl fmt::Display for CopyMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 /// The memory of the device tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
@@ -147,19 +117,6 @@ pub enum DeviceKind {
     Simulated,
     /// A CUDA device, or an error.
     Cuda,
-}
-
-/// Whether an engine is used that not every machine has: an RDMA device ([`gdr`](super::DeviceConfig::gdr)), or
-/// libcufile ([`cufile`](super::DeviceConfig::cufile)).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum EngineMode {
-    /// If it passes its self-test when the cache is opened.
-    Auto,
-    /// Always, or an error when the cache is opened.
-    On,
-    /// Never. Its library is not loaded.
-    Off,
 }
 
 /// Which copy engine to prefer if two are about equally fast.

@@ -12,18 +12,13 @@ use crate::{
 
 /// The engines used in production, chosen when a cache is opened.
 pub struct AnyCopy {
-    base: Base,
-    base_in_flight: Cell<u64>,
+    /// A CUDA device; without one, and with a simulated one, the processor makes all copies.
+    cuda: Option<CudaCopy>,
+    /// Makes the copies within host memory.
+    processor: Memcpy,
+    in_flight: Cell<u64>,
     gdr: Option<Gdr>,
     metrics: Arc<CopyMetrics>,
-}
-
-/// The engine for all batches that the RDMA device does not take.
-enum Base {
-    /// The processor: without a device, or with a simulated one.
-    Memcpy(Memcpy),
-    /// A CUDA device.
-    Cuda(CudaCopy),
 }
 
 struct Gdr {
@@ -33,23 +28,10 @@ struct Gdr {
     in_flight: Cell<u64>,
 }
 
-/// Calls a method of the base engine.
-macro_rules! base {
-    ($copy:expr, $engine:ident => $call:expr) => {
-        match &$copy.base {
-            Base::Memcpy($engine) => $call,
-            Base::Cuda($engine) => $call,
-        }
-    };
-}
-
 impl AnyCopy {
-    pub(crate) fn memcpy(engine: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
-        AnyCopy { base: Base::Memcpy(engine), base_in_flight: Cell::new(0), gdr: None, metrics }
-    }
-
-    pub(crate) fn cuda(engine: CudaCopy, metrics: Arc<CopyMetrics>) -> Self {
-        AnyCopy { base: Base::Cuda(engine), base_in_flight: Cell::new(0), gdr: None, metrics }
+    /// The processor alone, or beside a CUDA device.
+    pub(crate) fn new(cuda: Option<CudaCopy>, processor: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
+        AnyCopy { cuda, processor, in_flight: Cell::new(0), gdr: None, metrics }
     }
 
     /// Adds an RDMA device, which takes the copies that `mode` and `prefer` select.
@@ -58,8 +40,13 @@ impl AnyCopy {
         AnyCopy { gdr: Some(Gdr { engine, mode, prefer, in_flight: Cell::new(0) }), ..self }
     }
 
+    /// The CUDA device, if it makes this copy where the RDMA device does not.
+    fn cuda(&self, batch: &CopyBatch) -> Option<&CudaCopy> {
+        self.cuda.as_ref().filter(|_| batch.direction() != Direction::HostToHost)
+    }
+
     fn base_cost(&self, batch: &CopyBatch) -> Duration {
-        base!(self, engine => engine.cost(batch))
+        self.cuda(batch).map_or_else(|| self.processor.cost(batch), |cuda| cuda.cost(batch))
     }
 
     /// The RDMA device, if it should take this batch.
@@ -67,13 +54,13 @@ impl AnyCopy {
         let gdr = self.gdr.as_ref()?;
         // With a CUDA device the processor makes host-to-host copies; with a simulated device all copies are such
         // copies.
-        let on_processor = matches!(self.base, Base::Cuda(_)) && batch.direction() == Direction::HostToHost;
+        let on_processor = self.cuda.is_some() && batch.direction() == Direction::HostToHost;
         if on_processor || !gdr.engine.is_up() {
             return None;
         }
         let choice = || Choice {
             times: [gdr.engine.cost(batch), self.base_cost(batch)],
-            in_flight: [gdr.in_flight.get(), self.base_in_flight.get()],
+            in_flight: [gdr.in_flight.get(), self.in_flight.get()],
         };
         (gdr.mode == EngineMode::On || choice().takes_gdr(gdr.prefer)).then_some(gdr)
     }
@@ -122,7 +109,7 @@ impl Drop for InFlight<'_> {
 
 impl CopyEngine for AnyCopy {
     fn name(&self) -> &'static str {
-        base!(self, engine => engine.name())
+        self.cuda.as_ref().map_or_else(|| self.processor.name(), CopyEngine::name)
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
@@ -146,11 +133,14 @@ impl CopyEngine for AnyCopy {
                 Offered::Refused(batch) => batch,
             };
         }
-        let in_flight = InFlight::new(&self.base_in_flight, bytes);
-        let (result, batch) = base!(self, engine => engine.copy(batch).await);
+        let in_flight = InFlight::new(&self.in_flight, bytes);
+        let (name, (result, batch)) = match self.cuda(&batch) {
+            Some(cuda) => (cuda.name(), cuda.copy(batch).await),
+            None => (self.processor.name(), self.processor.copy(batch).await),
+        };
         drop(in_flight);
         if result.is_ok() {
-            self.metrics.copied(self.name(), bytes);
+            self.metrics.copied(name, bytes);
         }
         (result, batch)
     }
@@ -162,16 +152,16 @@ impl CopyEngine for AnyCopy {
     }
 
     fn checksums(&self) -> bool {
-        base!(self, engine => engine.checksums())
+        self.cuda.as_ref().is_some_and(CopyEngine::checksums)
     }
 
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         // SAFETY: the caller upholds the same contract.
-        base!(self, engine => unsafe { engine.checksum(segments, owner) }.await)
+        unsafe { self.cuda.as_ref()?.checksum(segments, owner) }.await
     }
 
     fn fault(&self) -> Option<String> {
-        base!(self, engine => engine.fault())
+        self.cuda.as_ref()?.fault()
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {

@@ -1,10 +1,12 @@
 //! Opens the device tier (a CUDA device, or a simulated one) and its copy engine, with an RDMA device beside it.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use serde::de::{DeserializeOwned, IntoDeserializer, value};
 
-use super::{AnyCopy, DevicePool, GdrState, GdrStatus, Memcpy, PoolLayout, cuda::Gpu, gdr::GdrCopy};
+use super::{
+    AnyCopy, CudaCopyOptions, DevicePool, GdrOptions, GdrState, GdrStatus, Memcpy, PoolLayout, cuda::Gpu, gdr::GdrCopy,
+};
 use crate::{
     block::Layout,
     config::{Config, CopyMethod, DeviceConfig, DeviceKind, EngineMode},
@@ -58,7 +60,12 @@ pub(crate) async fn open(
         Ok(memory) => memory,
         Err(reason) => return Ok(Opened { pool, gpu, copy, gdr: off(reason) }),
     };
-    match GdrCopy::open_for(&device, arena, memory, gpu.clone()).await {
+    let options = GdrOptions {
+        device: device.gdr_device,
+        stuck_after: Duration::from_millis(device.gdr_stuck_ms),
+        ..GdrOptions::default()
+    };
+    match GdrCopy::open_for(device.gdr, &options, arena, memory, gpu.clone()).await {
         Ok(engine) => {
             let gdr = engine.status().clone();
             let copy = copy.with_gdr(engine, device.gdr, device.copy_prefer);
@@ -85,19 +92,19 @@ fn open_base(
     metrics: &Arc<CopyMetrics>,
     host_copies: Memcpy,
 ) -> Result<Base> {
-    let simulated = || Ok((simulated(config)?, None, AnyCopy::memcpy(host_copies.clone(), Arc::clone(metrics))));
+    let simulated = || Ok((simulated(config)?, None, AnyCopy::new(None, host_copies.clone(), Arc::clone(metrics))));
     if config.device_slots() == 0 || config.device.kind == DeviceKind::Simulated {
         return simulated();
     }
-    let device = DeviceConfig { copy: method(config)?, ..config.device.clone() };
-    match Gpu::open(device.ordinal) {
+    let options = CudaCopyOptions { method: method(config)?, blocks_max: config.device.copy_blocks_max };
+    match Gpu::open(config.device.ordinal) {
         Ok(gpu) => {
             let layout = PoolLayout::new(config.device_slots(), layout(config)?)?;
             let page = if gdr == EngineMode::Off { 1 } else { DEVICE_PAGE_BYTES };
             let bytes = layout.bytes().next_multiple_of(page);
-            let (memory, copy) = gpu.open_pool(&device, arena, bytes, host_copies.clone())?;
+            let (memory, copy) = gpu.open_pool(options, arena, bytes)?;
             let pool = DevicePool::new(memory, layout)?;
-            Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy, Arc::clone(metrics))))
+            Ok((Some(pool), Some(gpu), AnyCopy::new(Some(copy), host_copies, Arc::clone(metrics))))
         }
         Err(error) if config.device.kind == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");

@@ -22,7 +22,7 @@ pub mod uring;
 pub(crate) mod waiter;
 mod workers;
 
-pub use self::{files::Files, resume::in_parts, transfer::OpenFile, uring::yield_now};
+pub use self::{files::Files, resume::in_parts, transfer::OpenFile};
 pub(crate) use self::{
     pool::{Asleep, Pool},
     transfer::Transfer,
@@ -33,6 +33,7 @@ pub use crate::{
     block::{FIXED_BYTES_MAX, FileId, IO_ALIGN, OpKind},
     memory::{AlignedBuf, IoBuf, Lent},
 };
+pub use kvhoist_base::runtime::yield_now;
 
 use std::{future::Future, io, ptr::NonNull};
 

@@ -15,8 +15,8 @@
 //! # Submission
 //! Operations are submitted when the runtime parks, many at a time; otherwise tokio-uring submits only when the ring is
 //! full. So a task that never lets the runtime park, because it loops over tokio's `yield_now`, keeps all I/O from
-//! being submitted, without end if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets
-//! the runtime park.
+//! being submitted, without end if it waits for that I/O. [`yield_now`](super::yield_now) goes through the ring and
+//! lets the runtime park.
 
 mod buffers;
 mod hold;
@@ -38,7 +38,7 @@ use tokio_uring::UnsubmittedOneshot;
 
 use self::{
     buffers::RingBuffers,
-    op::{Nothing, OpOutput, OpState},
+    op::{OpOutput, OpState},
     runtime::Ring,
     table::{Entry, Table},
 };
@@ -144,18 +144,6 @@ impl Uring {
 
     pub(super) fn registered(&self) -> bool {
         self.table.borrow().is_registered()
-    }
-}
-
-/// Lets other tasks run and queued operations reach the kernel.
-///
-/// Long work on the reactor calls this instead of `tokio::task::yield_now` (to which it falls back without a ring).
-/// Costs an empty operation on the ring.
-pub async fn yield_now() {
-    if Ring::is_there() {
-        UnsubmittedOneshot::new((), Nothing, opcode::Nop::new().build()).submit().await;
-    } else {
-        tokio::task::yield_now().await;
     }
 }
 

@@ -45,13 +45,3 @@ impl OneshotOutputTransform for OpOutput {
         (result, state.buf.take())
     }
 }
-
-/// The result of an empty operation.
-pub(super) struct Nothing;
-
-impl OneshotOutputTransform for Nothing {
-    type Output = ();
-    type StoredData = ();
-
-    fn transform_oneshot_output(self, (): (), _: cqueue::Entry) {}
-}

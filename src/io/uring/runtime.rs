@@ -10,6 +10,7 @@ use std::{
     sync::Arc,
 };
 
+use kvhoist_base::runtime::OnRing;
 use tokio::sync::Semaphore;
 
 use super::{Lent, hold::hold_by_runtime, probe::probe};
@@ -72,7 +73,7 @@ impl Runtime {
     /// # Panics
     /// If called inside a runtime, or if `future` panics.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
-        let _current = CurrentGuard(CURRENT.replace(Some(Rc::clone(&self.ring))));
+        let (_current, _yields) = (CurrentGuard(CURRENT.replace(Some(Rc::clone(&self.ring)))), OnRing::enter());
         self.inner.as_ref().expect("present until drop").block_on(future)
     }
 }
@@ -116,11 +117,6 @@ pub(super) struct Ring {
 type Deferred = (Option<Lent>, Option<Arc<File>>);
 
 impl Ring {
-    /// Whether the caller is inside a runtime with a ring.
-    pub(super) fn is_there() -> bool {
-        CURRENT.with_borrow(Option::is_some)
-    }
-
     /// The ring of the runtime that the caller is in.
     pub(super) fn current() -> io::Result<Rc<Ring>> {
         CURRENT.with_borrow(Clone::clone).ok_or_else(not_inside)

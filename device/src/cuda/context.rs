@@ -1,0 +1,119 @@
+//! A device and its primary context.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult};
+
+use super::{
+    discover::{Device, discover, handle},
+    driver::{BatchForm, CudaError, Driver, check},
+};
+use kvhoist_base::error::{Error, Result};
+
+/// A GPU with its primary context, which the CUDA runtime, and with it every framework in this process, uses too.
+/// Addresses and streams are shared with them.
+pub struct Gpu {
+    handle: CUdevice,
+    context: CUcontext,
+    driver: Driver,
+    device: Device,
+}
+
+// SAFETY: handles of a library that may be called from any thread; `bind` makes the context current before each use.
+unsafe impl Send for Gpu {}
+// SAFETY: the library may be called from any thread, and nothing is changed through `&self`.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// Opens the device with this ordinal and retains its primary context.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the number of devices that the driver shows.
+    pub fn open(ordinal: u32) -> Result<Arc<Self>> {
+        let unavailable = |reason| Error::unavailable("device", reason);
+        let discovery = discover();
+        let device = discovery.device(ordinal).map_err(unavailable)?.clone();
+        let driver = Driver::get().map_err(unavailable)?;
+        Self::retain(driver, device).map(Arc::new).map_err(|fault| unavailable(fault.to_string()))
+    }
+
+    fn retain(driver: Driver, device: Device) -> std::result::Result<Self, CudaError> {
+        let handle = handle(device.ordinal as i32)?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the function exists, and writes one handle; it is released when `Gpu` is dropped.
+        check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, handle) })?;
+        Ok(Gpu { handle, context, driver, device })
+    }
+
+    /// Properties of the device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn handle(&self) -> CUdevice {
+        self.handle
+    }
+
+    /// Makes the context current on this thread. Cheap; every call of the driver needs it first.
+    pub(crate) fn bind(&self) -> std::result::Result<(), CudaError> {
+        // SAFETY: the context is retained for the life of `self`.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+    }
+
+    /// Gives something of this context back to the driver. A refusal, which leaves no more to do, is logged.
+    pub(super) fn give_back(&self, call: &'static str, release: impl FnOnce() -> CUresult) {
+        if let Err(fault) = self.bind().and_then(|()| check(call, release())) {
+            tracing::debug!(%fault, "the driver did not take something back");
+        }
+    }
+
+    /// Makes the device's primary context current on this thread, for the caller's own calls of the driver.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the driver's error.
+    pub fn make_current(&self) -> Result<()> {
+        self.bind().map_err(|fault| Error::unavailable("device", fault))
+    }
+
+    /// The form of the driver's batch copy, if it has one.
+    pub(super) fn batch_form(&self) -> Option<BatchForm> {
+        self.driver.batch
+    }
+
+    /// Whether streams can wait for a word in memory.
+    pub(super) fn has_stream_waits(&self) -> bool {
+        self.driver.stream_waits
+    }
+
+    /// Whether the driver has a batch copy.
+    pub(crate) fn has_batches(&self) -> bool {
+        self.batch_form().is_some()
+    }
+
+    /// Free and total bytes of device memory.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the driver's error.
+    pub fn memory_bytes(&self) -> Result<(u64, u64)> {
+        let (mut free, mut total) = (0, 0);
+        let queried = self.bind().and_then(|()| {
+            // SAFETY: the function exists, the context is current, and the call writes two integers.
+            check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })
+        });
+        queried.map_err(|fault| Error::unavailable("device", fault))?;
+        Ok((free as u64, total as u64))
+    }
+}
+
+debug_fields!(Gpu, gpu => device: gpu.device);
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: retained in `retain`, released once. Streams, modules and memory hold the `Gpu`, so all of them are
+        // gone.
+        let released = check("cuDevicePrimaryCtxRelease", unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.handle) });
+        if let Err(fault) = released {
+            tracing::debug!(%fault, "the device was not released");
+        }
+    }
+}

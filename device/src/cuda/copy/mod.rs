@@ -1,0 +1,378 @@
+//! Copies between pinned host memory and a CUDA device.
+//!
+//! Batches submitted in one turn of the reactor, and batches that arrive while the streams are full, share a launch: a
+//! launch has a fixed cost of microseconds, as much as copying 128 KiB. The method for each number and size of copies
+//! is measured when a cache is opened ([`CopyMethod`], [`Calibration`]).
+//!
+//! A task polls for completions as long as a launch is in flight: querying an event takes about a microsecond, and a
+//! wake-up by a host function of the driver takes twice the time of a small copy. An idle engine has no task.
+
+mod calibrate;
+mod checksum;
+mod launch;
+mod method;
+
+pub use crate::CudaCopyOptions;
+pub use method::Calibration;
+
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    collections::VecDeque,
+    ops::Range,
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::oneshot;
+
+use kvhoist_base::{
+    block::{CopyOp, Direction, Segment},
+    error::{Error, Result},
+    memory::Arena,
+};
+
+use self::{
+    checksum::Checksums,
+    launch::{Launched, Launcher, Ops},
+};
+use crate::{
+    CopyBatch, CopyEngine, CopyMethod,
+    cuda::{CudaError, Gpu, HostPin, Polling, Stream},
+};
+
+/// Streams per direction, so that one copies while the other ends.
+const STREAMS: usize = 2;
+
+/// Launches per stream; later batches wait and share the next launch.
+const LAUNCHES_PER_STREAM: usize = 2;
+
+/// Bytes per launch, unless one batch is larger, so that early batches do not wait for all later ones.
+const LAUNCH_BYTES: u64 = 32 << 20;
+
+/// Bytes per launch that contains a prompt batch: 40 us on the bus.
+const PROMPT_BYTES: u64 = 2 << 20;
+
+/// How long the task keeps polling after the last copy: about the time of waking the reactor, so that a sequence of
+/// single copies needs no wake-ups.
+const LINGER: Duration = Duration::from_micros(30);
+
+type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
+
+/// Copies between host memory and a device, both ways. Refuses copies within host memory with [`Error::Copy`].
+pub struct CudaCopy(Rc<Inner>);
+
+struct Inner {
+    // Fields drop in this order; `Drop` has synchronized the streams before.
+    /// `None` if the kernel could not be loaded.
+    checksums: Option<Checksums>,
+    queues: [RefCell<CopyQueue>; 2],
+    launcher: Launcher,
+    /// Pinned host memory.
+    pinned: Range<usize>,
+    pins: Vec<HostPin>,
+    calibration: Arc<Calibration>,
+    options: CudaCopyOptions,
+    /// The polling task runs.
+    polling: Cell<bool>,
+    /// Why the device can no longer copy.
+    fault: RefCell<Option<String>>,
+    gpu: Arc<Gpu>,
+}
+
+/// The queue of one direction.
+struct CopyQueue {
+    direction: Direction,
+    waiting: VecDeque<(CopyBatch, Answer)>,
+    streams: Vec<(Stream, VecDeque<Launch>)>,
+}
+
+impl CopyQueue {
+    fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.streams.iter().all(|(_, launches)| launches.is_empty())
+    }
+}
+
+/// Batches that were launched together.
+struct Launch {
+    launched: Launched,
+    result: std::result::Result<(), CudaError>,
+    batches: Vec<(CopyBatch, Answer)>,
+}
+
+impl CudaCopy {
+    /// Makes an engine for this device and pins the arena. The first call in a process takes some hundred milliseconds
+    /// of measurements.
+    ///
+    /// If the arena cannot be pinned, the engine logs a warning, and copies go through the driver's own buffers, which
+    /// is slower.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the driver's error.
+    pub fn new(gpu: &Arc<Gpu>, arena: &Arc<Arena>, options: CudaCopyOptions) -> Result<Self> {
+        let unavailable = |fault: CudaError| Error::unavailable("device", fault);
+        let launcher = Launcher::new(gpu, options.blocks_max).map_err(unavailable)?;
+        if let Some(method) = options.method.filter(|&method| !launcher.has(method)) {
+            let reason = format!("found copy = {method}, which this device or driver does not have; expected auto");
+            return Err(Error::unavailable("device", reason));
+        }
+        let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
+        let measured = || match calibrate::calibrate(gpu, &launcher) {
+            Ok(measured) => method::KEPT.keep(key.clone(), measured),
+            Err(error) => {
+                // Without measurements `Loop` is used, the only method that works without pinned memory.
+                tracing::warn!(%error, "the copy methods could not be measured; each copy is a separate driver call");
+                Arc::default()
+            }
+        };
+        let calibration = method::KEPT.get(&key).unwrap_or_else(measured);
+        launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
+        let (pins, pinned) = pin(gpu, arena);
+        let queue = |direction| -> Result<_> {
+            let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
+            let streams = streams.collect::<std::result::Result<_, CudaError>>().map_err(unavailable)?;
+            Ok(RefCell::new(CopyQueue { direction, waiting: VecDeque::new(), streams }))
+        };
+        let checksums = match gpu.device().host_addresses {
+            // The kernel reads descriptors by their host addresses.
+            true => Checksums::new(gpu).map_err(|error| {
+                tracing::warn!(%error, "the device cannot verify blocks; they are copied to the host to be verified");
+            }),
+            false => Err(()),
+        };
+        let inner = Inner {
+            checksums: checksums.ok(),
+            queues: [queue(Direction::HostToDevice)?, queue(Direction::DeviceToHost)?],
+            launcher,
+            pinned,
+            pins,
+            calibration,
+            options,
+            polling: Cell::new(false),
+            fault: RefCell::default(),
+            gpu: Arc::clone(gpu),
+        };
+        Ok(CudaCopy(Rc::new(inner)))
+    }
+
+    fn start_polling(&self) {
+        if !self.0.polling.replace(true) {
+            tokio::task::spawn_local(Rc::clone(&self.0).poll());
+        }
+    }
+
+    /// The measurements.
+    pub fn calibration(&self) -> &Calibration {
+        &self.0.calibration
+    }
+
+    /// True if the whole arena is pinned for the device.
+    pub fn is_pinned(&self) -> bool {
+        !self.0.pins.is_empty()
+    }
+}
+
+/// Pins all chunks, or none. Chunks are adjacent, and no copy straddles two, so one range describes them.
+fn pin(gpu: &Arc<Gpu>, arena: &Arc<Arena>) -> (Vec<HostPin>, Range<usize>) {
+    let pin = |&(start, bytes): &(_, usize)| {
+        // SAFETY: chunks of the arena, mapped as long as it lives.
+        unsafe { HostPin::new(Arc::clone(gpu), start, bytes, Arc::clone(arena) as _) }
+    };
+    match arena.chunks().iter().map(pin).collect::<Result<Vec<_>>>() {
+        Ok(pins) => {
+            let start = pins.first().map_or(0, |pin| pin.start().as_ptr().addr());
+            let bytes: usize = pins.iter().map(HostPin::bytes).sum();
+            (pins, start..start + bytes)
+        }
+        Err(error) => {
+            tracing::warn!(%error, "host memory is not pinned; device copies go through the driver's buffers");
+            (Vec::new(), 0..0)
+        }
+    }
+}
+
+impl CopyEngine for CudaCopy {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
+        let queue = match batch.direction() {
+            Direction::HostToHost => return (Err(Error::copy("cuda", "found a copy within host memory")), batch),
+            Direction::HostToDevice => &self.0.queues[0],
+            Direction::DeviceToHost => &self.0.queues[1],
+        };
+        if let Some(reason) = self.0.fault.borrow().clone() {
+            return (Err(Error::copy("cuda", reason)), batch);
+        }
+        let (answer, answered) = oneshot::channel();
+        let idle = queue.borrow().is_idle();
+        queue.borrow_mut().waiting.push_back((batch, answer));
+        if idle {
+            // Launches at once. Batches that arrive while this one is in flight share the next launch.
+            self.0.turn(&mut queue.borrow_mut());
+        }
+        self.start_polling();
+        answered.await.expect("the engine answers every accepted batch before it is dropped")
+    }
+
+    fn checksums(&self) -> bool {
+        self.0.checksums.is_some()
+    }
+
+    async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        let answered = self.0.checksums.as_ref()?.submit(segments, owner)?;
+        self.start_polling();
+        Some(answered.await.expect("the engine answers every block before it is dropped"))
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.0.fault.borrow().clone()
+    }
+
+    fn cost(&self, batch: &CopyBatch) -> Duration {
+        let ops = Ops::new(std::iter::once(batch.ops()));
+        let to_device = batch.direction() == Direction::HostToDevice;
+        let method = self.0.method(&ops, to_device);
+        let estimate = self.0.calibration.estimate(to_device, method, ops.mean_bytes(), ops.count);
+        estimate.unwrap_or_default()
+    }
+}
+
+impl Inner {
+    /// Launches and answers until the engine has been idle for a while.
+    async fn poll(self: Rc<Self>) {
+        let _polling = Polling(&self.polling);
+        let mut last = Instant::now();
+        loop {
+            // Lets other tasks of this turn add copies first.
+            kvhoist_base::runtime::yield_now().await;
+            let mut busy = false;
+            for queue in &self.queues {
+                busy |= self.turn(&mut queue.borrow_mut());
+            }
+            if let Some(checksums) = &self.checksums {
+                busy |= checksums.turn(|fault| self.note(fault));
+            }
+            if busy {
+                last = Instant::now();
+            } else if last.elapsed() > LINGER {
+                return;
+            }
+        }
+    }
+
+    /// Answers finished batches and launches waiting ones. True if any are left.
+    fn turn(&self, queue: &mut CopyQueue) -> bool {
+        for at in 0..queue.streams.len() {
+            self.finish(&mut queue.streams[at].1);
+        }
+        while let Some((first, _)) = queue.waiting.front() {
+            // Prompt batches follow one another in one stream: in parallel they would share the bus, and all would end
+            // late.
+            let streams = if first.is_prompt() { 1 } else { queue.streams.len() };
+            let at = (0..streams).min_by_key(|&at| queue.streams[at].1.len());
+            let Some(at) = at.filter(|&at| queue.streams[at].1.len() < LAUNCHES_PER_STREAM) else { break };
+            self.launch(queue, at);
+        }
+        !queue.waiting.is_empty() || queue.streams.iter().any(|(_, launches)| !launches.is_empty())
+    }
+
+    /// Answers the finished launches of a stream, in order.
+    fn finish(&self, launches: &mut VecDeque<Launch>) {
+        if launches.is_empty() || self.gpu.bind().is_err() {
+            return;
+        }
+        while let Some(flight) = launches.front() {
+            let ended = match self.launcher.is_done(&flight.launched) {
+                Ok(false) => return,
+                Ok(true) => Ok(()),
+                // A device error: the device has stopped, and no longer copies.
+                Err(fault) => Err(fault),
+            };
+            let Launch { launched, result, batches } = launches.pop_front().expect("it is in front");
+            let result = result.and(ended);
+            match &result {
+                Ok(()) => self.launcher.recycle(launched),
+                Err(fault) => self.note(fault),
+            }
+            answer(batches, result.as_ref().err());
+        }
+    }
+
+    fn launch(&self, queue: &mut CopyQueue, at: usize) {
+        let (mut batches, mut bytes, mut limit) = (Vec::new(), 0, LAUNCH_BYTES);
+        while let Some((batch, _)) = queue.waiting.front() {
+            // Sums the bytes only if this batch may share a launch.
+            let more = if queue.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
+            if batch.is_prompt() {
+                limit = PROMPT_BYTES;
+            }
+            if !batches.is_empty() && bytes + more > limit {
+                break;
+            }
+            bytes += more;
+            batches.extend(queue.waiting.pop_front());
+        }
+        let ops = Ops::new(batches.iter().map(|(batch, _)| batch.ops()));
+        let (stream, launches) = &mut queue.streams[at];
+        let method = self.method(&ops, queue.direction == Direction::HostToDevice);
+        // SAFETY: by the contract of `CopyBatch::new` all ranges stay valid and untouched while their batches live, and
+        // the launch holds the batches until the stream has passed the event. Methods that need pinned memory are
+        // chosen only for pinned memory.
+        let (result, launched) = unsafe { self.launcher.launch(stream, &ops, queue.direction, method) };
+        if !launched.has_event() {
+            // Without an event the launch cannot be polled: wait here. An error means that the device has stopped, and
+            // no longer copies.
+            drop(stream.synchronize());
+        }
+        launches.push_back(Launch { launched, result, batches });
+    }
+
+    /// Chooses the method for these copies.
+    fn method(&self, ops: &Ops<'_>, to_device: bool) -> CopyMethod {
+        let Range { start, end } = self.pinned;
+        let is_pinned = |op: &CopyOp| {
+            let host = if to_device { op.src.addr() } else { op.dst.addr() };
+            host >= start && host + op.len <= end
+        };
+        if !ops.lists.iter().copied().flatten().all(is_pinned) {
+            return CopyMethod::Loop;
+        }
+        let quickest = || self.calibration.quickest(to_device, ops.mean_bytes(), ops.count);
+        self.options.method.unwrap_or_else(quickest)
+    }
+
+    fn note(&self, fault: &CudaError) {
+        if fault.is_sticky() && self.fault.borrow().is_none() {
+            *self.fault.borrow_mut() = Some(format!("the device stopped: {fault}"));
+        }
+    }
+}
+
+/// Answers the batches with the result.
+fn answer(batches: Vec<(CopyBatch, Answer)>, fault: Option<&CudaError>) {
+    for (batch, answer) in batches {
+        let result = match fault {
+            None => Ok(()),
+            Some(fault) => Err(Error::copy("cuda", fault)),
+        };
+        // The receiver may be gone; the batch is dropped then.
+        drop(answer.send((result, batch)));
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        for queue in &mut self.queues {
+            for (stream, launches) in &mut queue.get_mut().streams {
+                if !launches.is_empty() {
+                    // An error means that the device has stopped, and no longer copies.
+                    drop(stream.synchronize());
+                }
+                launches.clear();
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! A file that threads of a caller's own read into device memory through libcufile.
+
+use std::{fs::File, sync::Arc, time::Duration};
+
+use super::{
+    Part,
+    open::self_test,
+    sys::{CufileError, Driver, Handle},
+};
+use kvhoist_base::block::OpKind;
+
+/// A file that libcufile reads straight into device memory, while the calling thread waits.
+pub struct CufileReader {
+    driver: &'static Driver,
+    handle: Handle,
+}
+
+// SAFETY: libcufile takes a handle on any thread, and reads by several at once.
+unsafe impl Send for CufileReader {}
+// SAFETY: as above; the handle is changed by `new` and the drop only.
+unsafe impl Sync for CufileReader {}
+
+impl CufileReader {
+    /// Registers a file, and waits so long at most for libcufile's first calls of this process.
+    ///
+    /// # Errors
+    /// Why libcufile cannot be used, or not with this file.
+    pub fn open(file: Arc<File>, limit: Duration) -> Result<Self, String> {
+        let driver = Driver::open(limit)?;
+        let handle = Handle::new(driver, file).map_err(|fault: CufileError| fault.to_string())?;
+        Ok(CufileReader { driver, handle })
+    }
+
+    /// Reads once, and returns what libcufile's own counters say of the way: directly from the drive.
+    ///
+    /// # Safety
+    /// As of [`read`](Self::read).
+    ///
+    /// # Errors
+    /// The counters, or why there are none: the read went through host memory, or may have.
+    pub unsafe fn prove(&self, address: usize, len: usize, offset: u64) -> Result<String, String> {
+        let probe = Part { ptr: std::ptr::with_exposed_provenance_mut(address), len, offset };
+        let found = self_test(self.driver, std::slice::from_ref(&self.handle), probe)?;
+        if found.direct { Ok(found.evidence) } else { Err(found.evidence) }
+    }
+
+    /// Reads a range of the file. Returns its bytes, which may be fewer.
+    ///
+    /// # Safety
+    /// The range must be memory of the current context's device, and the caller's to write to until this returns.
+    ///
+    /// # Errors
+    /// libcufile's.
+    pub unsafe fn read(&self, address: usize, len: usize, offset: u64) -> Result<usize, String> {
+        let ptr = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY: the caller's promise.
+        unsafe { self.handle.transfer(OpKind::Read, ptr, len, offset) }.map_err(|fault| fault.to_string())
+    }
+}

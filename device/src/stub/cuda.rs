@@ -1,0 +1,78 @@
+//! What a build without the cargo feature `cuda` has in place of the CUDA engine: types without values. The code that
+//! uses the engine compiles as it is, and no device can be opened.
+
+#![expect(missing_docs, reason = "said in the module that this one stands in for")]
+
+use std::{sync::Arc, time::Duration};
+
+use kvhoist_base::{
+    error::{Error, Result},
+    memory::{Arena, DeviceMemory},
+};
+
+use crate::{CopyBatch, CopyEngine, CudaCopyOptions, not_built};
+
+/// A CUDA device: none in this build.
+pub enum Gpu {}
+
+/// The copy engine of a CUDA device.
+pub enum CudaCopy {}
+
+/// Semaphores of streams of a CUDA device.
+pub enum Gates {}
+
+/// Whether the machine has a CUDA device that this build can use.
+pub fn has_device() -> bool {
+    false
+}
+
+impl Gpu {
+    /// # Errors
+    /// [`Error::Unavailable`], which names the feature.
+    pub fn open(_ordinal: u32) -> Result<Arc<Self>> {
+        Err(Error::unavailable("device", not_built("cuda")))
+    }
+
+    pub fn open_pool(
+        self: &Arc<Self>,
+        _options: CudaCopyOptions,
+        _arena: &Arc<Arena>,
+        _bytes: usize,
+    ) -> Result<(Box<dyn DeviceMemory>, CudaCopy)> {
+        match **self {}
+    }
+}
+
+impl CopyEngine for CudaCopy {
+    fn name(&self) -> &'static str {
+        match *self {}
+    }
+
+    async fn copy(&self, _batch: CopyBatch) -> (Result<()>, CopyBatch) {
+        match *self {}
+    }
+
+    fn cost(&self, _batch: &CopyBatch) -> Duration {
+        match *self {}
+    }
+}
+
+impl Gates {
+    pub fn take(gpu: &Arc<Gpu>, _count: usize) -> Result<Gates> {
+        match **gpu {}
+    }
+
+    pub fn open(&self, _at: usize, _poison: u32) {
+        match *self {}
+    }
+
+    /// # Safety
+    /// None: there is no value to call it on.
+    pub unsafe fn wait(&self, _at: usize, _stream: usize) -> Result<()> {
+        match *self {}
+    }
+
+    pub fn poison_address(&self, _at: usize) -> u64 {
+        match *self {}
+    }
+}
