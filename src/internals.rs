@@ -13,7 +13,7 @@ pub use crate::{
 /// What the node's service (`kvhoist-service`) takes beyond the public API, with the hidden methods of its types.
 pub mod service {
     pub use crate::{
-        cache::{MemoryOwner, Parked, ToldLayers},
+        cache::{MemoryOwner, Parked, Ranges, ToldLayers},
         config::HeldFile,
         fork::Home,
         memory::{Guard, MemoryKind},

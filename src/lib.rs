@@ -56,7 +56,7 @@ use kvhoist_index as index;
 
 pub use block::Route;
 pub use block_on::block_on;
-pub use cache::{Cache, CompletionQueue, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation, Stats, TierStats};
+pub use cache::{Cache, CompletionQueue, DeviceLease, LayerLoad, Lease, Region, Reservation, Stats, TierStats};
 pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath, EngineMode,
     Eviction, HostConfig, Limits, RemoteConfig, RemotePolicy, StorageKind, WritePolicy,

@@ -1,6 +1,6 @@
 //! Converts Python's lists of blocks to the engine's segment lists.
 
-use kvhoist::{Cache, Loan, Segment};
+use kvhoist::{Cache, Region, Segment};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
@@ -20,7 +20,8 @@ use crate::{
 pub struct Blocks {
     pub segments: Vec<Vec<Segment>>,
     /// The memory of the buffers, lent for this call.
-    pub loan: Loan,
+    pub region: Region,
+    cache: Cache,
     buffers: Vec<Buffer>,
 }
 
@@ -33,8 +34,8 @@ impl Blocks {
         let lent: Vec<_> = buffers.iter().map(Buffer::segment).collect();
         // SAFETY: the exports keep the memory mapped until this is dropped, which waits until it is unused. That nobody
         // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
-        let loan = unsafe { cache.lend(&lent) }.map_err(|error| errors::to_python(py, &error))?;
-        Ok(Blocks { segments, loan, buffers })
+        let region = unsafe { cache.lend(&lent) }.map_err(|error| errors::to_python(py, &error))?;
+        Ok(Blocks { segments, region, cache: cache.clone(), buffers })
     }
 
     /// Blocks of equally many segments each, as two flat lists of numbers: addresses and bytes.
@@ -44,11 +45,8 @@ impl Blocks {
         addresses: &Bound<'_, PyList>,
         sizes: &Bound<'_, PyList>,
     ) -> PyResult<Self> {
-        let py = addresses.py();
         let segments = parse_lists(count, addresses, sizes)?;
-        // SAFETY: no memory is lent.
-        let loan = unsafe { cache.lend(&[]) }.map_err(|error| errors::to_python(py, &error))?;
-        Ok(Blocks { segments, loan, buffers: Vec::new() })
+        Ok(Blocks::registered(cache, segments))
     }
 
     /// Blocks in registered memory that are all cut in the same way, as [`parse_addresses`] has them.
@@ -59,9 +57,19 @@ impl Blocks {
         sizes: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let segments = parse_addresses(count, addresses, sizes)?;
+        Ok(Blocks::registered(cache, segments))
+    }
+
+    /// Blocks in registered memory alone.
+    fn registered(cache: &Cache, segments: Vec<Vec<Segment>>) -> Self {
         // SAFETY: no memory is lent.
-        let loan = unsafe { cache.lend(&[]) }.map_err(|error| errors::to_python(addresses.py(), &error))?;
-        Ok(Blocks { segments, loan, buffers: Vec::new() })
+        let region = unsafe { cache.lend(&[]) }.expect("no range is refused");
+        Blocks { segments, region, cache: cache.clone(), buffers: Vec::new() }
+    }
+
+    /// Waits until no movement uses the memory, which no later call uses.
+    pub async fn release(&self) {
+        self.cache.unregister(&self.region).await.expect("this cache has lent it");
     }
 
     /// Shows the objects that are kept to the collector of cycles.
@@ -72,10 +80,11 @@ impl Blocks {
 
 impl Drop for Blocks {
     fn drop(&mut self) {
-        if self.loan.is_returned() {
+        // No call can begin any more.
+        if self.region.is_unused() {
             return;
         }
-        let waited = Python::try_attach(|py| wait::to_the_end(py, self.loan.returned()));
+        let waited = Python::try_attach(|py| wait::to_the_end(py, self.release()));
         if waited.is_none() {
             // No interpreter to give the memory back to: it stays as it is for the movements that use it.
             self.buffers.drain(..).for_each(std::mem::forget);

@@ -60,10 +60,10 @@ impl PyCache {
         };
         let waited = wait::interruptible(py, async {
             let results = match movement {
-                Movement::Load => blocks.loan.load_into(&keys, &blocks.segments).await,
-                Movement::Store(parent) => blocks.loan.store_from(&keys, parent.as_ref(), &blocks.segments).await,
+                Movement::Load => blocks.region.load_into(&keys, &blocks.segments).await,
+                Movement::Store(parent) => blocks.region.store_from(&keys, parent.as_ref(), &blocks.segments).await,
             };
-            blocks.loan.returned().await;
+            blocks.release().await;
             results
         });
         match waited {

@@ -91,11 +91,11 @@ impl PyClient {
         let lent: Vec<_> = buffers.iter().map(Buffer::segment).collect();
         // SAFETY: the exports keep the memory mapped until they are dropped, which is after the call. That nobody else
         // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
-        let loan = unsafe { client.lend(&lent) };
+        let region = unsafe { client.lend(&lent) }.map_err(|error| errors::to_python(py, &error))?;
         let waited = wait::interruptible(py, async {
             match movement {
-                Movement::Load => loan.load_into(&keys, &segments).await,
-                Movement::Store(parent) => loan.store_from(&keys, parent.as_ref(), &segments).await,
+                Movement::Load => region.load_into(&keys, &segments).await,
+                Movement::Store(parent) => region.store_from(&keys, parent.as_ref(), &segments).await,
             }
         });
         drop(buffers);
@@ -320,10 +320,10 @@ impl PyClient {
         let (client, key) = (self.use_it(py)?, [keys::one(key)?]);
         let mut block = vec![0; self.block_bytes];
         let place = Segment { ptr: block.as_mut_ptr(), len: block.len() };
-        // SAFETY: the block outlives the loan, and is used by the call alone.
-        let loan = unsafe { client.lend(&[place]) };
+        // SAFETY: the block outlives the region, and is used by the call alone.
+        let region = unsafe { client.lend(&[place]) }.map_err(|error| errors::to_python(py, &error))?;
         let segments = [vec![place]];
-        let loaded = self.asked(py, async { loan.load_into(&key, &segments).await?.remove(0) })?;
+        let loaded = self.asked(py, async { region.load_into(&key, &segments).await?.remove(0) })?;
         Ok(loaded.then(|| PyBytes::new(py, &block)))
     }
 

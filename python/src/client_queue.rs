@@ -122,10 +122,11 @@ impl Submission {
         let Submission { ticket, client, movement, keys, segments, lent } = self;
         // SAFETY: the exports keep the memory mapped for as long as `lent` promises. That nobody else writes to it
         // meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
-        let loan = unsafe { client.lend(&lent) };
-        let results = match movement {
-            Movement::Load => loan.load_into(&keys, &segments).await,
-            Movement::Store(parent) => loan.store_from(&keys, parent.as_ref(), &segments).await,
+        let region = unsafe { client.lend(&lent) };
+        let results = match (region, movement) {
+            (Err(error), _) => Err(error),
+            (Ok(region), Movement::Load) => region.load_into(&keys, &segments).await,
+            (Ok(region), Movement::Store(parent)) => region.store_from(&keys, parent.as_ref(), &segments).await,
         };
         ticket.answer(results.unwrap_or_else(|error| vec![Err(error); keys.len()]));
     }

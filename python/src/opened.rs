@@ -24,7 +24,7 @@ impl Opened {
     /// Lets go of the memory of interrupted calls whose movements have ended.
     pub fn reap(&self) {
         let (ended, going_on) =
-            std::mem::take(&mut *self.interrupted()).into_iter().partition(|blocks| blocks.loan.is_returned());
+            std::mem::take(&mut *self.interrupted()).into_iter().partition(|blocks| blocks.region.is_unused());
         *self.interrupted() = going_on;
         drop::<Vec<Blocks>>(ended);
     }

@@ -107,9 +107,9 @@ impl Queue {
                     Places::Addresses(addresses, sizes) => Blocks::from_addresses(cache, keys.len(), addresses, sizes)?,
                 };
                 let ticket = match movement {
-                    Movement::Load => blocks.loan.submit_load(queue, &keys, &blocks.segments),
+                    Movement::Load => blocks.region.submit_load(queue, &keys, &blocks.segments),
                     Movement::Store(parent) => {
-                        blocks.loan.submit_store(queue, &keys, parent.as_ref(), &blocks.segments)
+                        blocks.region.submit_store(queue, &keys, parent.as_ref(), &blocks.segments)
                     }
                 };
                 Ok((ticket.map_err(failed)?, Kept::Blocks(blocks)))

@@ -44,7 +44,7 @@ mod spaces;
 mod system;
 mod wire;
 
-pub use client::{Client, ClientLoan, ClientOptions, ClientRegion, Pins};
+pub use client::{Client, ClientOptions, ClientRegion, Pins};
 pub use config::ServerConfig;
 pub use file_client::FileClient;
 pub use kvhoist::{Stats as SpaceStats, TierStats as TierFigures};

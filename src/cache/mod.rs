@@ -11,12 +11,13 @@ mod exported;
 mod hints;
 mod layers;
 mod lease;
-mod loan;
 #[cfg(all(test, feature = "sim"))]
 mod model;
+mod moves;
 mod open;
 mod park;
 mod queue;
+mod ranges;
 mod region;
 mod regions;
 #[cfg(feature = "sim")]
@@ -27,11 +28,11 @@ mod turns;
 pub use exported::{Kind, Metric, Sample, WEAR, metrics};
 pub use layers::{LayerLoad, ToldLayers};
 pub use lease::{DeviceLease, Lease, Reservation};
-pub use loan::Loan;
 pub use park::Parked;
 pub use queue::CompletionQueue;
-pub use region::pin_region;
-pub use regions::{MemoryOwner, Region};
+pub use ranges::Ranges;
+pub use region::{Region, pin_region};
+pub use regions::MemoryOwner;
 pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;

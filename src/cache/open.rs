@@ -259,7 +259,6 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let (end, told) = watch::channel(None);
     let submitter = submitter
         .map(|(pool, files)| Submitter::new(Arc::clone(&shared), pool, files, urgent.clone(), memory_align_bytes));
-    let regions = Regions::new(Arc::clone(&shared.registered));
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {
         shared,
@@ -268,7 +267,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         submitter,
         end: told,
         device_reads: Arc::new(Semaphore::new(movements_max)),
-        regions,
+        regions: Regions::default(),
         turns: Turns::new(),
         names,
         storage_name,

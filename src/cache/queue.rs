@@ -13,7 +13,7 @@ use std::{
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::Cache;
+use super::{Cache, Region};
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
@@ -136,7 +136,7 @@ impl CompletionQueue {
     /// [`Error::Busy`] if `depth` submissions are outstanding or the reactor's queue is full; nothing was submitted
     /// then. Otherwise as [`Cache::load_into`].
     pub fn submit_load(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<u64> {
-        self.submit_load_jobs(self.cache.jobs(keys, None, segments, None)?)
+        self.submit_load_of(keys, segments, None)
     }
 
     /// Submits a [store](Cache::store_from); returns its ticket.
@@ -144,22 +144,45 @@ impl CompletionQueue {
     /// # Errors
     /// As [`submit_load`](CompletionQueue::submit_load).
     pub fn submit_store(&self, keys: &[BlockKey], parent: Option<&BlockKey>, segments: &[Vec<Segment>]) -> Result<u64> {
-        self.submit_store_jobs(self.cache.jobs(keys, Some(parent), segments, None)?)
+        self.submit_store_of(keys, parent, segments, None)
     }
 
-    pub(super) fn submit_load_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
+    /// Submits a load, with segments in registered memory, or in a region's.
+    pub(super) fn submit_load_of(
+        &self,
+        keys: &[BlockKey],
+        segments: &[Vec<Segment>],
+        region: Option<&Region>,
+    ) -> Result<u64> {
+        let jobs = self.jobs(keys, None, segments, region)?;
         self.cache.want_remote(&jobs);
         let submitter = self.cache.inner.submitter.as_ref();
         self.submit(jobs, Vec::new(), |jobs, reply| Submitter::begin_load(submitter, jobs, reply))
     }
 
-    pub(super) fn submit_store_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
-        let keys = jobs.iter().map(|job| job.key).collect();
-        self.submit(jobs, keys, |jobs, reply| Some(Command::StoreFrom { jobs, reply }))
+    /// Submits a store, as [`submit_load_of`](Self::submit_load_of) a load.
+    pub(super) fn submit_store_of(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+        region: Option<&Region>,
+    ) -> Result<u64> {
+        let jobs = self.jobs(keys, Some(parent), segments, region)?;
+        self.submit(jobs, keys.to_vec(), |jobs, reply| Some(Command::StoreFrom { jobs, reply }))
     }
 
-    pub(super) fn is_of(&self, cache: &Cache) -> bool {
-        Arc::ptr_eq(&self.cache.inner, &cache.inner)
+    fn jobs(
+        &self,
+        keys: &[BlockKey],
+        chain: Option<Option<&BlockKey>>,
+        segments: &[Vec<Segment>],
+        region: Option<&Region>,
+    ) -> Result<Vec<Job>> {
+        if let Some(region) = region {
+            self.cache.check_region(region)?;
+        }
+        self.cache.jobs(keys, chain, segments, region)
     }
 
     /// Takes all completions, oldest first, and makes the eventfd unreadable. A completion is the ticket that

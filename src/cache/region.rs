@@ -1,19 +1,109 @@
-//! The calls on registered memory: register it, load blocks into it, store blocks from it, take it back.
+//! Callers' memory: registered for every call, or lent for calls of its own, and given back.
+
+use std::sync::{
+    Arc, Weak,
+    atomic::{AtomicBool, Ordering},
+};
 
 use tokio::sync::oneshot;
 
-use super::{
-    Cache, Loan,
-    regions::{MemoryOwner, Region},
-};
+use super::{Cache, CompletionQueue, Inner, MemoryOwner, ranges::Ranges};
 use crate::{
     block::{BlockKey, Segment},
     device::GdrState,
     error::{Error, Result},
+    fork::HomeBound,
     memory::{Memory, MemoryKind, huge},
-    mover::{Command, Job, RegionInner, RegionMemory, Reply, Submitter, Urgent},
+    mover::{Command, RegionInner, RegionMemory, Urgent},
     shield::shield,
 };
+
+/// Memory of a caller's: one range that is [registered](Cache::register), or any that are [lent](Cache::lend). Give it
+/// back with [`Cache::unregister`]: until that has resolved it must stay mapped.
+///
+/// Calls of the cache find registered memory by its addresses. Lent memory is used by the calls of this value alone.
+///
+/// Dropping it changes nothing: movements under way go on, and a registered range stays registered for the life of the
+/// cache. It keeps no cache open.
+pub struct Region {
+    cache: Weak<HomeBound<Inner>>,
+    /// What movements hold that use the memory.
+    pub(super) inner: Arc<RegionInner>,
+    /// The memory, where it is lent.
+    pub(super) lent: Ranges<()>,
+    /// Whether the kernel has the regions that it was asked to pin.
+    registered: Arc<AtomicBool>,
+}
+
+debug_fields!(Region, region => len: region.inner.len, memory: region.inner.memory, lent: region.lent.len());
+
+impl Region {
+    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)). Every change pins all
+    /// regions anew: if the kernel refuses one, no region is pinned until the next change.
+    pub fn is_pinned(&self) -> bool {
+        self.inner.is_fixed() && self.registered.load(Ordering::Acquire)
+    }
+
+    /// Whether no movement uses the memory at this moment.
+    pub fn is_unused(&self) -> bool {
+        self.inner.is_unused()
+    }
+
+    /// [`Cache::load_into`], with segments in this memory or in registered regions.
+    ///
+    /// # Errors
+    /// As [`Cache::load_into`]; [`Error::Argument`] for lent memory that was [unregistered](Cache::unregister).
+    ///
+    /// # Cancel safety
+    /// The loads go on: the memory stays in use until [`unregister`](Cache::unregister) resolves.
+    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        let cache = self.cache()?;
+        cache.load_jobs(cache.jobs(keys, None, segments, Some(self))?).await
+    }
+
+    /// [`Cache::store_from`], with segments in this memory or in registered regions.
+    ///
+    /// # Errors
+    /// As [`Cache::store_from`]; [`Error::Argument`] for lent memory that was [unregistered](Cache::unregister).
+    ///
+    /// # Cancel safety
+    /// The stores go on: the memory stays in use until [`unregister`](Cache::unregister) resolves.
+    pub async fn store_from(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Result<bool>>> {
+        let cache = self.cache()?;
+        cache.store_jobs(cache.jobs(keys, Some(parent), segments, Some(self))?).await
+    }
+
+    /// [`CompletionQueue::submit_load`], with segments in this memory or in registered regions.
+    ///
+    /// # Errors
+    /// As [`CompletionQueue::submit_load`]; [`Error::Argument`] for a queue of another cache.
+    pub fn submit_load(&self, queue: &CompletionQueue, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<u64> {
+        queue.submit_load_of(keys, segments, Some(self))
+    }
+
+    /// [`CompletionQueue::submit_store`], with segments in this memory or in registered regions.
+    ///
+    /// # Errors
+    /// As [`CompletionQueue::submit_store`]; [`Error::Argument`] for a queue of another cache.
+    pub fn submit_store(
+        &self,
+        queue: &CompletionQueue,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<u64> {
+        queue.submit_store_of(keys, parent, segments, Some(self))
+    }
+
+    fn cache(&self) -> Result<Cache> {
+        self.cache.upgrade().map(|inner| Cache { inner }).ok_or(Error::Closed)
+    }
+}
 
 /// Forgets a region whose registration is dropped before its caller has it.
 struct Pending<'a> {
@@ -25,7 +115,7 @@ struct Pending<'a> {
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
         if !self.registered {
-            self.cache.inner.regions.remove(self.region).expect("a region of this cache");
+            self.cache.inner.regions.remove(&self.region.inner);
             // The reactor may have pinned it. A cache that has ended has unpinned all regions.
             drop(self.cache.send_urgent(Urgent::GiveBack { region: self.region.inner.hold() }));
         }
@@ -94,7 +184,53 @@ impl Cache {
         if matches!(memory.kind, MemoryKind::Device) {
             self.need_device()?;
         }
-        self.inner.regions.add(memory, whose)
+        Ok(self.region_of(self.inner.regions.add(memory, whose)?, Ranges::default()))
+    }
+
+    fn region_of(&self, inner: Arc<RegionInner>, lent: Ranges<()>) -> Region {
+        let registered = Arc::clone(&self.shared().registered);
+        Region { cache: Arc::downgrade(&self.inner), inner, lent, registered }
+    }
+
+    /// Refuses a region of another cache.
+    pub(super) fn check_region(&self, region: &Region) -> Result<()> {
+        if std::ptr::eq(region.cache.as_ptr(), Arc::as_ptr(&self.inner)) {
+            return Ok(());
+        }
+        Err(Error::argument("region", "a region of another cache", "a region of this cache"))
+    }
+
+    /// Lends host memory for calls of the region that it returns: any number of ranges, which may overlap each other,
+    /// registered regions and other lent memory, so that two callers can store from one buffer at a time. Unlike
+    /// [`register`](Cache::register) it takes no place in a table. Empty ranges are left out.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a range at address 0, or past the end of memory.
+    ///
+    /// # Safety
+    /// Until [`unregister`](Cache::unregister) has resolved, or the cache is closed and every call on it has returned,
+    /// every range must stay mapped and readable; writable where blocks are loaded into it. While a segment is loaded
+    /// nobody else may touch it; while it is stored from, nobody may write to it. That a future was dropped does not
+    /// end its load.
+    ///
+    /// ```
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
+    /// use kvhoist::Segment;
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut block = vec![7; 4096];
+    /// let place = Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// // SAFETY: the block lives until it is unregistered, and nobody writes to it before.
+    /// let region = unsafe { cache.lend(&[place]) }?;
+    /// let stored = region.store_from(&[key], None, &[vec![place]]).await?;
+    /// cache.unregister(&region).await?;
+    /// assert!(matches!(stored[..], [Ok(true)]));
+    /// # Ok(()) });
+    /// ```
+    pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Region> {
+        let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));
+        let lent = ranges.collect::<Result<Ranges<()>>>()?;
+        Ok(self.region_of(RegionInner::lent(Arc::clone(&self.shared().lenders.of_loans)), lent))
     }
 
     /// One who will register memory, by a name for the log.
@@ -113,7 +249,8 @@ impl Cache {
     /// The region may be pinned all the same.
     #[doc(hidden)]
     pub async fn pin_region(&self, region: &Region) -> Result<bool> {
-        let held = self.inner.regions.hold_one(region)?;
+        self.check_region(region)?;
+        let held = self.inner.regions.hold_one(&region.inner)?;
         let RegionInner { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
             && let Err(error) = huge::collapse(start, len).await
@@ -125,8 +262,9 @@ impl Cache {
         shield(receiver).await.map_err(|_| Error::Closed)
     }
 
-    /// Forgets a region: resolves when no movement uses it any longer and nothing keeps it pinned. However many callers
-    /// unregister one region, each of them waits for that; on a region that is forgotten already it resolves at once.
+    /// Takes memory back: no call that is polled for the first time from now on uses it. Resolves when no movement uses
+    /// it any longer and nothing keeps it pinned. However many callers unregister one region, each of them waits for
+    /// that; on a region that is forgotten already it resolves at once.
     ///
     /// # Errors
     /// [`Error::Argument`] for a region of another cache, which is left as it is.
@@ -150,7 +288,9 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn unregister(&self, region: &Region) -> Result<()> {
-        self.inner.regions.remove(region)?;
+        self.check_region(region)?;
+        self.inner.regions.remove(&region.inner);
+        region.inner.end();
         shield(region.inner.wait_unused()).await;
         // The request holds the region until it is done, or lost with the reactor. Of two callers whose requests go out
         // at once each waits for both.
@@ -163,151 +303,5 @@ impl Cache {
             drop(self.ended().await);
         }
         Ok(())
-    }
-
-    /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;
-    /// `false`: it is resident nowhere, its segments are as they were. Where they are on the device, or
-    /// [`Config::bypass_host`](crate::Config::bypass_host) is on, they may hold anything then: the block was on its way
-    /// when it turned out to be damaged, or was removed.
-    ///
-    /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] before anything moved: lengths, a segment outside every region, or more than
-    /// [`Config::movements_max`](crate::Config::movements_max) blocks. A block's own error is in its result; its
-    /// segments then hold anything.
-    ///
-    /// # Cancel safety
-    /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
-    ///
-    /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, Segment};
-    ///
-    /// # let key = kvhoist::BlockKey::new([1; 32]);
-    /// # cache.store(&key, None, &[9; 4096]).await?;
-    /// let mut pool = vec![7; 16 * 4096];
-    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
-    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory).await?;
-    /// // The block's first half goes to the end of the pool, its second half to the beginning.
-    /// let [end, begin] = [pool.len() - 2048, 0].map(|at| Segment { ptr: pool[at..].as_mut_ptr(), len: 2048 });
-    /// let loaded = cache.load_into(&[key], &[vec![end, begin]]).await?;
-    /// cache.unregister(&region).await?;
-    /// assert!(matches!(loaded[..], [Ok(true)]) && pool[..2048] == [9; 2048]);
-    /// # cache.close().await }).expect("the example runs");
-    /// ```
-    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        self.load_jobs(self.jobs(keys, None, segments, None)?).await
-    }
-
-    /// As [`load_into`](Self::load_into), of blocks that others load at the same time: each is read once for all who
-    /// wait for it, into host memory, where it is pinned until it is copied to the last of them.
-    #[doc(hidden)]
-    pub async fn load_shared(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        let mut jobs = self.jobs(keys, None, segments, None)?;
-        jobs.iter_mut().for_each(|job| job.through_host = true);
-        self.load_jobs(jobs).await
-    }
-
-    /// Stores blocks from registered memory: one result per block, in order; `true`: stored, as the
-    /// write policy wants it.
-    ///
-    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's.
-    ///
-    /// # Errors
-    /// As [`load_into`](Cache::load_into) and [`store`](Cache::store).
-    ///
-    /// # Cancel safety
-    /// The stores go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
-    ///
-    /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, Segment};
-    ///
-    /// # let key = kvhoist::BlockKey::new([1; 32]);
-    /// let mut pool = vec![7; 16 * 4096];
-    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
-    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory).await?;
-    /// let place = Segment { ptr: pool.as_mut_ptr(), len: 4096 };
-    /// let stored = cache.store_from(&[key], None, &[vec![place]]).await?;
-    /// cache.unregister(&region).await?;
-    /// assert!(matches!(stored[..], [Ok(true)]) && cache.contains(&key));
-    /// # cache.close().await }).expect("the example runs");
-    /// ```
-    pub async fn store_from(
-        &self,
-        keys: &[BlockKey],
-        parent: Option<&BlockKey>,
-        segments: &[Vec<Segment>],
-    ) -> Result<Vec<Result<bool>>> {
-        self.store_jobs(self.jobs(keys, Some(parent), segments, None)?).await
-    }
-
-    pub(super) async fn load_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
-        self.want_remote(&jobs);
-        self.ask_jobs(|reply| Submitter::begin_load(self.inner.submitter.as_ref(), jobs, reply)).await
-    }
-
-    /// Has what the remote tier alone has brought together.
-    pub(super) fn want_remote(&self, jobs: &[Job]) {
-        if self.shared().remote.is_some() {
-            let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
-            self.shared().want_remote(&keys, true);
-        }
-    }
-
-    pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
-        let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
-        let results = self.ask_jobs(|reply| Some(Command::StoreFrom { jobs, reply })).await?;
-        self.shared().forget_reported(&keys, &results);
-        Ok(results)
-    }
-
-    /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie
-    /// in beside the registered regions.
-    pub(super) fn jobs(
-        &self,
-        keys: &[BlockKey],
-        chain: Option<Option<&BlockKey>>,
-        segments: &[Vec<Segment>],
-        lent: Option<&Loan>,
-    ) -> Result<Vec<Job>> {
-        if keys.len() != segments.len() {
-            return Err(Error::argument(
-                "segments",
-                format!("{} lists", segments.len()),
-                format!("one for each of {} keys", keys.len()),
-            ));
-        }
-        let jobs_max = self.config().limits.movements_max;
-        if keys.len() > jobs_max as usize {
-            let most = format!("at most {jobs_max} in one call (`movements_max`): call once for each part of them");
-            return Err(Error::argument("keys", keys.len(), most));
-        }
-        let mut parent = chain.flatten().copied();
-        let mut jobs = Vec::with_capacity(keys.len());
-        let held = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
-        for ((key, segments), regions) in keys.iter().zip(segments).zip(held) {
-            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions, through_host: false });
-            if chain.is_some() {
-                parent = Some(*key);
-            }
-        }
-        Ok(jobs)
-    }
-
-    async fn ask_jobs(&self, command: impl FnOnce(Reply) -> Option<Command>) -> Result<Vec<Result<bool>>> {
-        let (sender, receiver) = oneshot::channel();
-        // A caller that is gone does not want the answer.
-        let reply: Reply = Box::new(move |results| drop(sender.send(results)));
-        if let Some(command) = command(reply) {
-            // A command that finds no reactor is dropped, and its reply: once the reads of its call have ended.
-            drop(shield(self.inner.commands.send(command)).await);
-        }
-        shield(receiver).await.map_err(|_| Error::Closed)
     }
 }

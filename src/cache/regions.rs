@@ -1,15 +1,11 @@
-//! Registered memory: [`Region`], and the table of a cache's regions.
+//! The table of a cache's registered memory.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
-    ops::Range,
-    sync::{
-        Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard},
 };
 
-use super::loan::Loan;
+use super::{Region, ranges::Ranges};
 use crate::{
     block::Segment,
     error::{Error, Result},
@@ -18,28 +14,6 @@ use crate::{
     state::Lender,
 };
 
-/// A registered range of a caller's memory. Give it back with [`Cache::unregister`](super::Cache::unregister): until
-/// that has resolved the memory must stay mapped.
-///
-/// Dropping it changes nothing: the range stays registered for the life of the cache.
-pub struct Region {
-    pub(super) inner: Arc<RegionInner>,
-    /// The number of the cache's [`Regions`].
-    registry: u64,
-    /// As [`Regions::registered`].
-    registered: Arc<AtomicBool>,
-}
-
-impl Region {
-    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)). Every change pins all
-    /// regions anew: if the kernel refuses one, no region is pinned until the next change.
-    pub fn is_pinned(&self) -> bool {
-        self.inner.is_fixed() && self.registered.load(Ordering::Acquire)
-    }
-}
-
-debug_fields!(Region, region => len: region.inner.len, memory: region.inner.memory);
-
 /// One whose memory is registered, in any number of regions: what is stored from them is charged to it.
 #[derive(Clone)]
 pub struct MemoryOwner(pub(super) Arc<Lender>);
@@ -47,86 +21,55 @@ pub struct MemoryOwner(pub(super) Arc<Lender>);
 /// Regions that may be registered at once.
 const REGIONS_MAX: usize = 4096;
 
-/// The regions of one cache.
-pub(super) struct Regions {
-    /// Tells them from those of every other cache of this process.
-    number: u64,
-    /// By their first addresses. No two overlap.
-    entries: Mutex<Entries>,
-    /// Whether the kernel has the regions that it was asked to pin.
-    registered: Arc<AtomicBool>,
-}
+/// The registered regions of one cache.
+#[derive(Default)]
+pub(super) struct Regions(Mutex<Entries>);
 
-type Entries = BTreeMap<usize, Arc<RegionInner>>;
-
-/// The region that contains the segment.
-fn region_of<'a>(entries: &'a Entries, segment: &Segment) -> Option<&'a Arc<RegionInner>> {
-    let (_, last) = entries.range(..=segment.ptr as usize).next_back()?;
-    last.contains(segment).then_some(last)
-}
+type Entries = Ranges<Arc<RegionInner>>;
 
 impl Regions {
-    pub(super) fn new(registered: Arc<AtomicBool>) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Regions { number: NEXT.fetch_add(1, Ordering::Relaxed), entries: Mutex::default(), registered }
-    }
-
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        self.entries.lock().expect("nothing panics under it")
+        self.0.lock().expect("nothing panics under it")
     }
 
-    pub(super) fn add(&self, memory: Memory, whose: MemoryOwner) -> Result<Region> {
+    pub(super) fn add(&self, memory: Memory, whose: MemoryOwner) -> Result<Arc<RegionInner>> {
         let Memory { range, kind, guard, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
             MemoryKind::Shared(owner) => (RegionMemory::Host, Some(owner)),
             MemoryKind::Device => (RegionMemory::Device, None),
         };
-        let Range { start, end } = range.addresses("region")?;
+        let addresses = range.addresses("region")?;
         let mut regions = self.lock();
         if regions.len() >= REGIONS_MAX {
             return Err(Error::busy("registered regions", REGIONS_MAX as u64, "none"));
         }
-        let before = regions.range(..end).next_back();
-        if before.is_some_and(|(_, region)| start < region.start + region.len) {
+        if !regions.is_free(&addresses) {
             return Err(Error::argument(
                 "region",
-                format!("{} bytes at {start:#x}, part of which is registered", range.len),
+                format!("{} bytes at {:#x}, part of which is registered", range.len, addresses.start),
                 "each range registered once",
             ));
         }
-        let inner = RegionInner::new(range.ptr, range.len, memory, owner, whose.0, guard);
-        regions.insert(start, Arc::clone(&inner));
-        Ok(Region { inner, registry: self.number, registered: Arc::clone(&self.registered) })
-    }
-
-    /// Refuses a region of another cache.
-    fn check(&self, region: &Region) -> Result<()> {
-        if region.registry == self.number {
-            return Ok(());
-        }
-        Err(Error::argument("region", "a region of another cache", "a region that this cache has registered"))
+        let region = RegionInner::new(range.ptr, range.len, memory, owner, whose.0, guard);
+        regions.insert(addresses, Arc::clone(&region));
+        Ok(region)
     }
 
     /// Holds a region, wherever its movements go.
-    pub(super) fn hold_one(&self, region: &Region) -> Result<RegionUse> {
-        self.check(region)?;
+    pub(super) fn hold_one(&self, region: &Arc<RegionInner>) -> Result<RegionUse> {
         let regions = self.lock();
-        if is_in(&regions, region) {
+        if regions.get(region.start).is_some_and(|other| Arc::ptr_eq(other, region)) {
             // Under the lock: who forgets a region counts its users after that.
-            return Ok(region.inner.hold());
+            return Ok(region.hold());
         }
-        Err(Error::argument("region", "a region that was unregistered", "a region that is registered"))
+        Err(Error::argument("region", "a region that was lent, or unregistered", "a region that is registered"))
     }
 
     /// Forgets a region, if it is not forgotten already: nothing begins to use it after that.
-    pub(super) fn remove(&self, region: &Region) -> Result<()> {
-        self.check(region)?;
-        let mut regions = self.lock();
-        if is_in(&regions, region) {
-            regions.remove(&region.inner.start);
-        }
-        Ok(())
+    pub(super) fn remove(&self, region: &Arc<RegionInner>) {
+        let removed = self.lock().remove_if(region.start, |other| Arc::ptr_eq(other, region));
+        drop(removed);
     }
 
     /// Holds the memory that the segments of each block lie in: lent for the call, or registered. By their first
@@ -136,7 +79,7 @@ impl Regions {
         &self,
         blocks: &[Vec<Segment>],
         block_bytes: usize,
-        lent: Option<&Loan>,
+        lent: Option<&Region>,
     ) -> Result<Vec<Arc<[RegionUse]>>> {
         let regions = self.lock();
         let mut held: Vec<Arc<[RegionUse]>> = Vec::with_capacity(blocks.len());
@@ -166,11 +109,11 @@ impl Regions {
 }
 
 /// Holds what one block's segments lie in, by their first addresses.
-fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Loan>) -> Result<Arc<[RegionUse]>> {
+fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Region>) -> Result<Arc<[RegionUse]>> {
     let mut held: BTreeMap<usize, RegionUse> = BTreeMap::new();
     for segment in segments {
-        let lent = lent.and_then(|loan| loan.region_of(segment));
-        let Some(region) = lent.or_else(|| region_of(regions, segment)) else {
+        let lent = lent.filter(|region| region.lent.of(segment).is_some()).map(|region| &region.inner);
+        let Some(region) = lent.or_else(|| regions.of(segment).map(|(_, region)| region)) else {
             return Err(Error::argument(
                 "segments",
                 format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
@@ -183,19 +126,11 @@ fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Loan>) -> Resu
         // A lent one has no addresses, and there is one at most.
         if let Entry::Vacant(vacant) = held.entry(region.start) {
             vacant.insert(region.try_hold().ok_or_else(|| {
-                Error::argument(
-                    "segments",
-                    "memory of a loan that was returned",
-                    "memory that `Cache::lend` lends anew",
-                )
+                Error::argument("segments", "lent memory that was unregistered", "memory that `Cache::lend` lends anew")
             })?);
         }
     }
     Ok(held.into_values().collect())
-}
-
-fn is_in(entries: &Entries, region: &Region) -> bool {
-    entries.get(&region.inner.start).is_some_and(|other| Arc::ptr_eq(other, &region.inner))
 }
 
 #[cfg(test)]
@@ -214,16 +149,16 @@ mod tests {
 
     #[test]
     fn no_memory_is_registered_twice() {
-        let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
+        let (regions, lenders) = (Regions::default(), Lenders::new());
         let add = |memory| regions.add(memory, MemoryOwner(Arc::clone(&lenders.of_loans)));
         let pool = add(memory(4096, 8192)).expect("the first");
-        add(memory(8192, 4096)).expect_err("part of it is registered");
+        assert!(add(memory(8192, 4096)).is_err(), "part of it is registered");
         add(memory(12288, 4096)).expect("beside the pool");
-        add(memory(0, 10)).expect_err("no memory lies there");
+        assert!(add(memory(0, 10)).is_err(), "no memory lies there");
 
         let block = [vec![Segment { ptr: at(4096), len: 10 }]];
         assert_eq!(regions.hold(&block, 10, None).expect("registered")[0].len(), 1);
-        regions.remove(&pool).expect("its own");
+        regions.remove(&pool);
         assert!(regions.hold(&block, 10, None).is_err(), "the pool is gone");
     }
 
@@ -232,7 +167,7 @@ mod tests {
     }
 
     fn three_regions() -> Regions {
-        let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
+        let (regions, lenders) = (Regions::default(), Lenders::new());
         for number in [3, 1, 2] {
             let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
             regions.add(memory(number << 20, 4096), whose).expect("beside the others");
@@ -258,7 +193,7 @@ mod tests {
 
     #[test]
     fn a_place_is_compared_with_few_regions_however_many_there_are() {
-        let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
+        let (regions, lenders) = (Regions::default(), Lenders::new());
         for number in 1..=1000 {
             let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
             regions.add(memory(number << 20, 4096), whose).expect("beside the others");

@@ -141,12 +141,6 @@ impl RegionInner {
         self.users.fetch_or(ENDED, Ordering::AcqRel);
     }
 
-    /// Whether no movement uses it; it has [ended](Self::end) then.
-    pub(crate) fn end_if_unused(&self) -> bool {
-        let ended = self.users.compare_exchange(0, ENDED, Ordering::AcqRel, Ordering::Acquire);
-        ended.unwrap_or_else(|users| users & !ENDED) == 0
-    }
-
     /// Whether no movement uses the region.
     pub(crate) fn is_unused(&self) -> bool {
         self.users.load(Ordering::Acquire) & !ENDED == 0

@@ -1,5 +1,5 @@
-//! Memory that is lent for a call: as many ranges as there are, overlapping or not, and given back when nothing uses
-//! it.
+//! Memory that is lent for calls of its own: as many ranges as there are, overlapping or not, and given back when
+//! nothing uses it.
 
 use kvhoist::{BlockKey, Cache, Error, Segment, block_on};
 
@@ -25,67 +25,77 @@ fn a_call_may_lend_more_ranges_than_may_be_registered() {
     let mut into: Vec<Vec<u8>> = vec![vec![0; 2]; BLOCK_BYTES / 2];
     let (sources, targets) = (pieces(&mut from), pieces(&mut into));
     let all: Vec<Segment> = sources.iter().chain(&targets).copied().collect();
-    // SAFETY: the vectors outlive the loan's use, which is waited for below; nothing touches them meanwhile.
-    let loan = unsafe { cache.lend(&all) }.expect("it is lent");
-    let stored = block_on(loan.store_from(&[key(1)], None, &[sources])).expect("the call is taken");
+    // SAFETY: the vectors outlive the region's use, which is waited for below; nothing touches them meanwhile.
+    let region = unsafe { cache.lend(&all) }.expect("it is lent");
+    let stored = block_on(region.store_from(&[key(1)], None, &[sources])).expect("the call is taken");
     assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
-    let loaded = block_on(loan.load_into(&[key(1)], &[targets])).expect("the call is taken");
+    let loaded = block_on(region.load_into(&[key(1)], &[targets])).expect("the call is taken");
     assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
-    block_on(loan.returned());
-    assert!(loan.is_returned());
+    block_on(cache.unregister(&region)).expect("its own region");
+    assert!(region.is_unused());
     assert_eq!(from, into);
 }
 
 #[test]
-fn only_a_loans_own_calls_use_its_memory() {
+fn only_a_regions_own_calls_use_lent_memory() {
     let (cache, other) = (opened(), opened());
     let mut memory = vec![7; BLOCK_BYTES + 1];
     let start = memory.as_mut_ptr();
     let whole = Segment { ptr: start, len: BLOCK_BYTES };
     let outside = Segment { ptr: start.wrapping_add(1), len: BLOCK_BYTES };
     // SAFETY: the vector outlives the cache's use, which is waited for below; nothing touches it meanwhile.
-    let [loan, again] = [(); 2].map(|()| unsafe { cache.lend(&[whole]) }.expect("lent twice"));
-    let refused = |result: Result<_, kvhoist::Error>| matches!(result, Err(Error::Argument { .. }));
+    let [region, again] = [(); 2].map(|()| unsafe { cache.lend(&[whole]) }.expect("lent twice"));
+    fn refused<T>(result: Result<T, Error>) -> bool {
+        matches!(result, Err(Error::Argument { .. }))
+    }
     assert!(refused(block_on(cache.store_from(&[key(1)], None, &[vec![whole]]))), "it is not registered");
-    assert!(refused(block_on(loan.store_from(&[key(1)], None, &[vec![outside]]))), "one byte is not lent");
+    assert!(refused(block_on(region.store_from(&[key(1)], None, &[vec![outside]]))), "one byte is not lent");
     let queue = other.completion_queue(1).expect("an eventfd");
-    assert!(loan.submit_load(&queue, &[key(1)], &[vec![whole]]).is_err(), "the queue is of another cache");
+    assert!(refused(region.submit_load(&queue, &[key(1)], &[vec![whole]])), "the queue is of another cache");
+    assert!(refused(block_on(other.unregister(&region))), "the region too");
     let stored = block_on(again.store_from(&[key(1)], None, &[vec![whole]])).expect("the call is taken");
     assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
-    block_on(again.returned());
+    block_on(cache.unregister(&again)).expect("its own region");
     let nowhere = Segment { ptr: std::ptr::null_mut(), len: 1 };
     // SAFETY: refused, so never used.
     assert!(unsafe { cache.lend(&[nowhere]) }.is_err());
 }
 
 #[test]
-fn no_call_of_a_loan_uses_its_memory_once_it_was_returned() {
+fn no_call_uses_lent_memory_once_it_was_unregistered() {
     let cache = opened();
-    for by_query in [false, true] {
-        let mut memory = vec![7; BLOCK_BYTES];
-        let place = Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES };
-        // SAFETY: the vector outlives the loan's use, which has ended before it is dropped; nothing touches it before.
-        let loan = unsafe { cache.lend(&[place]) }.expect("it is lent");
-        let stored = block_on(loan.store_from(&[key(1)], None, &[vec![place]])).expect("the call is taken");
-        assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
-        // A call that was made before, and is polled after.
-        let (keys, places) = ([key(2)], [vec![place]]);
-        let late = loan.store_from(&keys, None, &places);
-        match by_query {
-            true => while !loan.is_returned() {},
-            false => block_on(loan.returned()),
-        }
-        drop(memory);
-        let queue = cache.completion_queue(1).expect("an eventfd");
-        let refused = [
-            block_on(late).err(),
-            block_on(loan.load_into(&[key(1)], &[vec![place]])).err(),
-            loan.submit_store(&queue, &[key(2)], None, &[vec![place]]).err(),
-        ];
-        for error in refused {
-            let error = error.expect("its owner may have unmapped it");
-            assert!(matches!(error, Error::Argument { .. }) && error.to_string().contains("was returned"), "{error}");
-        }
-        assert!(loan.is_returned());
+    let mut memory = vec![7; BLOCK_BYTES];
+    let place = Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES };
+    // SAFETY: the vector outlives the region's use, which has ended before it is dropped; nothing touches it before.
+    let region = unsafe { cache.lend(&[place]) }.expect("it is lent");
+    let stored = block_on(region.store_from(&[key(1)], None, &[vec![place]])).expect("the call is taken");
+    assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+    // A call that was made before, and is polled after.
+    let (keys, places) = ([key(2)], [vec![place]]);
+    let late = region.store_from(&keys, None, &places);
+    block_on(cache.unregister(&region)).expect("its own region");
+    drop(memory);
+    let queue = cache.completion_queue(1).expect("an eventfd");
+    let refused = [
+        block_on(late).err(),
+        block_on(region.load_into(&[key(1)], &[vec![place]])).err(),
+        region.submit_store(&queue, &[key(2)], None, &[vec![place]]).err(),
+    ];
+    for error in refused {
+        let error = error.expect("its owner may have unmapped it");
+        assert!(matches!(error, Error::Argument { .. }) && error.to_string().contains("was unregistered"), "{error}");
     }
+    assert!(region.is_unused());
+}
+
+#[test]
+fn a_region_keeps_no_cache_open() {
+    let cache = opened();
+    let mut memory = vec![7; BLOCK_BYTES];
+    let place = Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES };
+    // SAFETY: nothing is stored from it.
+    let region = unsafe { cache.lend(&[place]) }.expect("it is lent");
+    drop(cache);
+    let stored = block_on(region.store_from(&[key(1)], None, &[vec![place]]));
+    assert!(matches!(stored, Err(Error::Closed)), "{stored:?}");
 }

@@ -1,14 +1,13 @@
 //! Which public calls of a cache the seeds of the simulation make, and why they do not make the others.
 
 /// The types of `src/cache` whose methods are calls, and what the simulation's code has before a call of each.
-pub const TYPES: [(&str, &str); 8] = [
+pub const TYPES: [(&str, &str); 7] = [
     ("Cache", "cache."),
     ("CompletionQueue", "queue."),
     ("DeviceLease", "lease."),
     ("LayerLoad", "load."),
     ("Lease", "lease."),
-    ("Loan", "loan."),
-    ("Region", "Region::"),
+    ("Region", "region."),
     ("Reservation", "reservation."),
 ];
 

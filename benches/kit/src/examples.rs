@@ -65,8 +65,8 @@ mod service {
             let mut block = vec![7; client.block_bytes()];
             let place = Segment { ptr: block.as_mut_ptr(), len: block.len() };
             // SAFETY: the block lives until the call has ended, and nobody writes to it before.
-            let loan = unsafe { client.lend(&[place]) };
-            for stored in loan.store_from(&keys[..1], None, &[vec![place]]).await? {
+            let region = unsafe { client.lend(&[place]) }?;
+            for stored in region.store_from(&keys[..1], None, &[vec![place]]).await? {
                 stored?;
             }
             example(client, &keys).await

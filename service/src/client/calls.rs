@@ -74,8 +74,6 @@ pub struct Client {
 }
 
 pub(super) struct Inner {
-    /// Tells clients of this process apart.
-    pub(super) id: u64,
     socket: PathBuf,
     pub(super) block_bytes: usize,
     line: Arc<Line>,
@@ -174,9 +172,7 @@ impl Client {
         let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line), dial };
         let (first, connected) = oneshot::channel();
         run(worker, first)?;
-        static NEXT_CLIENT: AtomicU64 = AtomicU64::new(0);
         let inner = Inner {
-            id: NEXT_CLIENT.fetch_add(1, Ordering::Relaxed),
             socket,
             block_bytes,
             line,

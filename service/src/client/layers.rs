@@ -89,7 +89,7 @@ impl Client {
     /// # Ok(()) });
     /// ```
     pub fn load_layers(&self, keys: &[BlockKey], segments: &[Vec<Segment>], layer_of: &[usize]) -> Result<LayerLoad> {
-        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), &[])?;
+        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), None)?;
         if found.contains(&Found::Copied) {
             let expected = "memory that the service has, for a load layer by layer";
             return Err(Error::argument("segments", "memory that is copied through a bounce buffer", expected));

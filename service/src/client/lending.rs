@@ -3,43 +3,99 @@
 use std::{
     ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::Ordering},
+    ptr,
+    sync::{Arc, Weak, atomic::Ordering},
 };
 
-use kvhoist::{Memory, SharedMemory, internals::service::MemoryKind};
+use kvhoist::{
+    BlockKey, Memory, Segment, SharedMemory,
+    internals::service::{MemoryKind, Ranges},
+};
 
 use super::{
     bounce::Bounce,
-    calls::{Client, unexpected},
+    calls::{Client, Inner, unexpected},
     connect::register,
     order::What,
-    places::{Lent, Places, Users},
+    places::{Lent, LentForCalls, Places, Users},
 };
 use crate::{
     error::{Error, Result},
-    protocol::{RegionKind, Reply, Request},
+    protocol::{RegionKind, Reply, Request, Way},
 };
 
-/// Memory that a client has registered. [`Client::unregister`] takes it back; dropping this value changes nothing.
-#[derive(Debug)]
+/// Memory of a client's: registered, or [lent](Client::lend) for calls of its own. [`Client::unregister`] takes it
+/// back.
+///
+/// Dropping it changes nothing for registered memory, and ends the use of lent memory. It keeps no client connected.
 pub struct ClientRegion {
-    /// The client that has it, in this process.
-    client: u64,
+    client: Weak<Inner>,
     number: u32,
+    /// Its first address, where it is registered.
+    start: usize,
     pinned: bool,
-    /// Users of memory that the service does not have.
-    users: Option<Users>,
+    memory: Kept,
 }
+
+/// What is known here of a region.
+enum Kept {
+    /// The service has it mapped.
+    Shared,
+    /// It is in the table, and its blocks are copied.
+    Copied(Users),
+    Lent(LentForCalls),
+}
+
+debug_fields!(ClientRegion, region => number: region.number, pinned: region.pinned, shared: region.is_shared());
 
 impl ClientRegion {
     /// Whether the service has it mapped. Blocks of memory that it has not go through a bounce buffer, one copy more.
     pub fn is_shared(&self) -> bool {
-        self.users.is_none()
+        matches!(self.memory, Kept::Shared)
     }
 
     /// Whether the service's kernel keeps it pinned, which saves work for each transfer.
     pub fn is_pinned(&self) -> bool {
         self.pinned
+    }
+
+    /// [`Client::load_into`], with segments in this memory or in registered regions. Only a poll of the call touches
+    /// lent memory: a call that was dropped, or has timed out, leaves it alone.
+    ///
+    /// # Errors
+    /// As [`Client::load_into`]; [`Error::Argument`] for lent memory that was [unregistered](Client::unregister).
+    ///
+    /// # Cancel safety
+    /// As [`Client::load_into`]; lent memory is not touched any more.
+    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        self.client()?.moved(Way::Load, keys, segments, self.lent()).await
+    }
+
+    /// [`Client::store_from`], as [`load_into`](Self::load_into) is [`Client::load_into`].
+    ///
+    /// # Errors
+    /// As of [`load_into`](Self::load_into).
+    ///
+    /// # Cancel safety
+    /// As of [`load_into`](Self::load_into).
+    pub async fn store_from(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Result<bool>>> {
+        self.client()?.moved(Way::Store(parent.copied()), keys, segments, self.lent()).await
+    }
+
+    fn client(&self) -> Result<Client> {
+        self.client.upgrade().map(|inner| Client { inner }).ok_or(Error::Closed)
+    }
+
+    fn lent(&self) -> Option<&LentForCalls> {
+        match &self.memory {
+            Kept::Lent(lent) => Some(lent),
+            Kept::Shared | Kept::Copied(_) => None,
+        }
     }
 }
 
@@ -140,16 +196,50 @@ impl Client {
         }
     }
 
+    /// Lends memory that is not registered, for calls of the region that this returns: their blocks go through a bounce
+    /// buffer of [`bounce_bytes`](super::ClientOptions::bounce_bytes), one copy more. Empty ranges are left out.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a range at address 0, or past the end of memory.
+    ///
+    /// # Safety
+    /// The ranges stay mapped, readable, and writable where blocks are loaded into them, until the region is
+    /// dropped, or [`unregister`](Client::unregister) has resolved.
+    ///
+    /// ```
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// use kvhoist::Segment;
+    ///
+    /// let mut block = vec![7; 4096];
+    /// let place = Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// // SAFETY: the block outlives the region, and nobody writes to it before the call has ended.
+    /// let region = unsafe { client.lend(&[place]) }?;
+    /// let stored = region.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// assert!(matches!(stored[..], [Ok(true)]));
+    /// # Ok(()) });
+    /// ```
+    pub unsafe fn lend(&self, memory: &[Segment]) -> Result<ClientRegion> {
+        let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));
+        let ranges = ranges.collect::<Result<Ranges<()>>>()?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        Ok(self.region(number, 0, false, Kept::Lent(LentForCalls { number, ranges, users: Users::default() })))
+    }
+
     /// Registers memory that cannot be passed to the service.
     fn register_copied(&self, at: Range<usize>) -> Result<ClientRegion> {
         self.check_free(&at)?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let users = self.inner.places.add_copied(number, at.start, at.len());
-        Ok(ClientRegion { client: self.inner.id, number, pinned: false, users: Some(users) })
+        let users = self.inner.places.add_copied(number, at.clone());
+        Ok(self.region(number, at.start, false, Kept::Copied(users)))
+    }
+
+    fn region(&self, number: u32, start: usize, pinned: bool, memory: Kept) -> ClientRegion {
+        ClientRegion { client: Arc::downgrade(&self.inner), number, start, pinned, memory }
     }
 
     fn check_free(&self, at: &Range<usize>) -> Result<()> {
-        if self.inner.places.is_free(at.start, at.len()) {
+        if self.inner.places.is_free(at) {
             return Ok(());
         }
         let found = format!("{} bytes at {:#x}, part of which is registered", at.len(), at.start);
@@ -187,7 +277,7 @@ impl Client {
         match self.call(register(&lent), What::Register(lent.clone()), None).await? {
             Reply::Registered { pinned } => {
                 self.inner.places.add(&lent, memory);
-                Ok(ClientRegion { client: self.inner.id, number, pinned, users: None })
+                Ok(self.region(number, at.start, pinned, Kept::Shared))
             }
             other => Err(unexpected(&other)),
         }
@@ -219,13 +309,16 @@ impl Client {
     /// # Ok(()) });
     /// ```
     pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
-        if region.client != self.inner.id {
+        if !ptr::eq(region.client.as_ptr(), Arc::as_ptr(&self.inner)) {
             return Err(Error::argument("region", "a region of another client", "one that this client has registered"));
         }
-        self.inner.places.remove(region.number);
-        if let Some(users) = &region.users {
-            drop(users.write().await);
-            return Ok(());
+        self.inner.places.remove(region.number, region.start);
+        match &region.memory {
+            Kept::Copied(users) | Kept::Lent(LentForCalls { users, .. }) => {
+                *users.write().await = true;
+                return Ok(());
+            }
+            Kept::Shared => {}
         }
         let request = Request::Unregister { region: region.number };
         self.call(request, What::Unregister(region.number), None).await.map(drop)

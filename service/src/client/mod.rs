@@ -17,7 +17,6 @@ mod worker;
 
 pub use calls::Client;
 pub use lending::ClientRegion;
-pub use moves::ClientLoan;
 pub use options::ClientOptions;
 pub use pins::Pins;
 #[cfg(feature = "sim")]

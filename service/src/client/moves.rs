@@ -9,78 +9,14 @@ use super::{
     bounce::{Bounce, Direction, Taken},
     calls::{Client, unexpected},
     order::What,
-    places::Found,
+    places::{Found, LentForCalls},
 };
 use crate::{
     error::{Error, Result, ServiceFault},
     protocol::{Blocks, KEYS_MAX, PLACES_MAX, Place, Reply, Request, Way},
 };
 
-/// Memory that a client's calls copy into and from, lent with [`Client::lend`].
-///
-/// It has the calls that move blocks; dropping it ends the loan. Only a call's own poll touches the memory: a call that
-/// was dropped, or has timed out, leaves it alone.
-pub struct ClientLoan {
-    client: Client,
-    memory: Vec<Segment>,
-}
-
-impl ClientLoan {
-    /// As [`Client::load_into`]; segments may also lie in the loan's memory.
-    ///
-    /// # Errors
-    /// As [`Client::load_into`].
-    ///
-    /// # Cancel safety
-    /// As [`Client::load_into`]; the loan's memory is not touched any more.
-    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        self.client.moved(Way::Load, keys, segments, &self.memory).await
-    }
-
-    /// As [`Client::store_from`]; segments may also lie in the loan's memory.
-    ///
-    /// # Errors
-    /// As [`Client::store_from`].
-    ///
-    /// # Cancel safety
-    /// As [`Client::store_from`]; the loan's memory is not touched any more.
-    pub async fn store_from(
-        &self,
-        keys: &[BlockKey],
-        parent: Option<&BlockKey>,
-        segments: &[Vec<Segment>],
-    ) -> Result<Vec<Result<bool>>> {
-        self.client.moved(Way::Store(parent.copied()), keys, segments, &self.memory).await
-    }
-}
-
-debug_fields!(ClientLoan, loan => segments: loan.memory.len());
-
 impl Client {
-    /// Lends memory that is not registered for calls of the loan: their blocks go through a bounce buffer of
-    /// [`bounce_bytes`](super::ClientOptions::bounce_bytes), one copy more.
-    ///
-    /// # Safety
-    /// The ranges stay mapped, readable, and writable where blocks are loaded into them, for as long as the loan
-    /// lives.
-    ///
-    /// ```
-    /// # kvhoist_bench_kit::examples::with_client(async |client| {
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// use kvhoist::Segment;
-    ///
-    /// let mut block = vec![7; 4096];
-    /// let place = Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// // SAFETY: the block outlives the loan, and nobody writes to it before the call has ended.
-    /// let loan = unsafe { client.lend(&[place]) };
-    /// let stored = loan.store_from(&keys[..1], None, &[vec![place]]).await?;
-    /// assert!(matches!(stored[..], [Ok(true)]));
-    /// # Ok(()) });
-    /// ```
-    pub unsafe fn lend(&self, memory: &[Segment]) -> ClientLoan {
-        ClientLoan { client: self.clone(), memory: memory.to_vec() }
-    }
-
     /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
     /// kvhoist::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all.
     ///
@@ -117,7 +53,7 @@ impl Client {
     /// # Ok(()) });
     /// ```
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        self.moved(Way::Load, keys, segments, &[]).await
+        self.moved(Way::Load, keys, segments, None).await
     }
 
     /// Stores blocks from registered memory: one result a block, in order; `true`: the disk has taken it.
@@ -153,18 +89,18 @@ impl Client {
         parent: Option<&BlockKey>,
         segments: &[Vec<Segment>],
     ) -> Result<Vec<Result<bool>>> {
-        self.moved(Way::Store(parent.copied()), keys, segments, &[]).await
+        self.moved(Way::Store(parent.copied()), keys, segments, None).await
     }
 
     /// Moves blocks, as few requests as the limits let it.
-    async fn moved(
+    pub(super) async fn moved(
         &self,
         way: Way,
         keys: &[BlockKey],
         segments: &[Vec<Segment>],
-        loan: &[Segment],
+        lent: Option<&LentForCalls>,
     ) -> Result<Vec<Result<bool>>> {
-        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), loan)?;
+        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), lent)?;
         let bounce = if found.contains(&Found::Copied) { Some(self.bounce().await?) } else { None };
         let mut calls = Vec::new();
         for run in runs(&found, bounce.as_ref().map_or(1, |bounce| bounce.blocks_per_call())) {

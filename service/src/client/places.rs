@@ -2,11 +2,12 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ops::Range,
     os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use kvhoist::{Segment, SharedMemory};
+use kvhoist::{Segment, SharedMemory, internals::service::Ranges};
 use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 use crate::{
@@ -30,8 +31,6 @@ pub(super) struct Lent {
 /// Memory that calls may name.
 struct Known {
     number: u32,
-    start: usize,
-    len: usize,
     /// A call left it to a service that hangs.
     given_up: bool,
     /// Of memory that could not be passed, whose blocks are copied: the calls that name it.
@@ -40,8 +39,15 @@ struct Known {
     _memory: Option<Arc<SharedMemory>>,
 }
 
-/// Read-locked by calls that copy from or to a range; `unregister` waits for them.
-pub(super) type Users = Arc<RwLock<()>>;
+/// Memory that is lent for calls of its own, whose blocks are copied.
+pub(super) struct LentForCalls {
+    pub(super) number: u32,
+    pub(super) ranges: Ranges<()>,
+    pub(super) users: Users,
+}
+
+/// Read-locked by calls that copy from or to memory; `unregister` waits for them, and sets it: no call begins then.
+pub(super) type Users = Arc<RwLock<bool>>;
 
 /// Where a block lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,33 +58,31 @@ pub(super) enum Found {
     Copied,
 }
 
-/// All registered memory, by its first address. No two ranges overlap.
+/// All registered memory.
 #[derive(Default)]
-pub(super) struct Places(Mutex<BTreeMap<usize, Known>>);
+pub(super) struct Places(Mutex<Ranges<Known>>);
 
 impl Places {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Known>> {
+    fn lock(&self) -> MutexGuard<'_, Ranges<Known>> {
         self.0.lock().expect("nothing panics under it")
     }
 
     /// Whether a range has no byte in common with registered memory.
-    pub(super) fn is_free(&self, start: usize, len: usize) -> bool {
-        let known = self.lock();
-        let before = known.range(..start.saturating_add(len)).next_back();
-        before.is_none_or(|(_, known)| known.start + known.len <= start)
+    pub(super) fn is_free(&self, range: &Range<usize>) -> bool {
+        self.lock().is_free(range)
     }
 
     /// Memory that the service has.
     pub(super) fn add(&self, lent: &Lent, memory: Option<Arc<SharedMemory>>) {
-        let Lent { number, start, len, .. } = *lent;
-        self.lock().insert(start, Known { number, start, len, given_up: false, users: None, _memory: memory });
+        let known = Known { number: lent.number, given_up: false, users: None, _memory: memory };
+        self.lock().insert(lent.start..lent.start + lent.len, known);
     }
 
     /// Memory that the service has not.
-    pub(super) fn add_copied(&self, number: u32, start: usize, len: usize) -> Users {
+    pub(super) fn add_copied(&self, number: u32, range: Range<usize>) -> Users {
         let users = Users::default();
-        let known = Known { number, start, len, given_up: false, users: Some(Arc::clone(&users)), _memory: None };
-        self.lock().insert(start, known);
+        let known = Known { number, given_up: false, users: Some(Arc::clone(&users)), _memory: None };
+        self.lock().insert(range, known);
         users
     }
 
@@ -87,20 +91,20 @@ impl Places {
         self.lock().values_mut().for_each(|known| known.given_up |= numbers.contains(&known.number));
     }
 
-    pub(super) fn remove(&self, number: u32) {
+    pub(super) fn remove(&self, number: u32, start: usize) {
         // Dropped after the unlock: the memory may be unmapped with it.
-        let removed: Vec<_> = self.lock().extract_if(.., |_, known| known.number == number).collect();
+        let removed = self.lock().remove_if(start, |known| known.number == number);
         drop(removed);
     }
 
-    /// Where the blocks of a call lie: in registered memory, or in `loan`; and what keeps the memory that is copied.
+    /// Where the blocks of a call lie: in registered memory, or in `lent`; and what keeps the memory that is copied.
     pub(super) fn find(
         &self,
         keys: usize,
         segments: &[Vec<Segment>],
         block_bytes: usize,
-        loan: &[Segment],
-    ) -> Result<(Vec<Found>, Vec<OwnedRwLockReadGuard<()>>)> {
+        lent: Option<&LentForCalls>,
+    ) -> Result<(Vec<Found>, Vec<OwnedRwLockReadGuard<bool>>)> {
         if keys != segments.len() {
             return Err(wrong(format!("{} lists", segments.len()), format!("one for each of {keys} keys")));
         }
@@ -108,17 +112,21 @@ impl Places {
         let (mut found, mut used) = (Vec::with_capacity(keys), BTreeMap::new());
         for of_block in segments {
             Segment::check_block(of_block, block_bytes)?;
-            found.push(block(&known, of_block, loan, &mut used)?);
+            found.push(block(&known, of_block, lent, &mut used)?);
         }
-        // Not write-locked: `unregister` removes a range from the map first.
-        let keeps = used.into_values().filter_map(|users: Users| users.try_read_owned().ok()).collect();
-        Ok((found, keeps))
+        // `unregister` removes a range from the table before it locks: only lent memory is found after that.
+        let keep = |users: Users| users.try_read_owned().ok().filter(|is_ended| !**is_ended);
+        let taken_back =
+            || wrong("lent memory that was unregistered".into(), "memory that `Client::lend` lends anew".into());
+        let keeps: Result<_> = used.into_values().map(|users| keep(users).ok_or_else(taken_back)).collect();
+        Ok((found, keeps?))
     }
 
     /// The place of a segment of memory that the service has.
     pub(super) fn place(&self, segment: &Segment) -> Result<Place> {
         let known = self.lock();
-        place(holder(&known, segment)?, segment)
+        let (start, known) = known.of(segment).ok_or_else(|| unknown(segment))?;
+        place(known, start, segment)
     }
 }
 
@@ -140,19 +148,26 @@ fn given_up(number: u32) -> Error {
 }
 
 fn block(
-    known: &BTreeMap<usize, Known>,
+    known: &Ranges<Known>,
     segments: &[Segment],
-    loan: &[Segment],
+    lent: Option<&LentForCalls>,
     used: &mut BTreeMap<u32, Users>,
 ) -> Result<Found> {
     let mut places = Vec::with_capacity(segments.len());
     for segment in segments {
-        match holder(known, segment) {
-            Ok(Known { given_up: true, number, .. }) => return Err(given_up(*number)),
-            Ok(Known { number, users: Some(users), .. }) => drop(used.entry(*number).or_insert_with(|| users.clone())),
-            Ok(known) => places.push(place(known, segment)?),
-            Err(error) => loan.iter().any(|lent| is_within(segment, lent)).then_some(()).ok_or(error)?,
-        }
+        let (number, users) = match known.of(segment) {
+            Some((_, Known { given_up: true, number, .. })) => return Err(given_up(*number)),
+            Some((_, Known { number, users: Some(users), .. })) => (*number, users),
+            Some((start, known)) => {
+                places.push(place(known, start, segment)?);
+                continue;
+            }
+            None => {
+                let lent = lent.filter(|lent| lent.ranges.of(segment).is_some()).ok_or_else(|| unknown(segment))?;
+                (lent.number, &lent.users)
+            }
+        };
+        used.entry(number).or_insert_with(|| Arc::clone(users));
     }
     if places.len() < segments.len() {
         return Ok(Found::Copied);
@@ -163,22 +178,9 @@ fn block(
     }
 }
 
-fn is_within(segment: &Segment, lent: &Segment) -> bool {
-    let before = (segment.ptr as usize).wrapping_sub(lent.ptr as usize);
-    before <= lent.len && segment.len <= lent.len - before
-}
-
-/// The registered memory that a segment lies in.
-fn holder<'a>(known: &'a BTreeMap<usize, Known>, segment: &Segment) -> Result<&'a Known> {
-    let start = segment.ptr as usize;
-    let found = known.range(..=start).next_back().map(|(_, known)| known);
-    let within = |known: &&Known| start - known.start <= known.len && segment.len <= known.len - (start - known.start);
-    found.filter(within).ok_or_else(|| unknown(segment))
-}
-
-fn place(known: &Known, segment: &Segment) -> Result<Place> {
+fn place(known: &Known, start: usize, segment: &Segment) -> Result<Place> {
     let len = u32::try_from(segment.len).map_err(|_| unknown(segment))?;
-    Ok(Place { region: known.number, len, offset: (segment.ptr as usize - known.start) as u64 })
+    Ok(Place { region: known.number, len, offset: (segment.ptr as usize - start) as u64 })
 }
 
 #[cfg(test)]
@@ -199,7 +201,7 @@ mod tests {
         let places = Places::default();
         places.add(&lent(1, 4096, 4096), None);
         places.add(&lent(2, 12288, 4096), None);
-        let found = |segment| places.find(1, &[vec![segment]], 100, &[]).map(|(mut found, _)| found.remove(0));
+        let found = |segment| places.find(1, &[vec![segment]], 100, None).map(|(mut found, _)| found.remove(0));
         let straight = |region, offset| Found::Straight(vec![Place { region, len: 100, offset }]);
         assert_eq!(found(at(4096 + 10, 100)).expect("in it"), straight(1, 10));
         assert_eq!(found(at(16284, 100)).expect("its end"), straight(2, 3996));
@@ -207,9 +209,10 @@ mod tests {
             found(at(address, 100)).expect_err("in no region, or not wholly");
         }
         found(at(4096, 99)).expect_err("no whole block");
-        assert!(!places.is_free(0, 4097) && !places.is_free(8191, 1) && !places.is_free(0, usize::MAX));
-        assert!(places.is_free(0, 4096) && places.is_free(8192, 4096) && places.is_free(16384, usize::MAX));
-        places.remove(1);
+        assert!(!places.is_free(&(8191..8192)) && places.is_free(&(8192..12288)));
+        places.remove(2, 4096);
+        found(at(4096, 100)).expect("the range of another number");
+        places.remove(1, 4096);
         found(at(4096, 100)).expect_err("taken back");
     }
 
@@ -217,19 +220,26 @@ mod tests {
     fn a_block_that_the_service_cannot_reach_wholly_is_copied() {
         let places = Places::default();
         places.add(&lent(1, 4096, 4096), None);
-        let users = places.add_copied(2, 8192, 4096);
-        let loan = [at(20000, 50)];
-        let found = |parts: Vec<Segment>| places.find(1, &[parts], 100, &loan).map(|(mut found, _)| found.remove(0));
+        let users = places.add_copied(2, 8192..12288);
+        let lent = LentForCalls {
+            number: 3,
+            ranges: Ranges::from_iter(std::iter::once(20000..20050)),
+            users: Users::default(),
+        };
+        let found =
+            |parts: Vec<Segment>| places.find(1, &[parts], 100, Some(&lent)).map(|(mut found, _)| found.remove(0));
         assert!(matches!(found(vec![at(4096, 50), at(5000, 50)]), Ok(Found::Straight(_))));
         for parts in [[at(4096, 50), at(9000, 50)], [at(20000, 50), at(4096, 50)], [at(20010, 40), at(8192, 60)]] {
             assert_eq!(found(parts.to_vec()).expect("known"), Found::Copied);
         }
-        let (_, keeps) = places.find(1, &[vec![at(8192, 100)]], 100, &loan).expect("known");
+        let (_, keeps) = places.find(1, &[vec![at(8192, 100)]], 100, Some(&lent)).expect("known");
         assert!(users.try_write().is_err(), "a call copies");
         drop(keeps);
         assert!(users.try_write().is_ok());
         for parts in [[at(4096, 50), at(20001, 50)], [at(19999, 50), at(4096, 50)], [at(8192, 50), at(12270, 50)]] {
             found(parts.to_vec()).expect_err("in nothing that was lent");
         }
+        *lent.users.try_write().expect("no call copies") = true;
+        found(vec![at(20000, 50), at(4096, 50)]).expect_err("taken back");
     }
 }

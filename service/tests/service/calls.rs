@@ -155,11 +155,13 @@ fn memory_that_cannot_be_passed_is_copied() {
     // What is lent for a call.
     let mut block = vec![0u8; BLOCK_BYTES];
     let place = [Segment { ptr: block.as_mut_ptr(), len: BLOCK_BYTES }];
-    // SAFETY: the block outlives the loan.
-    let loan = unsafe { client.lend(&place) };
-    let loaded = block_on(loan.load_into(&[key(3)], &[place.to_vec()])).expect("a service");
+    // SAFETY: the block outlives the region.
+    let region = unsafe { client.lend(&place) }.expect("it is lent");
+    let loaded = block_on(region.load_into(&[key(3)], &[place.to_vec()])).expect("a service");
     assert!(matches!(loaded[..], [Ok(true)]));
-    drop(loan);
+    block_on(client.unregister(&region)).expect("unregistered");
+    let late = block_on(region.load_into(&[key(3)], &[place.to_vec()])).expect_err("given back");
+    assert!(matches!(late, Error::Argument { what: "segments", .. }), "{late}");
     assert!(block == payload(3, BLOCK_BYTES));
 }
 
@@ -174,12 +176,12 @@ fn calls_at_once_find_no_block_of_another_in_what_they_have_copied() {
     let client = block_on(Client::connect(node.socket(), wide)).expect("a service");
     let moved = |n: u64, load: bool, block: &mut [u8]| {
         let place = [Segment { ptr: block.as_mut_ptr(), len: WIDE }];
-        // SAFETY: the block outlives the loan.
-        let loan = unsafe { client.lend(&place) };
+        // SAFETY: the block outlives the region.
+        let region = unsafe { client.lend(&place) }.expect("it is lent");
         let (keys, places) = ([key(n)], [place.to_vec()]);
         let results = match load {
-            true => block_on(loan.load_into(&keys, &places)),
-            false => block_on(loan.store_from(&keys, None, &places)),
+            true => block_on(region.load_into(&keys, &places)),
+            false => block_on(region.store_from(&keys, None, &places)),
         };
         assert!(matches!(results.expect("a service")[..], [Ok(true)]), "block {n}");
     };

@@ -100,15 +100,15 @@ fn a_call_waits_for_slots_to_copy_through_until_its_deadline() {
     let guest = hasty(&node, BLOCK_BYTES);
     let mut memory = vec![0; BLOCK_BYTES];
     let place = [vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
-    // SAFETY: it outlives the loan, and nobody else uses it.
-    let loan = Arc::new(unsafe { guest.client.lend(&place[0]) });
+    // SAFETY: it outlives the region, and nobody else uses it.
+    let region = Arc::new(unsafe { guest.client.lend(&place[0]) }.expect("it is lent"));
     // The buffer is there from the first call on.
-    while block_on(loan.load_into(&[key(0)], &place)).is_err() {}
+    while block_on(region.load_into(&[key(0)], &place)).is_err() {}
     let stopped = Stopped::new(node.process.pid());
-    assert!(is_late(&block_on(loan.load_into(&[key(0)], &place)).expect_err("the service is stopped")));
+    assert!(is_late(&block_on(region.load_into(&[key(0)], &place)).expect_err("the service is stopped")));
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {
-        scope.spawn(|| tell.send(block_on(loan.load_into(&[key(0)], &place))).expect("wanted"));
+        scope.spawn(|| tell.send(block_on(region.load_into(&[key(0)], &place))).expect("wanted"));
         let second = told.recv_timeout(HANG);
         drop(stopped);
         assert!(is_late(&second.expect("it has a deadline").expect_err("no slot is free")));

@@ -285,7 +285,6 @@ async fn serve(
     let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
     let submitter =
         io_thread.map(|(pool, _)| Submitter::new(Arc::clone(&shared), pool, vec![file()], urgent.clone(), 1));
-    let regions = Regions::new(Arc::default());
     let inner = Inner {
         shared,
         commands,
@@ -293,7 +292,7 @@ async fn serve(
         submitter,
         end: told,
         device_reads: Arc::new(Semaphore::new(4)),
-        regions,
+        regions: Regions::default(),
         turns: Turns::new(),
         names: crate::cache::deleted::Names::default(),
         storage_name: "memory",

@@ -1,7 +1,7 @@
 //! A caller's own memory, registered with the cache.
 
 use crate::sim::Rng;
-use kvhoist::{Cache, Config, Error, Loan, Region, Segment, internals::io::IO_ALIGN};
+use kvhoist::{Cache, Config, Error, Region, Segment, internals::io::IO_ALIGN};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
@@ -81,10 +81,10 @@ impl Memory {
     }
 
     /// Lends all of it for one call.
-    pub fn lend(&mut self, cache: &Cache) -> Result<Loan, Error> {
+    pub fn lend(&mut self, cache: &Cache) -> Result<Region, Error> {
         self.given_back = false;
         let all = Segment { ptr: self.start, len: self.block_bytes * self.blocks };
-        // SAFETY: as in `register`; the caller waits for the loan to be returned, or for the submission to complete.
+        // SAFETY: as in `register`; the caller waits for its end, or for the submission to complete.
         unsafe { cache.lend(&[all]) }
     }
 

@@ -198,7 +198,11 @@ async fn use_region(caller: &mut Caller, memory: &mut Memory) -> Result<End, Err
     } else if let Some(region) = memory.region().filter(|_| pinned) {
         kvhoist::internals::pin_region(&caller.cache, region).await?;
     }
-    let mut code = 500 + u64::from(memory.region().is_some_and(kvhoist::Region::is_pinned));
+    let is_pinned = match memory.region() {
+        Some(region) => region.is_pinned(),
+        None => false,
+    };
+    let mut code = 500 + u64::from(is_pinned);
     if caller.rng.chance(0.2) {
         // It stays registered, and pinned, while others come and go.
         return Ok(End::Done(code));

@@ -1,6 +1,6 @@
-//! What a caller has for loans and for its completion queue. Pure data.
+//! What a caller has for lent memory and for its completion queue. Pure data.
 
-use kvhoist::{BlockKey, Cache, CompletionQueue, Loan, Segment};
+use kvhoist::{BlockKey, Cache, CompletionQueue, Region, Segment};
 
 use crate::{
     foreign::{Memory, Pool},
@@ -26,7 +26,7 @@ pub struct Submission {
     pub ticket: u64,
     pub job: Job,
     pub memory: Memory,
-    pub loan: Option<Loan>,
+    pub region: Option<Region>,
 }
 
 /// Blocks that are loaded into a piece of memory, or stored from it.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{CompletionQueue, Error, Loan};
+use kvhoist::{CompletionQueue, Error, Region};
 
 use crate::{
     caller::{Caller, End},
@@ -57,7 +57,7 @@ fn answered(job: Job, caller: &Caller, memory: &Memory, results: Vec<Result<bool
     }
 }
 
-/// Lends memory for one call; when the loan is returned the memory is its owner's.
+/// Lends memory for one call; when it is unregistered it is its owner's.
 pub async fn lend(caller: &mut Caller, cancel: Cancel) -> End {
     let Some(mut memory) = caller.submissions.free.pop() else {
         drain(caller);
@@ -72,16 +72,16 @@ async fn lend_memory(caller: &mut Caller, cancel: Cancel, memory: &mut Memory) -
     if !memory.is_left_alone() {
         caller.context.fail("somebody wrote to memory that was given back");
     }
-    let loan = match memory.lend(&caller.cache) {
-        Ok(loan) => loan,
+    let region = match memory.lend(&caller.cache) {
+        Ok(region) => region,
         Err(error) => return End::Error(error),
     };
     let job = draw(caller, memory);
     let does = if job.loads { "loads into" } else { "stores from" };
     caller.context.say(|| format!("caller {} {does} lent memory: {:?}", caller.number, job.blocks));
     let result = match job.loads {
-        true => caller.run_call(cancel, loan.load_into(&job.keys, &job.segments)).await,
-        false => caller.run_call(cancel, loan.store_from(&job.keys, job.parent.as_ref(), &job.segments)).await,
+        true => caller.run_call(cancel, region.load_into(&job.keys, &job.segments)).await,
+        false => caller.run_call(cancel, region.store_from(&job.keys, job.parent.as_ref(), &job.segments)).await,
     };
     let end = match result {
         Some(Ok(results)) => End::Done(971 + answered(job, caller, memory, results)),
@@ -95,11 +95,11 @@ async fn lend_memory(caller: &mut Caller, cancel: Cancel, memory: &mut Memory) -
             End::Dropped
         }
     };
-    loan.returned().await;
-    if !loan.is_returned() {
-        caller.context.fail("a loan that was returned is in use");
+    caller.cache.unregister(&region).await.expect("its own region");
+    if !region.is_unused() {
+        caller.context.fail("memory that was unregistered is in use");
     }
-    drop(loan);
+    drop(region);
     if !memory.is_registered() {
         memory.use_otherwise();
     }
@@ -115,8 +115,8 @@ pub async fn submit(caller: &mut Caller) -> End {
     let Some(mut memory) = caller.submissions.free.pop() else { return End::Done(980 + drained) };
     let end = submit_memory(caller, &mut memory).await;
     let end = match end {
-        Ok((ticket, job, loan)) => {
-            caller.submissions.under_way.push(Submission { ticket, job, memory, loan });
+        Ok((ticket, job, region)) => {
+            caller.submissions.under_way.push(Submission { ticket, job, memory, region });
             End::Done(990)
         }
         Err(end) => {
@@ -132,9 +132,9 @@ pub async fn submit(caller: &mut Caller) -> End {
     end
 }
 
-async fn submit_memory(caller: &mut Caller, memory: &mut Memory) -> Result<(u64, Job, Option<Loan>), End> {
+async fn submit_memory(caller: &mut Caller, memory: &mut Memory) -> Result<(u64, Job, Option<Region>), End> {
     let (lends, context) = (caller.rng.chance(0.4), caller.context.clone());
-    let loan = match lends {
+    let region = match lends {
         true => Some(memory.lend(&caller.cache).map_err(End::Error)?),
         false if memory.is_registered() => None,
         false => memory.register(&caller.cache, false).await.map(|()| None).map_err(End::Error)?,
@@ -144,9 +144,9 @@ async fn submit_memory(caller: &mut Caller, memory: &mut Memory) -> Result<(u64,
     context.say(|| format!("caller {} submits a {does} of {:?}", caller.number, job.blocks));
     let Some((queue, depth)) = &caller.submissions.queue else { return Err(End::Done(981)) };
     let (keys, parent, segments) = (&job.keys, job.parent.as_ref(), &job.segments);
-    let submitted = match (&loan, job.loads) {
-        (Some(loan), true) => loan.submit_load(queue, keys, segments),
-        (Some(loan), false) => loan.submit_store(queue, keys, parent, segments),
+    let submitted = match (&region, job.loads) {
+        (Some(region), true) => region.submit_load(queue, keys, segments),
+        (Some(region), false) => region.submit_store(queue, keys, parent, segments),
         (None, true) => queue.submit_load(keys, segments),
         (None, false) => queue.submit_store(keys, parent, segments),
     };
@@ -157,7 +157,7 @@ async fn submit_memory(caller: &mut Caller, memory: &mut Memory) -> Result<(u64,
             if is_full || queue.outstanding() != outstanding + 1 {
                 context.fail(format!("{} submissions to a queue of {depth} are outstanding", queue.outstanding()));
             }
-            Ok((ticket, job, loan))
+            Ok((ticket, job, region))
         }
         Err(error) => {
             ends(&job, caller, StoreEnd::Failed);
@@ -183,12 +183,12 @@ fn drain(caller: &mut Caller) -> u64 {
             caller.context.fail(format!("ticket {ticket} completed, and is not submitted or completed before"));
             continue;
         };
-        let Submission { job, memory, loan, .. } = caller.submissions.under_way.swap_remove(at);
+        let Submission { job, memory, region, .. } = caller.submissions.under_way.swap_remove(at);
         caller.context.say(|| format!("caller {}: ticket {ticket} completed", caller.number));
         let code = answered(job, caller, &memory, results);
         caller.context.mix(code);
         // What completed uses the memory no longer.
-        if loan.is_some_and(|loan| !loan.is_returned()) {
+        if region.is_some_and(|region| !region.is_unused()) {
             caller.context.fail("the memory of a submission that completed is in use");
         }
         caller.submissions.free.insert(0, memory);

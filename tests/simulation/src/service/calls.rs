@@ -294,12 +294,12 @@ impl Caller {
         let lent: Vec<Segment> = starts.iter().map(|&ptr| Segment { ptr, len: bytes }).collect();
         let segments: Vec<_> = starts.iter().map(|&ptr| cut(ptr, bytes, &mut self.rng)).collect();
         let parent = universe.parent_key(blocks[0]);
-        // SAFETY: the memory outlives the loan, and nobody else uses it before the call has ended.
-        let loan = unsafe { self.client.lend(&lent) };
+        // SAFETY: the memory outlives the region, and nobody else uses it before the call has ended.
+        let region = unsafe { self.client.lend(&lent) }?;
         self.run.say(|| format!("caller {} copies {blocks:?} of space {}, stores: {stores}", self.number, self.space));
         let (asked, call) = match stores {
-            true => (self.ask_to_store(&blocks), self.made(loan.store_from(&keys, parent.as_ref(), &segments)).await),
-            false => (self.ask(&blocks), self.made(loan.load_into(&keys, &segments)).await),
+            true => (self.ask_to_store(&blocks), self.made(region.store_from(&keys, parent.as_ref(), &segments)).await),
+            false => (self.ask(&blocks), self.made(region.load_into(&keys, &segments)).await),
         };
         match call {
             None => {}
