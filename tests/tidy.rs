@@ -3,10 +3,10 @@
 //! What no compiler and no tool says. Every failure names what was found and what was expected; each rule is checked on
 //! small bad texts beside it.
 
-#[path = "tidy/allowed.rs"]
-mod allowed;
 #[path = "tidy/face.rs"]
 mod face;
+#[path = "tidy/layers.rs"]
+mod layers;
 #[path = "tidy/pages.rs"]
 mod pages;
 #[path = "tidy/rules.rs"]
@@ -31,34 +31,18 @@ fn rust_files_keep_the_house_rules() {
 
 #[test]
 fn no_file_names_a_machine() {
-    let mut findings = Vec::new();
-    for file in tree() {
-        // Not text, then nothing to read in it.
-        let Ok(text) = fs::read_to_string(root().join(&file)) else { continue };
-        findings.extend(check_text(&file, &text));
-    }
-    report(&findings);
+    // What is not text has nothing to read in it.
+    let texts = tree().into_iter().filter_map(|file| Some((fs::read_to_string(root().join(&file)).ok()?, file)));
+    report(&texts.flat_map(|(text, file)| check_text(&file, &text)).collect::<Vec<_>>());
 }
 
 #[test]
 fn the_public_face_stays_small() {
-    let code = |file: &str| code(&read(Path::new(file)));
-    for (library, names_max) in face::NAMES_MAX {
-        // Items at the margin only: what is indented in a module's file are fields and methods.
-        let items = |module: &str| -> String {
-            let code = code(&format!("{library}/{module}/mod.rs"));
-            code.split_inclusive('\n').filter(|line| !line.starts_with("    pub ")).collect()
-        };
-        let names = face::names(&code(&format!("{library}/lib.rs")), items);
-        let modules: Vec<&str> = names.keys().map(String::as_str).collect();
-        let mut expected: Vec<&str> = names_max.iter().map(|(module, _)| *module).collect();
-        expected.sort_unstable();
-        assert_eq!(modules, expected, "public modules of {library}");
-        for (module, max) in names_max {
-            let (found, at) = (&names[*module], format!("{library} {module:?}"));
-            println!("{at}: {}", found.len());
-            assert!(found.len() <= *max, "{} public names in {at}, expected {max} at most: {found:?}", found.len());
-        }
+    for (file, max) in face::NAMES_MAX {
+        let code = code(&read(Path::new(file)));
+        let found = face::names(&code);
+        println!("{file}: {}", found.len());
+        assert!(found.len() <= max, "{} public names in {file}, expected {max} at most: {found:?}", found.len());
     }
 }
 
@@ -103,14 +87,8 @@ fn imports_go_one_way() {
         2 => code(&read(file)).replace("super::", "crate::"),
         _ => code(&read(file)),
     };
-    let files: Vec<(PathBuf, String)> =
-        rust_files().iter().filter(is_shipped).map(|file| (file.clone(), of_root(file))).collect();
-    let imports = files.iter().filter_map(|(file, code)| {
-        let module = file.iter().nth(1)?.to_str()?;
-        Some((module.strip_suffix(".rs").unwrap_or(module), allowed::imported(code)))
-    });
-    let wrong = allowed::check(imports);
-    report(&wrong);
+    let files = rust_files();
+    report(&files.iter().filter(is_shipped).flat_map(|file| layers::check(file, &of_root(file))).collect::<Vec<_>>());
 }
 
 #[test]
