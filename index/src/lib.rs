@@ -80,7 +80,6 @@ mod pages;
 mod place;
 mod policy;
 mod prefix;
-mod radix;
 mod rb;
 mod recency_list;
 mod residency;
@@ -94,7 +93,7 @@ mod write_value;
 
 pub use hash::KeyHasher;
 pub use lru::Lru;
-pub use policy::Policy;
+pub use policy::{Eviction, Policy};
 pub use rb::Rb;
 pub use restored::Restored;
 pub use used::Used;

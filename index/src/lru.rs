@@ -2,9 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use slab::Slab;
-
 use kvhoist_base::block::Tier;
+use slab::Slab;
 
 use super::{
     EntryId, Restored,

@@ -1,10 +1,36 @@
 //! The order in which a tier evicts.
 
+use kvhoist_base::block::Tier;
+use serde::{Deserialize, Serialize};
 use slab::Slab;
 
-use kvhoist_base::block::Tier;
-
 use super::{EntryId, Lru, Rb, Restored, Used, entry::Entry};
+
+/// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
+/// that precede them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Eviction {
+    /// The least recently used block.
+    Lru,
+    /// Keeps blocks used in one request apart from blocks used in several, and evicts from the colder group, weighed by
+    /// how often each group's evicted blocks are requested again (see [`Rb`]). Better than `Lru` if
+    /// many blocks are used once and the tier is small. Takes up to 48 bytes more per slot.
+    #[default]
+    Rb,
+    /// Like `Rb`, with admission control in the last tier (disk, or host memory without a disk tier): while evicted
+    /// blocks are requested again more often than new ones, the tier refuses a part of the new blocks, each with the
+    /// rest of its chain. A refusal is not an error: the block stays in host memory only, or without a disk tier
+    /// becomes a miss. Refusals are counted (`TierStats::refused`).
+    RbRefuse,
+}
+
+impl Eviction {
+    /// Every choice.
+    #[doc(hidden)]
+    pub const ALL: &[Eviction] = &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse];
+}
 
 /// Chooses which entry a tier evicts next.
 ///
@@ -23,6 +49,15 @@ pub enum Policy {
 }
 
 impl Policy {
+    /// The policy of a tier of so many slots.
+    pub fn new(eviction: Eviction, is_last_tier: bool, slots: u32) -> Self {
+        match eviction {
+            Eviction::Lru => Policy::Lru(Lru::new()),
+            Eviction::RbRefuse if is_last_tier => Policy::Rb(Box::new(Rb::refusing(slots))),
+            Eviction::Rb | Eviction::RbRefuse => Policy::Rb(Box::new(Rb::new(slots))),
+        }
+    }
+
     /// The policy, if it counts uses by requests: only calls are uses, once per request, neither the end of a pin nor
     /// that of a fill.
     pub(super) fn rb(&self) -> Option<&Rb> {

@@ -10,9 +10,8 @@
 //! share of the blocks in their first use. The share falls while evicted blocks would bring more hits, for the time
 //! that they would occupy a slot, than new blocks do.
 
-use slab::Slab;
-
 use kvhoist_base::block::Tier;
+use slab::Slab;
 
 use super::{EntryId, Lru, Restored, Used, entry::Entry, ghosts::Ghosts, lru::merged};
 

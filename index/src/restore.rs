@@ -6,7 +6,6 @@ use super::{
     EntryId, Index, Restored, Used,
     entry::{Entry, FULL, LISTED, List, USES_MAX},
     link::NONE,
-    radix,
 };
 
 impl Index {
@@ -127,7 +126,7 @@ impl Index {
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();
         self.restored_at = self.clock;
-        let mut leaves = Vec::new();
+        let mut leaves: Vec<Restored> = Vec::new();
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
@@ -141,7 +140,8 @@ impl Index {
                 }
             }
         }
-        self.policies[tier as usize].fill(&mut self.entries, tier, &radix::sort(leaves));
+        radsort::sort_by_key(&mut leaves, |leaf| leaf.used().last);
+        self.policies[tier as usize].fill(&mut self.entries, tier, &leaves);
     }
 
     /// True if the entry was used since the [end of recovery](Self::restored).

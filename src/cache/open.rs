@@ -12,12 +12,12 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use super::{Cache, Inner, deleted::Names, exported, regions::Regions, turns::Turns};
 use crate::{
     block::{FileId, Tier},
-    config::{Config, Eviction, HeldFile},
+    config::{Config, HeldFile},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads, format::record::Record},
     error::{Error, Result},
     fork::HomeBound,
-    index::{Index, Lru, Policy, Rb, Used},
+    index::{Index, Policy, Used},
     io::{Files, Storage, ThreadPlan, Workers},
     machine,
     memory::{Arena, huge},
@@ -337,11 +337,7 @@ fn policy(config: &Config, tier: Tier) -> Policy {
         Tier::Disk => u32::try_from(config.disk_slots()).unwrap_or(u32::MAX),
         Tier::Remote => 0,
     };
-    match config.eviction_policy {
-        Eviction::Lru => Policy::Lru(Lru::new()),
-        Eviction::RbRefuse if tier == config.last_tier() => Policy::Rb(Box::new(Rb::refusing(slots))),
-        Eviction::Rb | Eviction::RbRefuse => Policy::Rb(Box::new(Rb::new(slots))),
-    }
+    Policy::new(config.eviction_policy, tier == config.last_tier(), slots)
 }
 
 /// Enters a record that recovery found in the index and in the books of the slots.

@@ -1,6 +1,7 @@
 //! The settings that are one of a few choices.
 
 pub use kvhoist_device::{CopyMethod, EngineMode};
+pub use kvhoist_index::Eviction;
 use serde::{Deserialize, Serialize};
 
 /// When a stored block is written to disk.
@@ -31,32 +32,6 @@ impl WritePolicy {
     #[doc(hidden)]
     pub const ALL: &[WritePolicy] =
         &[WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack, WritePolicy::ByValue];
-}
-
-/// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
-/// that precede them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Eviction {
-    /// The least recently used block.
-    Lru,
-    /// Keeps blocks used in one request apart from blocks used in several, and evicts from the colder group, weighed by
-    /// how often each group's evicted blocks are requested again (see [`Rb`](crate::index::Rb)). Better than `Lru` if
-    /// many blocks are used once and the tier is small. Takes up to 48 bytes more per slot.
-    #[default]
-    Rb,
-    /// Like `Rb`, with admission control in the last tier (disk, or host memory without a disk tier): while evicted
-    /// blocks are requested again more often than new ones, the tier refuses a part of the new blocks, each with the
-    /// rest of its chain. A refusal is not an error: the block stays in host memory only, or without a disk tier
-    /// becomes a miss. Refusals are counted ([`TierStats::refused`](crate::TierStats::refused)).
-    RbRefuse,
-}
-
-impl Eviction {
-    /// Every choice.
-    #[doc(hidden)]
-    pub const ALL: &[Eviction] = &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse];
 }
 
 /// Which blocks are written to the remote tier, behind everything that a caller awaits. No `sync` and no `close` waits
