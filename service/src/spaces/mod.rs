@@ -1,8 +1,8 @@
 //! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
 
-mod deed;
 pub(super) mod files;
 mod host;
+mod manifest;
 mod open;
 mod pool;
 mod removal;
@@ -20,7 +20,7 @@ use std::{
 use kvhoist::{Cache, Stats};
 use tokio::sync::{Notify, Semaphore, oneshot};
 
-use self::deed::{Deed, deeds};
+use self::manifest::{SpaceManifest, manifests};
 use self::{host::HostShare, tables::Tables};
 use super::{
     config::ServerConfig,
@@ -64,12 +64,12 @@ enum State {
     Opening(Waiters<Rc<Space>>),
     Open(Rc<Space>),
     Removing(Waiters<()>),
-    /// Its file describes no space: why it is refused. Its deed is made up, but for the folder.
+    /// Its file describes no space: why it is refused. Its manifest is made up, but for the folder.
     Damaged(Failure),
 }
 
 struct Entry {
-    deed: Deed,
+    manifest: SpaceManifest,
     state: State,
 }
 
@@ -114,26 +114,26 @@ impl Spaces {
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
-        for (path, folder, deed) in deeds(&*system, &config)? {
-            let deed = match deed {
-                Ok(deed) => deed,
+        for (path, folder, manifest) in manifests(&*system, &config)? {
+            let manifest = match manifest {
+                Ok(manifest) => manifest,
                 Err(error) => {
                     tracing::error!(%error, "a space is not served; the others are");
-                    let (deed, state) = (Deed::unknown(&folder), State::Damaged(Failure::from(&error)));
-                    entries.insert(folder, Entry { deed, state });
+                    let (manifest, state) = (SpaceManifest::unknown(&folder), State::Damaged(Failure::from(&error)));
+                    entries.insert(folder, Entry { manifest, state });
                     continue;
                 }
             };
-            let bytes = deed.capacity_bytes;
-            disk.take(deed.of(), bytes).map_err(|failure| {
+            let bytes = manifest.capacity_bytes;
+            disk.take(manifest.of(), bytes).map_err(|failure| {
                 Error::store(
                     path.clone(),
-                    format!("the space {:?} with {bytes} bytes of disk ({})", deed.namespace, failure.text),
+                    format!("the space {:?} with {bytes} bytes of disk ({})", manifest.namespace, failure.text),
                     "what other spaces and the shares leave of the capacity",
                     "raise the capacity or the share, or delete the folders of a space that is not wanted",
                 )
             })?;
-            entries.insert(folder, Entry { deed, state: State::Closed });
+            entries.insert(folder, Entry { manifest, state: State::Closed });
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
@@ -168,8 +168,8 @@ impl Spaces {
     /// The space that is open, or will be: begins to open one that is neither open nor being opened.
     fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<oneshot::Receiver<Result<Rc<Space>, Failure>>, Failure> {
         let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device } = *wanted;
-        let mut deed = Deed { namespace: namespace.clone(), uid, shared, block_bytes, capacity_bytes: 0 };
-        let folder = deed.folder();
+        let mut manifest = SpaceManifest::new(namespace.clone(), uid, shared, block_bytes);
+        let folder = manifest.folder();
         let (sender, receiver) = oneshot::channel();
         let mut entries = self.entries.borrow_mut();
         let (is_new, is_full) = (!entries.contains_key(&folder), entries.len() >= SPACES_MAX);
@@ -188,7 +188,7 @@ impl Spaces {
             }
             Some(Entry { state: State::Damaged(failure), .. }) => return Err(failure.clone()),
             Some(entry) => {
-                deed = entry.deed.clone();
+                manifest = entry.manifest.clone();
                 entry.state = State::Opening(vec![sender]);
             }
             None if is_full => {
@@ -196,11 +196,11 @@ impl Spaces {
                 return Err(Failure::new(ServiceFault::Capacity, text));
             }
             None => {
-                deed.capacity_bytes = self.take_capacity(deed.of(), capacity_bytes)?;
-                entries.insert(folder, Entry { deed: deed.clone(), state: State::Opening(vec![sender]) });
+                manifest.capacity_bytes = self.take_capacity(manifest.of(), capacity_bytes)?;
+                entries.insert(folder, Entry { manifest: manifest.clone(), state: State::Opening(vec![sender]) });
             }
         }
-        tokio::task::spawn_local(Rc::clone(self).open(deed, host_bytes, device, is_new));
+        tokio::task::spawn_local(Rc::clone(self).open(manifest, host_bytes, device, is_new));
         Ok(receiver)
     }
 
@@ -239,7 +239,7 @@ impl Spaces {
         let entries = self.entries.borrow();
         let report = |(folder, entry): (&String, &Entry)| {
             let cache = &entry.space()?.cache;
-            let (namespace, folder) = (entry.deed.namespace.clone(), folder.clone());
+            let (namespace, folder) = (entry.manifest.namespace.clone(), folder.clone());
             Some(OpenSpace { namespace, folder, stats: cache.stats() })
         };
         entries.iter().filter_map(report).collect()
@@ -247,7 +247,7 @@ impl Spaces {
 
     pub(super) fn status(&self) -> Vec<SpaceStatus> {
         let status = |(folder, entry): (&String, &Entry)| {
-            let Deed { namespace, uid, shared, block_bytes, capacity_bytes } = entry.deed.clone();
+            let SpaceManifest { namespace, uid, shared, block_bytes, capacity_bytes, .. } = entry.manifest.clone();
             let space = entry.space();
             SpaceStatus {
                 namespace,

@@ -8,7 +8,7 @@ use std::{cell::Cell, rc::Rc, time::Duration};
 
 use kvhoist::{Cache, Capacity, Config, DeviceKind, DiskPath};
 
-use super::{Space, Spaces, State, deed::Deed, host::HostShare, pool::Grant};
+use super::{Space, Spaces, State, host::HostShare, manifest::SpaceManifest, pool::Grant};
 use crate::{
     error::{Error, Result},
     protocol::{Failure, SpaceDevice},
@@ -29,9 +29,15 @@ const OF_SPACES: [(&str, &str); 6] = [
 
 impl Spaces {
     /// Opens a space and answers its waiters.
-    pub(super) async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, device: SpaceDevice, is_new: bool) {
-        let folder = deed.folder();
-        let opened = self.open_space(&deed, host_bytes, device, is_new).await;
+    pub(super) async fn open(
+        self: Rc<Self>,
+        manifest: SpaceManifest,
+        host_bytes: u64,
+        device: SpaceDevice,
+        is_new: bool,
+    ) {
+        let folder = manifest.folder();
+        let opened = self.open_space(&manifest, host_bytes, device, is_new).await;
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {
             Ok(space) => State::Open(Rc::clone(space)),
@@ -44,7 +50,7 @@ impl Spaces {
         // A store that was made keeps its disk, and the space stays: a later attach opens it.
         if is_new && opened.is_err() && self.system.forget_space(&self.folders(&folder)) {
             entries.remove(&folder);
-            self.disk.give_back(deed.of(), deed.capacity_bytes);
+            self.disk.give_back(manifest.of(), manifest.capacity_bytes);
         }
         for waiter in waiters {
             drop(waiter.send(opened.clone()));
@@ -53,34 +59,34 @@ impl Spaces {
 
     async fn open_space(
         &self,
-        deed: &Deed,
+        manifest: &SpaceManifest,
         host_bytes: u64,
         device: SpaceDevice,
         is_new: bool,
     ) -> Result<Rc<Space>, Failure> {
-        let slot_bytes = self.config.cache.clone().block_bytes(deed.block_bytes as usize).slot_bytes() as u64;
-        let grant = self.reserve_host(deed.of(), slot_bytes, host_bytes)?;
-        let cache = match self.open_cache(deed, &grant, device, is_new).await {
+        let slot_bytes = self.config.cache.clone().block_bytes(manifest.block_bytes as usize).slot_bytes() as u64;
+        let grant = self.reserve_host(manifest.of(), slot_bytes, host_bytes)?;
+        let cache = match self.open_cache(manifest, &grant, device, is_new).await {
             Ok(cache) => cache,
             Err(error) => {
-                self.host.give_back(deed.of(), grant.bytes);
+                self.host.give_back(manifest.of(), grant.bytes);
                 return Err(Failure::from(&error.with_settings_named(&OF_SPACES)));
             }
         };
-        let claimed = self.claim_host(deed.of(), &grant).await;
+        let claimed = self.claim_host(manifest.of(), &grant).await;
         let bytes = match claimed {
             Ok(claimed) => grant.bytes + claimed,
             Err(failure) => {
                 if let Err(error) = cache.close().await {
                     tracing::warn!(%error, "the cache of a space that is not opened");
                 }
-                self.host.give_back(deed.of(), grant.bytes);
+                self.host.give_back(manifest.of(), grant.bytes);
                 return Err(failure);
             }
         };
         let host = HostShare::new(&cache, grant.floor, bytes);
         host.resize(&cache, bytes, &*self.system).await;
-        let Deed { namespace, uid, block_bytes, capacity_bytes, .. } = deed.clone();
+        let SpaceManifest { namespace, uid, block_bytes, capacity_bytes, .. } = manifest.clone();
         let system = Rc::clone(&self.system);
         let (clients, lenders, pins) = (Cell::default(), Rc::default(), Cell::default());
         Ok(Rc::new(Space {
@@ -98,29 +104,35 @@ impl Spaces {
         }))
     }
 
-    async fn open_cache(&self, deed: &Deed, grant: &Grant, device: SpaceDevice, is_new: bool) -> Result<Cache> {
-        let mut config = self.cache_config(deed, grant)?;
+    async fn open_cache(
+        &self,
+        manifest: &SpaceManifest,
+        grant: &Grant,
+        device: SpaceDevice,
+        is_new: bool,
+    ) -> Result<Cache> {
+        let mut config = self.cache_config(manifest, grant)?;
         if device == SpaceDevice::Simulated {
             // Blocks reach the device through host memory, where others find them. No slot is used: none may be 0.
             config = config.device_blocks(1).device(DeviceKind::Simulated).bypass_host(false);
         }
         config.validate()?;
-        self.tables.take(&deed.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
-        self.system.make_space(&self.folders(&deed.folder()), is_new.then(|| deed.text()).as_deref())?;
+        self.tables.take(&manifest.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
+        self.system.make_space(&self.folders(&manifest.folder()), is_new.then(|| manifest.text()).as_deref())?;
         self.system.open_cache(config).await
     }
 
     /// The settings of a space's cache, for the most host memory that the space may ever have.
-    fn cache_config(&self, deed: &Deed, grant: &Grant) -> Result<Config> {
+    fn cache_config(&self, manifest: &SpaceManifest, grant: &Grant) -> Result<Config> {
         let mut config = self
             .config
             .cache
             .clone()
-            .block_bytes(usize::try_from(deed.block_bytes).unwrap_or(usize::MAX))
-            .namespace(deed.namespace.clone());
-        config.remote.owner = deed.remote_owner();
+            .block_bytes(usize::try_from(manifest.block_bytes).unwrap_or(usize::MAX))
+            .namespace(manifest.namespace.clone());
+        config.remote.owner = manifest.remote_owner();
         let slot_bytes = config.slot_bytes() as u64;
-        let most = self.host.most(deed.of());
+        let most = self.host.most(manifest.of());
         // Memory that others have yet is not the cache's before they have given it up.
         config.host.parks = self.config.move_host && (grant.floor < most || grant.missing > 0);
         let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
@@ -130,13 +142,14 @@ impl Spaces {
         config.disk.lock_wait = Duration::from_millis(config.limits.deadline_ms / 2);
         config.disk.paths.clear();
         if !self.config.paths.is_empty() {
-            let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)?;
-            let paths = self.config.paths.iter().map(|path| path.join(deed.folder()));
+            let blocks =
+                DiskPath::blocks_on_each(manifest.capacity_bytes, self.config.paths.len(), manifest.block_bytes)?;
+            let paths = self.config.paths.iter().map(|path| path.join(manifest.folder()));
             config.disk.paths.extend(paths.map(|path| DiskPath::with_blocks(path, blocks)));
         }
         if let Some(bytes) = config.write_budget_bytes() {
             let all = u128::from(self.config.capacity_bytes.max(1));
-            let share = u128::from(bytes) * u128::from(deed.capacity_bytes) / all;
+            let share = u128::from(bytes) * u128::from(manifest.capacity_bytes) / all;
             config.disk.write_budget = Some(u64::try_from(share).unwrap_or(u64::MAX));
             (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
         }

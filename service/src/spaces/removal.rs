@@ -4,7 +4,7 @@ use std::{path::PathBuf, rc::Rc};
 
 use tokio::sync::oneshot;
 
-use super::{Entry, Spaces, State, Wanted, deed::Deed, ending};
+use super::{Entry, Spaces, State, Wanted, ending, manifest::SpaceManifest};
 use crate::{error::ServiceFault, peers::own_uid, protocol::Failure};
 
 impl Spaces {
@@ -22,20 +22,20 @@ impl Spaces {
     /// Begins to remove a space, in a task of its own: the caller may go.
     fn begin_removal(self: &Rc<Self>, wanted: Wanted) -> Result<oneshot::Receiver<Result<(), Failure>>, Failure> {
         let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
-        let deed = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 };
-        let folder = deed.folder();
+        let manifest = SpaceManifest::new(namespace, uid, shared, block_bytes);
+        let folder = manifest.folder();
         let mut entries = self.entries.borrow_mut();
         if !entries.contains_key(&folder) {
             return Err(Failure::new(
                 ServiceFault::Argument,
-                none_such(&deed, entries.values().map(|entry| &entry.deed)),
+                none_such(&manifest, entries.values().map(|entry| &entry.manifest)),
             ));
         }
         let entry = entries.get_mut(&folder).expect("it was found above, and the entries are borrowed since");
         // The folder of a space that is not shared is named after its user.
-        let is_its = uid == entry.deed.uid || matches!(entry.state, State::Damaged(_)) && !shared;
+        let is_its = uid == entry.manifest.uid || matches!(entry.state, State::Damaged(_)) && !shared;
         if !is_its && uid != own_uid() {
-            let maker = entry.deed.uid;
+            let maker = entry.manifest.uid;
             let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
             return Err(Failure::new(ServiceFault::Permission, text));
         }
@@ -83,7 +83,7 @@ impl Spaces {
         if removed.is_ok()
             && let Some(entry) = entries.remove(&folder)
         {
-            self.disk.give_back(entry.deed.of(), entry.deed.capacity_bytes);
+            self.disk.give_back(entry.manifest.of(), entry.manifest.capacity_bytes);
         }
         for waiter in waiters {
             drop(waiter.send(removed.clone()));
@@ -101,13 +101,13 @@ impl Spaces {
 }
 
 /// Why there is no such space to remove, with the spaces of that name that the caller may have meant.
-fn none_such<'a>(wanted: &Deed, deeds: impl Iterator<Item = &'a Deed>) -> String {
-    let of = |deed: &Deed| {
-        let whose = if deed.shared { "that users share".into() } else { format!("of user {}", deed.uid) };
-        format!("{whose} with {}-byte blocks", deed.block_bytes)
+fn none_such<'a>(wanted: &SpaceManifest, manifests: impl Iterator<Item = &'a SpaceManifest>) -> String {
+    let of = |manifest: &SpaceManifest| {
+        let whose = if manifest.shared { "that users share".into() } else { format!("of user {}", manifest.uid) };
+        format!("{whose} with {}-byte blocks", manifest.block_bytes)
     };
-    let named = deeds.filter(|deed| deed.namespace == wanted.namespace);
-    let named: Vec<String> = named.map(|deed| format!("one {}", of(deed))).collect();
+    let named = manifests.filter(|manifest| manifest.namespace == wanted.namespace);
+    let named: Vec<String> = named.map(|manifest| format!("one {}", of(manifest))).collect();
     let found = format!("space: found none of this name {}", of(wanted));
     if named.is_empty() {
         return found + "; `kvhoist status` lists them";

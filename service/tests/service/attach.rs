@@ -106,7 +106,7 @@ fn a_client_of_no_service_says_what_is_missing_and_what_to_start() {
 
 #[test]
 fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
-    for damage in [&b"kvhoist space 1\nnamespace 74"[..], b"", &[0xff; 100]] {
+    for damage in [&b"{\n  \"kvhoist_space\": 2,\n"[..], b"", &[0xff; 100]] {
         let folder = tempfile::tempdir().expect("a folder");
         let (server, socket) = start(folder.path());
         let good = Guest::of(connect(&socket, "good", disk(SLOTS), 0).expect("made"));

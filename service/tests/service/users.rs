@@ -24,19 +24,19 @@ const SPACE: &str = "users";
 
 /// The process of another user: `USER GROUPS SOCKET DEED [shared]`, its groups with commas between them.
 pub fn run(words: &[&str]) {
-    let [user, groups, socket, deed, more @ ..] = words else { panic!("{words:?}") };
+    let [user, groups, socket, request, more @ ..] = words else { panic!("{words:?}") };
     become_user(user.parse().expect("a number"), &numbers(groups));
     let shared = more == ["shared"];
     let socket = Path::new(socket);
-    let done = match *deed {
+    let done = match *request {
         "rm" => remove_space(socket, SPACE, BLOCK_BYTES as u64, shared).map(|()| "done".to_owned()),
         "status" => status(socket).map(|_| "done".to_owned()),
-        deed => {
+        request => {
             let mut options = options_of(SPACE);
             options.shared = shared;
             block_on(Client::connect(socket, options)).and_then(|client| {
                 let guest = Guest::of(client);
-                let found = match deed {
+                let found = match request {
                     "store" => guest.store(0, POOL_BLOCKS)?.into_iter().collect::<Result<Vec<_>, _>>()?,
                     "load" => guest.load(0, POOL_BLOCKS)?,
                     other => panic!("{other}"),
@@ -72,8 +72,8 @@ fn become_user(user: libc::uid_t, groups: &[libc::gid_t]) {
 }
 
 /// What a process of `user` with `groups` says that it found.
-fn as_user(user: u32, groups: &str, socket: &Path, deed: &str) -> String {
-    let mut process = Process::start(&format!("as {user} {groups} {} {deed}", socket.display()));
+fn as_user(user: u32, groups: &str, socket: &Path, request: &str) -> String {
+    let mut process = Process::start(&format!("as {user} {groups} {} {request}", socket.display()));
     let said = process.word().expect("a word");
     assert!(process.wait().success(), "{said}");
     said
@@ -122,10 +122,10 @@ fn users_that_are_named_and_members_of_the_group_are_admitted_and_others_are_tol
     assert_eq!(as_user(NAMED, "64001", &config.socket, "store"), all);
     assert_eq!(as_user(MEMBER, "64002,5,64100", &config.socket, "store"), all, "a supplementary group");
     assert_eq!(as_user(MEMBER, "64100", &config.socket, "load"), all, "the process's own group");
-    for deed in ["store", "status", "rm"] {
-        let said = as_user(STRANGER, "64003,5", &config.socket, deed);
+    for request in ["store", "status", "rm"] {
+        let said = as_user(STRANGER, "64003,5", &config.socket, request);
         for part in ["Permission: ", "found 64003", "expected 0", "group 64100", "--allow-uid 64003"] {
-            assert!(said.contains(part), "{deed}: {part} in {said}");
+            assert!(said.contains(part), "{request}: {part} in {said}");
         }
     }
     end(server);
@@ -144,10 +144,10 @@ fn a_socket_of_a_group_opens_for_its_members_alone() {
     let found = fs::metadata(&config.socket).expect("a socket");
     assert_eq!((found.mode() & 0o777, found.gid()), (0o660, GROUP));
     assert_eq!(as_user(MEMBER, "64002,64100", &config.socket, "status"), "done");
-    for deed in ["store", "status"] {
-        let said = as_user(STRANGER, "64003", &config.socket, deed);
+    for request in ["store", "status"] {
+        let said = as_user(STRANGER, "64003", &config.socket, request);
         for part in ["Permission: ", "mode 0660 of user 0, group 64100", "user 64003", "--allow-uid 64003"] {
-            assert!(said.contains(part), "{deed}: {part} in {said}");
+            assert!(said.contains(part), "{request}: {part} in {said}");
         }
     }
     end(server);
@@ -160,8 +160,8 @@ fn a_space_is_its_users_unless_users_share_it() {
     }
     let (_folder, config, server) = start(|config| config.uids = vec![NAMED, MEMBER]);
     let [all, none] = [POOL_BLOCKS, 0].map(|count| format!("{count} blocks"));
-    let named = |deed| as_user(NAMED, "64001", &config.socket, deed);
-    let member = |deed| as_user(MEMBER, "64002", &config.socket, deed);
+    let named = |request| as_user(NAMED, "64001", &config.socket, request);
+    let member = |request| as_user(MEMBER, "64002", &config.socket, request);
     assert_eq!(named("store"), all);
     assert_eq!(member("load"), none, "a space of another user");
     assert_eq!(member("load shared"), none, "made now");
