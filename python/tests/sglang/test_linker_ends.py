@@ -28,10 +28,9 @@ PAGES = 5
 #: The socket of a service.
 NODE = object()
 
-#: Who has the caches of which model: the settings of each way. States lie in one tensor, which cannot be moved
-#: into memory that a service maps.
+#: Who has the caches of which model: the settings of each way.
 OWN = [pytest.param(model, {}, id=f"own-{model}") for model in MODELS]
-SHARED = [pytest.param(name, {"service": NODE}, id=f"service-{name}") for name in MODELS if "mamba" not in name]
+SHARED = [pytest.param(model, {"service": NODE}, id=f"service-{model}") for model in MODELS]
 seats = pytest.mark.parametrize("model, seat", OWN + SHARED)
 own_seats = pytest.mark.parametrize("model, seat", OWN)
 

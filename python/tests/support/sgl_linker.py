@@ -42,16 +42,24 @@ def tokens_of(geometry, pages: int, first: int = 1000) -> list[int]:
     return list(range(first, first + pages * geometry.page_tokens))
 
 
-def share_pools(cache, params, components: set) -> list:
+def share_pools(pools, params, components: set) -> list:
     """Moves the pools' buffers into memory that a service can map, which plays the device's; returns what keeps it."""
     from kvhoist.sglang.device_pools import pools_of
 
     lent = []
-    for entry in pools_of(cache, params, components).entries:
-        for buffer in entry.get_hybrid_pool_buffer():
-            lent.append(kvhoist.SharedMemory(buffer.untyped_storage().nbytes()))
-            shared = torch.frombuffer(lent[-1].view, dtype=torch.uint8).untyped_storage()
-            buffer.set_(shared, buffer.storage_offset(), buffer.shape, buffer.stride())
+
+    def move(tensor) -> None:
+        lent.append(kvhoist.SharedMemory(tensor.untyped_storage().nbytes()))
+        shared = torch.frombuffer(lent[-1].view, dtype=torch.uint8).untyped_storage()
+        tensor.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    # Of states the entries have one view for each layer, which they make anew.
+    whole = sgl_models.states_of(pools)
+    for entry in pools_of(pools.cache, params, components).entries:
+        if entry.device_pool is not getattr(pools.requests, "mamba_pool", pools):
+            whole += entry.get_hybrid_pool_buffer()
+    for tensor in whole:
+        move(tensor)
     return lent
 
 
@@ -74,7 +82,8 @@ class Rank:
         self.tree = modules.tree.UnifiedRadixCache(self.params)
         args = SimpleNamespace(model_path="meta/tiny", **arguments)
         if extra.get("service", "off") != "off":
-            self.lent = share_pools(self.device, self.params, set(self.tree.components))
+            self.lent = share_pools(found, self.params, set(self.tree.components))
+        found.kept = sgl_models.kept(geometry.kind, found)
         self.linker = modules.factory.create_unified_cache_linker(
             args, self.params, backend="dynamic", components=set(self.tree.components), forward_stream=None,
             config={"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": extra},

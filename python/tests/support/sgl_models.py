@@ -100,7 +100,6 @@ def pools(modules, geometry, pages: int, dtype=None) -> SimpleNamespace:
     else:
         named["dtype"] = found.cache.dtype
         found.slots = modules.allocator.PagedTokenToKVPoolAllocator(pages * page, **named)
-    found.kept = _kept(kind, found.cache, found.requests)
     return found
 
 
@@ -123,8 +122,15 @@ def _windowed(geometry, pages: int):
     return SWAKVPool(tokens, tokens, geometry.page_tokens, torch.bfloat16, 2, 32, list(WINDOWED), full, "cpu")
 
 
-def _kept(kind: str, cache, requests) -> list[Kept]:
-    found = []
+def states_of(pools) -> list:
+    """The tensors that have the states of all layers; none of a model without states."""
+    pool = getattr(pools.requests, "mamba_pool", None)
+    return [] if pool is None else [pool.mamba_cache.temporal, *pool.mamba_cache.conv]
+
+
+def kept(kind: str, pools) -> list[Kept]:
+    """Every buffer of every component, where it lies now."""
+    cache, found = pools.cache, []
     if "swa" in kind:
         for component, pool in (("kv", cache.full_kv_pool), ("swa", cache.swa_kv_pool)):
             layers = sorted(
@@ -139,7 +145,4 @@ def _kept(kind: str, cache, requests) -> list[Kept]:
         found += [Kept("kv", buffer, layer) for buffers in many for layer, buffer in enumerate(buffers)]
     if kind == "dsa":
         found += [Kept("kv", buffer, layer, True) for layer, buffer in enumerate(cache.index_k_with_scale_buffer)]
-    if "mamba" in kind:
-        states = requests.mamba_pool.mamba_cache
-        found += [Kept("mamba", state[0], 2, True) for state in (states.temporal, *states.conv)]
-    return found
+    return found + [Kept("mamba", state[0], 2, True) for state in states_of(pools)]
