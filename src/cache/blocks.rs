@@ -4,7 +4,7 @@ use std::{iter, sync::Arc};
 
 use futures_util::{StreamExt, stream};
 
-use super::{Cache, Inner, Lease};
+use super::{Cache, Lease, OpenCache};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
@@ -195,7 +195,7 @@ impl Cache {
     /// Begins to bring blocks into host memory, under one lock. Returns how many movements have begun, and how many
     /// blocks were not refused.
     fn prefetch_some(&self, keys: &[BlockKey]) -> Result<(usize, usize)> {
-        let Inner { shared, commands, submitter, .. } = &**self.inner;
+        let OpenCache { shared, commands, submitter, .. } = &**self.inner;
         let (mut asleep, mut to_send) = (Vec::new(), Vec::new());
         let (mut started, mut taken) = (0, 0);
         let mut state = shared.lock();

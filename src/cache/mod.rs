@@ -57,10 +57,11 @@ use crate::{
 /// inherited, this and leases, reservations and queues, does nothing.
 #[derive(Clone)]
 pub struct Cache {
-    inner: Arc<HomeBound<Inner>>,
+    inner: Arc<HomeBound<OpenCache>>,
 }
 
-struct Inner {
+/// What the handles of a cache share.
+struct OpenCache {
     shared: Arc<Shared>,
     commands: mpsc::Sender<Command>,
     urgent: mpsc::UnboundedSender<Urgent>,

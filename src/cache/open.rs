@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, deleted::Names, exported, regions::Regions, turns::Turns};
+use super::{Cache, OpenCache, deleted::Names, exported, regions::Regions, turns::Turns};
 use crate::{
     block::{FileId, Tier},
     config::{Config, HeldFile},
@@ -260,7 +260,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let submitter = submitter
         .map(|(pool, files)| Submitter::new(Arc::clone(&shared), pool, files, urgent.clone(), memory_align_bytes));
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
-    let inner = Inner {
+    let inner = OpenCache {
         shared,
         commands: sender,
         urgent,

@@ -25,7 +25,7 @@ use crate::{
 /// The [eventfd](CompletionQueue::event_fd) becomes readable when a submission has completed.
 pub struct CompletionQueue {
     cache: Cache,
-    inner: Arc<Inner>,
+    completions: Arc<Completions>,
     tickets: AtomicU64,
     depth: usize,
 }
@@ -38,17 +38,17 @@ struct Done {
     stored: Vec<BlockKey>,
 }
 
-struct Inner {
+struct Completions {
     done: Mutex<VecDeque<Done>>,
     outstanding: AtomicUsize,
     event: File,
 }
 
-impl Inner {
+impl Completions {
     fn new() -> Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let event = File::from(event.map_err(|error| Error::io("eventfd", "", error.into()))?);
-        Ok(Inner { done: Mutex::default(), outstanding: AtomicUsize::new(0), event })
+        Ok(Completions { done: Mutex::default(), outstanding: AtomicUsize::new(0), event })
     }
 
     fn complete(&self, ticket: u64, results: Vec<Result<bool>>, stored: Vec<BlockKey>) {
@@ -64,7 +64,7 @@ impl Inner {
 
 /// Answers its submission exactly once, even if the reactor ends without running it.
 struct Ticket {
-    inner: Arc<Inner>,
+    completions: Arc<Completions>,
     ticket: u64,
     blocks: usize,
     /// The keys of a store.
@@ -76,7 +76,7 @@ impl Ticket {
     fn answer(mut self, results: Vec<Result<bool>>) {
         self.answered = true;
         let stored = std::mem::take(&mut self.stored);
-        self.inner.complete(self.ticket, results, stored);
+        self.completions.complete(self.ticket, results, stored);
     }
 }
 
@@ -84,7 +84,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.answered {
             let results = (0..self.blocks).map(|_| Err(Error::Closed)).collect();
-            self.inner.complete(self.ticket, results, Vec::new());
+            self.completions.complete(self.ticket, results, Vec::new());
         }
     }
 }
@@ -119,15 +119,15 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub fn completion_queue(&self, depth: usize) -> Result<CompletionQueue> {
-        let inner = Arc::new(Inner::new()?);
-        Ok(CompletionQueue { cache: self.clone(), inner, tickets: AtomicU64::new(1), depth: depth.max(1) })
+        let completions = Arc::new(Completions::new()?);
+        Ok(CompletionQueue { cache: self.clone(), completions, tickets: AtomicU64::new(1), depth: depth.max(1) })
     }
 }
 
 impl CompletionQueue {
     /// Readable while [`drain`](CompletionQueue::drain) has a completion to return.
     pub fn event_fd(&self) -> BorrowedFd<'_> {
-        self.inner.event.as_fd()
+        self.completions.event.as_fd()
     }
 
     /// Submits a [load](Cache::load_into); returns its ticket.
@@ -188,12 +188,12 @@ impl CompletionQueue {
     /// Takes all completions, oldest first, and makes the eventfd unreadable. A completion is the ticket that
     /// `submit_*` returned, and one result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
     pub fn drain(&self) -> Vec<(u64, Vec<Result<bool>>)> {
-        let mut all = self.inner.done.lock().expect("nothing panics under it");
+        let mut all = self.completions.done.lock().expect("nothing panics under it");
         // The read fails if there was no completion.
-        let _ = (&self.inner.event).read(&mut [0; 8]);
+        let _ = (&self.completions.event).read(&mut [0; 8]);
         let done: Vec<_> = all.drain(..).collect();
         drop(all);
-        self.inner.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
+        self.completions.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
         let take = |Done { ticket, results, stored }: Done| {
             self.cache.shared().forget_reported(&stored, &results);
             (ticket, results)
@@ -203,7 +203,7 @@ impl CompletionQueue {
 
     /// Submissions not drained yet.
     pub fn outstanding(&self) -> usize {
-        self.inner.outstanding.load(Ordering::Acquire)
+        self.completions.outstanding.load(Ordering::Acquire)
     }
 
     fn submit(
@@ -213,7 +213,7 @@ impl CompletionQueue {
         command: impl FnOnce(Vec<Job>, Reply) -> Option<Command>,
     ) -> Result<u64> {
         let shared = self.cache.shared();
-        let taken = self.inner.outstanding.fetch_update(Ordering::AcqRel, Ordering::Acquire, |outstanding| {
+        let taken = self.completions.outstanding.fetch_update(Ordering::AcqRel, Ordering::Acquire, |outstanding| {
             (outstanding < self.depth).then_some(outstanding + 1)
         });
         if taken.is_err() {
@@ -222,7 +222,7 @@ impl CompletionQueue {
         let permit = match self.cache.inner.commands.try_reserve() {
             Ok(permit) => permit,
             Err(error) => {
-                self.inner.outstanding.fetch_sub(1, Ordering::AcqRel);
+                self.completions.outstanding.fetch_sub(1, Ordering::AcqRel);
                 return Err(match error {
                     tokio::sync::mpsc::error::TrySendError::Closed(()) => Error::Closed,
                     tokio::sync::mpsc::error::TrySendError::Full(()) => {
@@ -232,7 +232,8 @@ impl CompletionQueue {
             }
         };
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
-        let answer = Ticket { inner: Arc::clone(&self.inner), ticket, blocks: jobs.len(), stored, answered: false };
+        let answer =
+            Ticket { completions: Arc::clone(&self.completions), ticket, blocks: jobs.len(), stored, answered: false };
         if let Some(command) = command(jobs, Box::new(move |results| answer.answer(results))) {
             permit.send(command);
         }
@@ -248,24 +249,25 @@ mod tests {
 
     #[test]
     fn a_submission_that_nobody_runs_is_completed() {
-        let inner = Arc::new(Inner::new().expect("an eventfd"));
-        let ticket = Ticket { inner: Arc::clone(&inner), ticket: 7, blocks: 2, stored: Vec::new(), answered: false };
+        let completions = Arc::new(Completions::new().expect("an eventfd"));
+        let ticket =
+            Ticket { completions: Arc::clone(&completions), ticket: 7, blocks: 2, stored: Vec::new(), answered: false };
         // As the reactor's queue is, with the reactor.
         drop(ticket);
-        let done = inner.done.lock().expect("no panic").pop_front().expect("a completion");
+        let done = completions.done.lock().expect("no panic").pop_front().expect("a completion");
         assert!(done.ticket == 7 && matches!(done.results[..], [Err(Error::Closed), Err(Error::Closed)]));
-        assert_eq!((&inner.event).read(&mut [0; 8]).expect("readable"), 8);
+        assert_eq!((&completions.event).read(&mut [0; 8]).expect("readable"), 8);
     }
 
     #[test]
     fn a_completion_is_delivered_even_if_the_event_counter_is_full() {
-        let inner = Inner::new().expect("an eventfd");
+        let completions = Completions::new().expect("an eventfd");
         // Other code with the descriptor may write to it.
         let full = (u64::MAX - 1).to_ne_bytes();
-        assert_eq!((&inner.event).write(&full).expect("the largest count there is"), full.len());
-        inner.complete(7, vec![Ok(true)], Vec::new());
-        let done = inner.done.into_inner().expect("no panic");
+        assert_eq!((&completions.event).write(&full).expect("the largest count there is"), full.len());
+        completions.complete(7, vec![Ok(true)], Vec::new());
+        let done = completions.done.into_inner().expect("no panic");
         assert!(done.iter().map(|done| done.ticket).eq([7]));
-        assert_eq!((&inner.event).read(&mut [0; 8]).expect("readable"), 8);
+        assert_eq!((&completions.event).read(&mut [0; 8]).expect("readable"), 8);
     }
 }

@@ -7,14 +7,14 @@ use std::sync::{
 
 use tokio::sync::oneshot;
 
-use super::{Cache, CompletionQueue, Inner, MemoryOwner, ranges::Ranges};
+use super::{Cache, CompletionQueue, MemoryOwner, OpenCache, ranges::Ranges};
 use crate::{
     block::{BlockKey, Segment},
     device::GdrState,
     error::{Error, Result},
     fork::HomeBound,
     memory::{Memory, MemoryKind, huge},
-    mover::{Command, RegionInner, RegionMemory, Urgent},
+    mover::{CallerMemory, Command, RegionMemory, Urgent},
     shield::shield,
 };
 
@@ -26,9 +26,9 @@ use crate::{
 /// Dropping it changes nothing: movements under way go on, and a registered range stays registered for the life of the
 /// cache. It keeps no cache open.
 pub struct Region {
-    cache: Weak<HomeBound<Inner>>,
+    cache: Weak<HomeBound<OpenCache>>,
     /// What movements hold that use the memory.
-    pub(super) inner: Arc<RegionInner>,
+    pub(super) inner: Arc<CallerMemory>,
     /// The memory, where it is lent.
     pub(super) lent: Ranges<()>,
     /// Whether the kernel has the regions that it was asked to pin.
@@ -187,7 +187,7 @@ impl Cache {
         Ok(self.region_of(self.inner.regions.add(memory, whose)?, Ranges::default()))
     }
 
-    fn region_of(&self, inner: Arc<RegionInner>, lent: Ranges<()>) -> Region {
+    fn region_of(&self, inner: Arc<CallerMemory>, lent: Ranges<()>) -> Region {
         let registered = Arc::clone(&self.shared().registered);
         Region { cache: Arc::downgrade(&self.inner), inner, lent, registered }
     }
@@ -230,7 +230,7 @@ impl Cache {
     pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Region> {
         let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));
         let lent = ranges.collect::<Result<Ranges<()>>>()?;
-        Ok(self.region_of(RegionInner::lent(Arc::clone(&self.shared().lenders.of_loans)), lent))
+        Ok(self.region_of(CallerMemory::lent(Arc::clone(&self.shared().lenders.of_loans)), lent))
     }
 
     /// One who will register memory, by a name for the log.
@@ -251,7 +251,7 @@ impl Cache {
     pub async fn pin_region(&self, region: &Region) -> Result<bool> {
         self.check_region(region)?;
         let held = self.inner.regions.hold_one(&region.inner)?;
-        let RegionInner { start, len, memory, .. } = *region.inner;
+        let CallerMemory { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
             && let Err(error) = huge::collapse(start, len).await
         {

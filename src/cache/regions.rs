@@ -10,7 +10,7 @@ use crate::{
     block::Segment,
     error::{Error, Result},
     memory::{Memory, MemoryKind},
-    mover::{RegionInner, RegionMemory, RegionUse},
+    mover::{CallerMemory, RegionMemory, RegionUse},
     state::Lender,
 };
 
@@ -25,14 +25,14 @@ const REGIONS_MAX: usize = 4096;
 #[derive(Default)]
 pub(super) struct Regions(Mutex<Entries>);
 
-type Entries = Ranges<Arc<RegionInner>>;
+type Entries = Ranges<Arc<CallerMemory>>;
 
 impl Regions {
     fn lock(&self) -> MutexGuard<'_, Entries> {
         self.0.lock().expect("nothing panics under it")
     }
 
-    pub(super) fn add(&self, memory: Memory, whose: MemoryOwner) -> Result<Arc<RegionInner>> {
+    pub(super) fn add(&self, memory: Memory, whose: MemoryOwner) -> Result<Arc<CallerMemory>> {
         let Memory { range, kind, guard, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
@@ -51,13 +51,13 @@ impl Regions {
                 "each range registered once",
             ));
         }
-        let region = RegionInner::new(range.ptr, range.len, memory, owner, whose.0, guard);
+        let region = CallerMemory::new(range.ptr, range.len, memory, owner, whose.0, guard);
         regions.insert(addresses, Arc::clone(&region));
         Ok(region)
     }
 
     /// Holds a region, wherever its movements go.
-    pub(super) fn hold_one(&self, region: &Arc<RegionInner>) -> Result<RegionUse> {
+    pub(super) fn hold_one(&self, region: &Arc<CallerMemory>) -> Result<RegionUse> {
         let regions = self.lock();
         if regions.get(region.start).is_some_and(|other| Arc::ptr_eq(other, region)) {
             // Under the lock: who forgets a region counts its users after that.
@@ -67,7 +67,7 @@ impl Regions {
     }
 
     /// Forgets a region, if it is not forgotten already: nothing begins to use it after that.
-    pub(super) fn remove(&self, region: &Arc<RegionInner>) {
+    pub(super) fn remove(&self, region: &Arc<CallerMemory>) {
         let removed = self.lock().remove_if(region.start, |other| Arc::ptr_eq(other, region));
         drop(removed);
     }

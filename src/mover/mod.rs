@@ -45,7 +45,7 @@ pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
 pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 #[cfg(test)]
 pub(crate) use region::COMPARED;
-pub(crate) use region::{Job, RegionInner, RegionMemory, RegionUse};
+pub(crate) use region::{CallerMemory, Job, RegionMemory, RegionUse};
 pub(crate) use submit::{Begun, QueuedRead, Submitter};
 pub use told_layers::ToldLayers;
 

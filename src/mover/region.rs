@@ -32,8 +32,8 @@ pub(crate) enum RegionMemory {
     Device,
 }
 
-/// A registered range of foreign memory.
-pub(crate) struct RegionInner {
+/// Memory of a caller's, as its [`Region`](crate::Region) and the movements that use it share it.
+pub(crate) struct CallerMemory {
     pub(crate) start: usize,
     pub(crate) len: usize,
     pub(crate) memory: RegionMemory,
@@ -61,9 +61,9 @@ const ENDED: usize = 1 << (usize::BITS - 1);
 
 /// A hold on a region, by a movement or by a request about the region: its owner does not get it back before the hold
 /// is dropped.
-pub(crate) struct RegionUse(pub(super) Arc<RegionInner>);
+pub(crate) struct RegionUse(pub(super) Arc<CallerMemory>);
 
-impl RegionInner {
+impl CallerMemory {
     pub(crate) fn new(
         start: *mut u8,
         len: usize,
@@ -73,13 +73,13 @@ impl RegionInner {
         guard: Option<Guard>,
     ) -> Arc<Self> {
         let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
-        RegionInner::with((start as usize, len), memory, Some(lasting), (owner, guard), lender)
+        CallerMemory::with((start as usize, len), memory, Some(lasting), (owner, guard), lender)
     }
 
     /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
     /// so neither storage nor copy engines take it for memory that they have registered.
     pub(crate) fn lent(lender: Arc<Lender>) -> Arc<Self> {
-        RegionInner::with((0, 0), RegionMemory::Host, None, (None, None), lender)
+        CallerMemory::with((0, 0), RegionMemory::Host, None, (None, None), lender)
     }
 
     fn with(
@@ -89,7 +89,7 @@ impl RegionInner {
         (owner, guard): (Option<Arc<SharedMemory>>, Option<Guard>),
         lender: Arc<Lender>,
     ) -> Arc<Self> {
-        Arc::new(RegionInner {
+        Arc::new(CallerMemory {
             start,
             len,
             memory,
@@ -258,7 +258,7 @@ impl Job {
     }
 
     /// The region that one of its segments lies in; `None` for memory that is lent for the call.
-    fn region_of(&self, segment: &Segment) -> Option<&RegionInner> {
+    fn region_of(&self, segment: &Segment) -> Option<&CallerMemory> {
         let region = self.regions.get(RegionUse::place_of(&self.regions, segment))?;
         region.contains(segment).then_some(&*region.0)
     }

@@ -29,7 +29,7 @@ pub(crate) struct Remote {
     store: Arc<dyn RemoteStore>,
     pub(crate) space: Space,
     limits: Limits,
-    state: Mutex<State>,
+    state: Mutex<TierState>,
     /// Wakes the task that brings blocks.
     pub(crate) wake: Notify,
     /// Wakes the task that writes blocks.
@@ -64,7 +64,7 @@ pub(crate) struct Figures {
     pub(crate) standing_down: Option<String>,
 }
 
-struct State {
+struct TierState {
     presence: Presence,
     wanted: Wanted,
     health: Health,
@@ -74,10 +74,10 @@ struct State {
     listings: u64,
 }
 
-impl State {
+impl TierState {
     /// Has blocks brought that the store has and nobody wants yet, while no more than `most` are wanted; how many.
     fn want(&mut self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool, most: usize, now: Duration) -> usize {
-        let State { presence, wanted, health, .. } = self;
+        let TierState { presence, wanted, health, .. } = self;
         let room = most.saturating_sub(wanted.len());
         let mut keys: Vec<BlockKey> =
             keys.filter(|key| presence.contains(key) && !wanted.contains(key)).take(room).collect();
@@ -95,7 +95,7 @@ impl State {
 
 impl Remote {
     pub(crate) fn new(store: Arc<dyn RemoteStore>, space: Space, limits: Limits, hasher: KeyHasher) -> Self {
-        let state = State {
+        let state = TierState {
             presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
             wanted: Wanted::default(),
             health: Health::new(limits.recompute_us),
@@ -145,7 +145,7 @@ impl Remote {
 
     /// What is known of the store now.
     pub(crate) fn figures(&self) -> Figures {
-        let State { presence, health, .. } = &*self.state.lock();
+        let TierState { presence, health, .. } = &*self.state.lock();
         Figures {
             blocks: presence.len() as u64,
             objects: presence.objects() as u64,
@@ -167,7 +167,7 @@ impl Remote {
     /// How many of the leading `keys` the store has and offers together; 0 or all of them.
     pub(crate) fn offered<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) -> usize {
         let mut state = self.state.lock();
-        let State { presence, health, is_closed, .. } = &mut *state;
+        let TierState { presence, health, is_closed, .. } = &mut *state;
         let there = keys.take_while(|key| presence.contains(key)).count();
         let is_offered = there > 0 && !*is_closed && health.offers(there, self.opened.elapsed());
         if is_offered { there } else { 0 }
@@ -280,7 +280,7 @@ impl Remote {
     /// Queues blocks to be written; how many found no room.
     pub(crate) fn queue_uploads(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
         let mut state = self.state.lock();
-        let State { presence, uploads, is_closed, .. } = &mut *state;
+        let TierState { presence, uploads, is_closed, .. } = &mut *state;
         if *is_closed {
             return 0;
         }

@@ -14,18 +14,18 @@ use crate::{
 
 /// Bounds the bytes in flight of reads and of writes. Its lock may be taken under the state's, never around it.
 #[derive(Clone)]
-pub(crate) struct InFlight(Arc<Mutex<Inner>>);
+pub(crate) struct InFlight(Arc<Mutex<BytesInFlight>>);
 
-struct Inner {
+struct BytesInFlight {
     limits: [u64; 2],
     bytes: [u64; 2],
-    waiting: [Line<Waiter>; 2],
+    waiting: [Line<WaitingOperation>; 2],
     /// Permits given so far.
     given: [u64; 2],
 }
 
 /// An operation that waits for its permit.
-struct Waiter {
+struct WaitingOperation {
     bytes: u64,
     /// It has no flight, whose waiters have deadlines.
     is_call: bool,
@@ -73,7 +73,7 @@ impl Permit {
 
 impl InFlight {
     pub(crate) fn new(read_bytes_max: u64, write_bytes_max: u64) -> Self {
-        InFlight(Arc::new(Mutex::new(Inner {
+        InFlight(Arc::new(Mutex::new(BytesInFlight {
             limits: [read_bytes_max, write_bytes_max],
             bytes: [0; 2],
             waiting: Default::default(),
@@ -91,12 +91,12 @@ impl InFlight {
     /// dropped future goes back.
     pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64, is_call: bool) -> Option<Permit> {
         let receiver = {
-            let mut inner = self.0.lock();
-            match inner.start(kind, urgency, bytes) {
+            let mut bytes_in_flight = self.0.lock();
+            match bytes_in_flight.start(kind, urgency, bytes) {
                 Ok(bytes) => return Some(Permit { in_flight: Some(self.clone()), kind, bytes, urgency }),
                 Err(bytes) => {
                     let (wake, receiver) = oneshot::channel();
-                    inner.waiting[kind as usize].push(urgency, Waiter { bytes, is_call, wake });
+                    bytes_in_flight.waiting[kind as usize].push(urgency, WaitingOperation { bytes, is_call, wake });
                     receiver
                 }
             }
@@ -111,13 +111,13 @@ impl InFlight {
 
     /// Gives up the calls that wait while no permit of their kind was given since [`given`](Self::given) was `before`.
     pub(crate) fn give_up_calls(&self, before: [u64; 2]) {
-        let mut inner = self.0.lock();
+        let mut bytes_in_flight = self.0.lock();
         for kind in KINDS {
-            if inner.given[kind as usize] == before[kind as usize] {
-                inner.waiting[kind as usize].retain(|waiter| !waiter.is_call);
+            if bytes_in_flight.given[kind as usize] == before[kind as usize] {
+                bytes_in_flight.waiting[kind as usize].retain(|waiter| !waiter.is_call);
             }
         }
-        drop(inner);
+        drop(bytes_in_flight);
         self.start_waiting(None);
     }
 
@@ -130,8 +130,8 @@ impl InFlight {
     /// Operations that wait for their permit.
     #[cfg(feature = "sim")]
     pub(crate) fn waiting(&self) -> usize {
-        let inner = self.0.lock();
-        inner.waiting.iter().flat_map(Line::iter).filter(|waiter| !waiter.wake.is_closed()).count()
+        let bytes_in_flight = self.0.lock();
+        bytes_in_flight.waiting.iter().flat_map(Line::iter).filter(|waiter| !waiter.wake.is_closed()).count()
     }
 
     /// Bytes in flight of a kind.
@@ -156,7 +156,7 @@ impl InFlight {
     }
 }
 
-impl Inner {
+impl BytesInFlight {
     /// Counts `bytes`, at most all that there are, as in flight; an error where they must wait.
     fn start(&mut self, kind: Kind, urgency: Urgency, bytes: u64) -> Result<u64, u64> {
         let bytes = bytes.min(self.limits[kind as usize]);
@@ -188,7 +188,7 @@ impl Inner {
     }
 
     /// Gives bytes back, takes the next waiter that may start off its queue, and counts its bytes.
-    fn pop_next(&mut self, back: Option<(Kind, u64)>) -> Option<(Kind, Urgency, Waiter)> {
+    fn pop_next(&mut self, back: Option<(Kind, u64)>) -> Option<(Kind, Urgency, WaitingOperation)> {
         if let Some((kind, bytes)) = back {
             self.bytes[kind as usize] -= bytes;
         }

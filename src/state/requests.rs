@@ -12,12 +12,12 @@ use crate::{
 /// Requests for slots that wait.
 #[derive(Default)]
 pub(crate) struct SlotRequests {
-    pub(super) tiers: [Queue; Tier::COUNT],
+    pub(super) tiers: [TierRequests; Tier::COUNT],
 }
 
 /// Requests for slots of one tier by their numbers, which grow from request to request.
 #[derive(Default)]
-pub(super) struct Queue {
+pub(super) struct TierRequests {
     pub(super) awaited: BTreeMap<u64, Request>,
     pub(super) background: BTreeMap<u64, Request>,
 }
@@ -32,7 +32,7 @@ pub(super) struct Request {
 #[must_use = "the requests wait for an answer"]
 pub(crate) struct Refused(pub(super) Vec<Request>);
 
-impl Queue {
+impl TierRequests {
     #[inline]
     fn len(&self) -> usize {
         self.awaited.len() + self.background.len()
@@ -57,7 +57,7 @@ impl Queue {
 impl SlotRequests {
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.tiers.iter().map(Queue::len).sum::<usize>() == 0
+        self.tiers.iter().map(TierRequests::len).sum::<usize>() == 0
     }
 
     /// Requests that wait for a slot of `tier`.
@@ -68,13 +68,13 @@ impl SlotRequests {
 
     /// Takes all requests for slots of `tier` off their queue.
     pub(crate) fn take_all(&mut self, tier: Tier) -> Refused {
-        let Queue { awaited, background } = std::mem::take(&mut self.tiers[tier as usize]);
+        let TierRequests { awaited, background } = std::mem::take(&mut self.tiers[tier as usize]);
         Refused(awaited.into_values().chain(background.into_values()).collect())
     }
 
     /// Takes the requests that `is_overdue` off their queue.
     pub(super) fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
-        let Queue { awaited, background } = &mut self.tiers[tier as usize];
+        let TierRequests { awaited, background } = &mut self.tiers[tier as usize];
         let overdue = |_: &u64, request: &mut Request| is_overdue(request.since);
         let requests = awaited.extract_if(.., overdue).chain(background.extract_if(.., overdue));
         Refused(requests.map(|(_, request)| request).collect())

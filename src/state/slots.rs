@@ -6,7 +6,7 @@ use tokio::sync::oneshot;
 
 use super::{
     Filling, KEPT_PART, Locked, Shared, State,
-    requests::{Queue, Request},
+    requests::{Request, TierRequests},
 };
 use crate::{
     block::{BlockKey, Tier},
@@ -304,7 +304,7 @@ impl SlotWait {
         let (sender, answer) = oneshot::channel();
         let request = Request { since: shared.looks(), answer: sender };
         let State { slot_requests, flights, .. } = &mut **state;
-        let Queue { awaited, background } = &mut slot_requests.tiers[tier as usize];
+        let TierRequests { awaited, background } = &mut slot_requests.tiers[tier as usize];
         let number = match urgency {
             Urgency::Awaited => {
                 let number = flights.next_number();

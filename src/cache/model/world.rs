@@ -26,7 +26,7 @@ use crate::{
     BlockKey, Cache, Config, DiskPath, Layout, Tier,
     block::FileId,
     cache::{
-        Inner,
+        OpenCache,
         open::{End, tell_end},
         regions::Regions,
         turns::Turns,
@@ -285,7 +285,7 @@ async fn serve(
     let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
     let submitter =
         io_thread.map(|(pool, _)| Submitter::new(Arc::clone(&shared), pool, vec![file()], urgent.clone(), 1));
-    let inner = Inner {
+    let inner = OpenCache {
         shared,
         commands,
         urgent,
