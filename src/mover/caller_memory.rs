@@ -291,8 +291,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let sum = async {
             match job.memory() {
                 RegionMemory::Host => None,
-                // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration not to
-                // write to a segment while it is stored.
+                // SAFETY: as of `BlockMemory`: the engine owns the job meanwhile.
                 RegionMemory::Device => unsafe { self.copy.checksum(&job.segments, Arc::clone(&job) as _) }.await,
             }
         };

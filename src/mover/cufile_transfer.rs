@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{
     CufileRoute, Mover,
-    copy::{BlockMemory, Buffer},
+    block_memory::{BlockMemory, Buffer},
     flight_guard::FlightGuard,
     plan::{OnDisk, Taken, Trip},
     region::Job,

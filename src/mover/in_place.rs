@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, Locked, Purpose},
+    state::{Class, Committed, DiskWrite, Locked, Purpose},
 };
 
 /// A write from a caller's memory, and its flight.
@@ -55,11 +55,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         started: Instant,
     ) -> Result<Option<Box<Job>>> {
         let (file, checksum, permit) = (block.file, block.checksum, trip.taken.permit());
-        let places = job.places();
-        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
-        // mapped and not to touch what is loaded.
-        let read = unsafe { self.read(block, permit, &places, job, self.shared.config.block_bytes) };
-        let (result, pin, job) = read.await;
+        let (result, pin, job) = self.read(block, permit, job, self.shared.config.block_bytes).await;
         let sum = match result {
             Ok(sum) => {
                 self.shared.account(&self.shared.failures, file, OpKind::Read, &Ok(()));
@@ -125,10 +121,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(Some(job));
         };
         let (key, id, began) = (job.key, begun.1.id, Instant::now());
-        let places = job.places();
-        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
-        // mapped and not to write to what is stored.
-        let written = unsafe { self.write_out(begun, &places, job) }.await;
+        let written = self.write_out(begun, job).await;
         self.end_region_write(&key, id, began, written).await.map(|()| None)
     }
 
@@ -144,12 +137,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         sharing: Sharing<S, C>,
     ) -> Result<()> {
         let (key, origin, began) = (job.key, job.origin(), Instant::now());
-        let DiskPlace { file, offset, .. } = place;
-        let (places, block_bytes) = (job.places(), self.shared.config.block_bytes);
-        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
-        // mapped and not to write to what is stored.
-        let payload = unsafe { self.transfer(&permit, file, offset, &places, block_bytes, (job, filling)) };
-        let (result, (job, filling)) = payload.await;
+        let (file, block_bytes) = (place.file, self.shared.config.block_bytes);
+        let (result, job, filling) = self.write_payload(&permit, &place, job, filling, block_bytes).await;
         drop(permit);
         self.shared.account(&self.shared.failures, file, OpKind::Write, &result);
         let write = DiskWrite { id, filling };

@@ -112,8 +112,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut bytes_under_way = 0;
         for (layer, segments) in layers.iter().enumerate() {
             let ops = self.ops_of(&resident, segments);
-            // SAFETY: the sources are pinned; the targets lie in regions that the jobs hold, whose owner promised at
-            // registration not to touch a segment while it is loaded. All guards travel.
+            // SAFETY: as of `BlockMemory` of the pins and of `FilledMemory` of the jobs, which travel with the batch.
             let batch = unsafe { OwnedBatch::new(ops, direction, Arc::clone(&resident)) };
             // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
             let batch = unsafe { batch.within(regions.clone()) }.prompt();

@@ -165,11 +165,11 @@ impl Submitter {
     fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {
         let PlannedLoad { job, block, .. } = &planned;
         let (offset, regions) = (block.offset, Arc::clone(&job.regions));
-        let [(segment, _, guard)] = &job.places()[..] else { unreachable!("it was planned as one segment") };
+        let (segment, _, guard) = job.places().into_iter().next().expect("it was planned as one segment");
         let start = NonNull::new(segment.ptr).expect("no memory begins at 0");
-        // SAFETY: the segment lies in regions that `regions` holds, whose owner promised at registration to keep them
-        // mapped and not to touch what is loaded. The kernel's registration of the memory is of the reactor's ring.
-        let buf = unsafe { IoBuf::new(start, segment.len, None, regions) }.guarded(guard.clone());
+        // SAFETY: as of a job that is filled, whose regions the operation owns. The kernel's registration of the memory
+        // is of the reactor's ring.
+        let buf = unsafe { IoBuf::new(start, segment.len, None, regions) }.guarded(guard);
         // SAFETY: the only one of the segment.
         let transfer = Transfer { kind: OpKind::Read, file, offset, buf: unsafe { buf.lend() } };
         drop(buf);

@@ -4,6 +4,7 @@
 //! [`Shared`], which callers use too. It is generic over the storage and the copy engine, and so runs in simulation
 //! too: therefore it has no wall clock, no random hasher and no thread of its own.
 
+mod block_memory;
 mod busy_poll;
 mod by_value;
 mod caller_memory;

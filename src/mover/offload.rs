@@ -2,14 +2,18 @@
 
 use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
-use super::Mover;
+use super::{
+    Mover,
+    block_memory::{BlockMemory, FilledMemory},
+    plan::OnDisk,
+};
 use crate::{
     block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
-    io::{Storage, Transfer, read_into, write_from},
-    memory::{Guard, IoBuf, Readable},
-    state::{Kind, Permit},
+    io::{Storage, Transfer, Transferred, read_into, write_from},
+    memory::{Guard, IoBuf},
+    state::{DiskPlace, Few, Filling, Kind, Permit, Pin},
     urgency::Urgency,
 };
 
@@ -38,81 +42,106 @@ fn start_of(segment: &Segment) -> NonNull<u8> {
 }
 
 /// # Safety
-/// As [`Readable`] promises, for as long as the borrow lasts.
-unsafe fn read<'a>(segment: &Segment) -> &'a [u8] {
+/// As [`BlockMemory`] promises, for as long as the borrow lasts.
+unsafe fn bytes_of<'a>(segment: &Segment) -> &'a [u8] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// A host slot, which has the length of a disk slot.
-    pub(super) fn place_of(&self, slot: u32) -> Place {
-        let segment = Segment { ptr: self.shared.host_ptr(slot).as_ptr(), len: self.shared.config.slot_bytes() };
-        (segment, self.shared.fixed_buffer(slot), None)
+    /// Reads a block from its disk slot, with its checksum if a worker makes the transfer and `sum_bytes` is not 0: of
+    /// its first `sum_bytes` bytes. How urgent it is, its `permit` of the bytes in flight tells.
+    pub(super) async fn read<M: FilledMemory>(
+        self: &Rc<Self>,
+        OnDisk { pin, file, offset, .. }: OnDisk,
+        permit: Permit,
+        to: M,
+        sum_bytes: usize,
+    ) -> (Transferred, Pin, M) {
+        assert_eq!(permit.kind(), Kind::Read, "its bytes count as read");
+        // SAFETY: `to` may be filled.
+        let (result, to, pin) = unsafe { self.transfer(&permit, file, offset, to, pin, sum_bytes) }.await;
+        (result, pin, to)
     }
 
-    /// Reads a disk slot into host memory, or writes it from there, all places at once; the `guard` that keeps them
-    /// is returned. With the checksum of the first `sum_bytes` bytes, if a worker made the transfer: of what it has
-    /// read, or of what it wrote. Which of the two it is, and how urgent, its `permit` of the bytes in flight tells.
+    /// Writes a block to the disk slot of `filling`. As [`read`](Self::read).
+    pub(super) async fn write_payload<M: BlockMemory>(
+        self: &Rc<Self>,
+        permit: &Permit,
+        place: &DiskPlace,
+        from: M,
+        filling: Filling,
+        sum_bytes: usize,
+    ) -> (Transferred, M, Filling) {
+        assert_eq!(permit.kind(), Kind::Write, "its bytes count as written");
+        // SAFETY: nothing is written to `from`.
+        unsafe { self.transfer(permit, place.file, place.offset, from, filling, sum_bytes) }.await
+    }
+
+    /// Transfers all parts of a block at once. The operations own the memory and what `keeps` the disk slot.
     ///
     /// # Safety
-    /// While `guard` lives the places must stay mapped, nobody else may write to them, and if they are read into nobody
-    /// may read them either.
-    pub(super) async unsafe fn transfer<G: Send + Sync + 'static>(
+    /// A read is to [`FilledMemory`].
+    async unsafe fn transfer<M: BlockMemory, K: Send + Sync + 'static>(
         self: &Rc<Self>,
         permit: &Permit,
         file: FileId,
         offset: u64,
-        places: &[Place],
+        memory: M,
+        keeps: K,
         sum_bytes: usize,
-        guard: G,
-    ) -> (io::Result<Option<u64>>, G) {
+    ) -> (Transferred, M, K) {
         let kind = match permit.kind() {
             Kind::Read => OpKind::Read,
             Kind::Write => OpKind::Write,
         };
+        let parts = self.host_parts(&memory.place());
+        let owner = (memory, keeps);
         // Most blocks are one segment, which needs no task of its own.
-        if let [(segment, fixed, source)] = places {
-            // SAFETY: the caller's promise.
-            let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) }.guarded(source.clone());
-            return match self.transfer_on_worker((kind, permit.urgency()), file, offset, &buf, sum_bytes).await {
+        let (result, (memory, keeps)) = if parts.len() == 1 {
+            let (segment, fixed, source) = parts.into_iter().next().expect("it has one");
+            // SAFETY: as of `BlockMemory`, and of `FilledMemory` if it is read to.
+            let buf = unsafe { IoBuf::new(start_of(&segment), segment.len, fixed, owner) }.guarded(source);
+            match self.transfer_on_worker((kind, permit.urgency()), file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
                 // Boxed: every movement would have room for it.
                 None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,
-            };
-        }
-        // SAFETY: the caller's promise.
-        Box::pin(unsafe { self.transfer_parts(kind, file, offset, places, guard) }).await
+            }
+        } else {
+            // SAFETY: the same.
+            Box::pin(unsafe { self.transfer_parts(kind, file, offset, parts, owner) }).await
+        };
+        (result, memory, keeps)
     }
 
-    /// As [`transfer`](Self::transfer), here, for a block in several places.
+    /// As [`transfer`](Self::transfer), here, for a block in several parts.
     ///
     /// # Safety
-    /// As of [`transfer`](Self::transfer).
-    async unsafe fn transfer_parts<G: Send + Sync + 'static>(
+    /// The parts are of the memory that `owner` keeps, as of [`transfer`](Self::transfer).
+    async unsafe fn transfer_parts<O: Send + Sync + 'static>(
         self: &Rc<Self>,
         kind: OpKind,
         file: FileId,
         offset: u64,
-        places: &[Place],
-        guard: G,
-    ) -> (io::Result<Option<u64>>, G) {
-        let guard = Arc::new(guard);
+        parts: Few<Place>,
+        owner: O,
+    ) -> (Transferred, O) {
+        let owner = Arc::new(owner);
         let mut at = offset;
-        let operation = |(segment, fixed, _): &Place| {
+        let operation = |(segment, fixed, _): Place| {
             // SAFETY: the caller's promise.
-            let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, Arc::clone(&guard)) };
+            let buf = unsafe { IoBuf::new(start_of(&segment), segment.len, fixed, Arc::clone(&owner)) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
             tokio::task::spawn_local(async move { this.transfer_here(kind, file, from, buf).await.0 })
         };
-        let operations: Vec<_> = places.iter().map(operation).collect();
+        let operations: Vec<_> = parts.into_iter().map(operation).collect();
         let mut result = Ok(None);
         for operation in operations {
             let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
             result = result.and(ended);
         }
-        (result, Arc::into_inner(guard).expect("every operation has given its permit back"))
+        (result, Arc::into_inner(owner).expect("every operation has given it back"))
     }
 
     async fn transfer_here<O: Send + Sync + 'static>(
@@ -121,7 +150,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         file: FileId,
         offset: u64,
         buf: IoBuf<O>,
-    ) -> (io::Result<Option<u64>>, O) {
+    ) -> (Transferred, O) {
         let (result, owner) = match kind {
             OpKind::Read => read_into(&self.storage, file, offset, buf).await,
             _ => write_from(&self.storage, file, offset, buf).await,
@@ -139,7 +168,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         offset: u64,
         buf: &IoBuf<O>,
         sum_bytes: usize,
-    ) -> Option<io::Result<Option<u64>>> {
+    ) -> Option<Transferred> {
         let file = self.storage.file(file).filter(|_| self.workers.transfers())?;
         let bytes = buf.len() as u64;
         let is_small = kind == OpKind::Write && sum_bytes == 0 && bytes < PLAIN_WRITE_BYTES_MIN;
@@ -158,23 +187,25 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.workers.transfer(urgency, transfer, sum_bytes).await
     }
 
-    /// The checksum of a block in memory that `guard` keeps, which is returned.
+    /// The checksum of a block in host memory.
     ///
     /// On a worker, so that the reactor continues to serve the ring; here if there is no worker, and for a lone block:
     /// nothing waits for the reactor then, and handing the block over would only take time.
-    pub(super) async fn checksum_of<G: Readable>(&self, guard: G) -> (u64, G) {
-        let segments = guard.segments();
-        let guard = Arc::new(guard);
+    pub(super) async fn checksum_of<M: BlockMemory>(&self, memory: M) -> (u64, M) {
+        let place = memory.place();
+        assert!(!place.is_device(), "the processor reads host memory");
+        let segments = self.segments(&place).into_owned();
+        let memory = Arc::new(memory);
         let bytes = segments.iter().map(|segment| segment.len as u64).sum();
         let from_worker = match self.is_worth_a_worker(bytes) {
             true => {
-                let keep = Arc::clone(&guard);
+                let (keep, segments) = (Arc::clone(&memory), segments.clone());
                 let _busy = self.workers.enter();
                 let work = move || {
                     let mut digest = Digest::new();
-                    for segment in keep.segments() {
+                    for segment in &segments {
                         // SAFETY: `keep` lives as long as this work.
-                        digest.update(unsafe { read(&segment) });
+                        digest.update(unsafe { bytes_of(segment) });
                     }
                     drop(keep);
                     digest.finish()
@@ -187,7 +218,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Some(sum) => sum,
             None => self.checksum_here(&segments).await,
         };
-        (sum, Arc::into_inner(guard).expect("a worker drops its permit before it answers"))
+        (sum, Arc::into_inner(memory).expect("a worker drops its owner before it answers"))
     }
 
     fn is_worth_a_worker(&self, bytes: u64) -> bool {
@@ -218,8 +249,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let _turn = self.checksums.acquire().await.expect("never closed");
         let mut digest = Digest::new();
         for segment in segments {
-            // SAFETY: the caller holds the guard until this has returned.
-            for chunk in unsafe { read(segment) }.chunks(CHECKSUM_CHUNK_BYTES) {
+            // SAFETY: the caller keeps the memory until this has returned.
+            for chunk in unsafe { bytes_of(segment) }.chunks(CHECKSUM_CHUNK_BYTES) {
                 digest.update(chunk);
                 self.checksummed.update(|bytes| bytes + chunk.len());
                 if self.checksummed.get() >= TURN_BYTES {

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    copy::Buffer,
+    block_memory::Buffer,
     flight_guard::FlightGuard,
     plan::{Flight, Step, Trip},
     read::Verifier,

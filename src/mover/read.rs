@@ -4,14 +4,14 @@
 //! host slot proves anything about the disk. A block that is wrong after a read to a device slot or to a caller's
 //! memory is read again to a host slot.
 
-use std::{io, rc::Rc};
+use std::rc::Rc;
 
 use tokio::time::Instant;
 
 use super::{
     Mover,
+    block_memory::BlockMemory,
     flight_guard::FlightGuard,
-    offload::Place,
     plan::{Fill, OnDisk, Step, Trip},
     speculative_copy::SpeculativeCopy,
     submit::PlannedRead,
@@ -21,8 +21,7 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::{Storage, Transferred},
-    memory::Readable,
-    state::{Filling, Outcome, Permit, Pin, Unverified, blames_disk, verify::Fault},
+    state::{Filling, Outcome, Pin, Unverified, blames_disk, verify::Fault},
 };
 
 /// The copy to the device that verifies a block there, where one is offered; otherwise the thread that reads it does,
@@ -80,25 +79,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a block from disk to memory that `to` keeps, with its checksum if a worker makes the transfer and
-    /// `sum_bytes` is not 0.
-    ///
-    /// # Safety
-    /// The places must be of memory that `to` keeps, that stays mapped while `to` lives, and that nobody else touches.
-    pub(super) async unsafe fn read<T: Send + Sync + 'static>(
-        self: &Rc<Self>,
-        OnDisk { pin, file, offset, .. }: OnDisk,
-        permit: Permit,
-        places: &[Place],
-        to: T,
-        sum_bytes: usize,
-    ) -> (io::Result<Option<u64>>, Pin, T) {
-        // SAFETY: the caller's promise; the pin keeps the disk slot.
-        let read = unsafe { self.transfer(&permit, file, offset, places, sum_bytes, (pin, to)) };
-        let (result, (pin, to)) = read.await;
-        (result, pin, to)
-    }
-
     /// Reads a block to a host slot. A block that cannot be read is unlinked if the error is the disk's.
     async fn read_to_host(
         self: &Rc<Self>,
@@ -114,9 +94,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Some(_) if self.copy.checksums() => 0,
             _ => self.shared.config.block_bytes,
         };
-        let place = [self.place_of(filling.slot())];
-        // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
-        let read = unsafe { self.read(block, permit, &place, filling, sum_bytes) }.await;
+        let read = self.read(block, permit, filling, sum_bytes).await;
         self.read_ended(file, checksum, read, started)
     }
 
@@ -157,14 +135,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.answer_all(self.shared.end_read(key, unverified, is_right));
     }
 
-    /// Whether a block in memory that `guard` keeps has the `wanted` checksum. `sum` is its checksum, if a worker has
-    /// computed it.
-    pub(super) async fn is_right<G: Readable>(&self, guard: G, sum: Option<u64>, wanted: u64) -> (bool, G) {
-        let (sum, guard) = match sum {
-            Some(sum) => (sum, guard),
-            None => self.checksum_of(guard).await,
+    /// Whether a block in host memory has the `wanted` checksum. `sum` is its checksum, if a worker has computed it.
+    pub(super) async fn is_right<M: BlockMemory>(&self, memory: M, sum: Option<u64>, wanted: u64) -> (bool, M) {
+        let (sum, memory) = match sum {
+            Some(sum) => (sum, memory),
+            None => self.checksum_of(memory).await,
         };
-        (sum == wanted, guard)
+        (sum == wanted, memory)
     }
 
     /// Fills a host slot from the device.

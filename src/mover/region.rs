@@ -7,13 +7,14 @@ use std::sync::{
 
 use tokio::sync::Notify;
 
+use super::offload::Place;
 use crate::{
     block::{BlockKey, FIXED_BYTES_MAX, IO_ALIGN, Segment},
     device::CopyRegion,
     disk::Origin,
     error::{Error, Result},
-    memory::{Guard, Readable, SharedMemory},
-    state::Lender,
+    memory::{Guard, SharedMemory},
+    state::{Few, Lender},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -249,25 +250,19 @@ impl Job {
     }
 
     /// Its segments, with the storage's numbers for their memory and the guards of it.
-    pub(super) fn places(&self) -> Vec<(Segment, Option<u16>, Option<Guard>)> {
+    pub(super) fn places(&self) -> Few<Place> {
         let place = |segment: &Segment| {
             let region = self.region_of(segment);
             (*segment, region.and_then(|region| region.fixed(segment)), region.and_then(|region| region.guard.clone()))
         };
-        self.segments.iter().map(place).collect()
+        let mut places = Few::default();
+        places.extend(self.segments.iter().map(place));
+        places
     }
 
     /// The region that one of its segments lies in; `None` for memory that is lent for the call.
     fn region_of(&self, segment: &Segment) -> Option<&CallerMemory> {
         let region = self.regions.get(RegionUse::place_of(&self.regions, segment))?;
         region.contains(segment).then_some(&*region.0)
-    }
-}
-
-// SAFETY: the segments lie in regions that the job holds, mapped and initialized, and nobody writes to them: their
-// owner promised that at registration, and what was read into them has ended.
-unsafe impl Readable for Job {
-    fn segments(&self) -> Vec<Segment> {
-        self.segments.clone()
     }
 }

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::{
     Mover,
-    copy::{BlockMemory, Where},
+    block_memory::{BlockMemory, FilledMemory, Where},
     region::Job,
 };
 use crate::{
@@ -40,6 +40,9 @@ unsafe impl BlockMemory for Target {
         }
     }
 }
+
+// SAFETY: the same.
+unsafe impl FilledMemory for Target {}
 
 /// A target that is returned, and whether the block was copied there, verified, and made visible in host memory.
 type Returned = (Option<Target>, bool);

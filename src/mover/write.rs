@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
+    block_memory::BlockMemory,
     flight_guard::FlightGuard,
-    offload::Place,
     plan::{Taken, WRITE},
     route::{self, Hop, View, Want},
 };
@@ -130,9 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block that is pinned in host memory. `None` if it was on disk already or was removed meanwhile.
     async fn write_block(self: &Rc<Self>, guard: &FlightGuard<S, C>, pin: &Arc<Pin>) -> Result<Option<DiskWrite>> {
         let Some(begun) = self.begin_write(guard, pin).await? else { return Ok(None) };
-        let place = [self.place_of(pin.slot())];
-        // SAFETY: the range is a full host slot, which the pin keeps, and the arena with it: nobody writes to it.
-        unsafe { self.write_out(begun, &place, Arc::clone(pin)) }.await
+        self.write_out(begun, Arc::clone(pin)).await
     }
 
     /// Takes what the write of a pinned block needs: under one lock, if all of it can be had at once. `None` if
@@ -156,25 +154,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Writes a block from host memory, which `guard` keeps, to its disk slot, and its record.
-    ///
-    /// # Safety
-    /// While `guard` lives the places must stay mapped, and nobody may write to them.
-    pub(super) async unsafe fn write_out<G: Send + Sync + 'static>(
+    /// Writes a block from host memory to its disk slot, and its record.
+    pub(super) async fn write_out<M: BlockMemory>(
         self: &Rc<Self>,
         (permit, DiskWrite { id, filling }, place): BegunWrite,
-        places: &[Place],
-        guard: G,
+        from: M,
     ) -> Result<Option<DiskWrite>> {
-        let DiskPlace { file, offset, page } = place;
         // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
         // carries. Nobody here sees the block before both are there.
-        // SAFETY: the caller's promise.
-        let payload = unsafe { self.transfer(&permit, file, offset, places, 0, (guard, filling)) };
-        let ((result, (_guard, filling)), recorded) = tokio::join!(payload, self.write_page(page));
+        let payload = self.write_payload(&permit, &place, from, filling, 0);
+        let ((result, _from, filling), recorded) = tokio::join!(payload, self.write_page(place.page));
         drop(permit);
-        self.shared.account(&self.shared.failures, file, OpKind::Write, &result);
-        let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        self.shared.account(&self.shared.failures, place.file, OpKind::Write, &result);
+        let result = result.map_err(|source| Error::io("write", self.path_of(place.file), source)).and(recorded);
         self.written(DiskWrite { id, filling }, result)
     }
 

@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use super::{Filling, Locked, Pin, Shared, State, left_pins::EndedPin};
 use crate::{
-    block::{Route, Segment, Tier},
+    block::{Route, Tier},
     index::EntryId,
-    memory::Readable,
     remote::Slot,
 };
 
@@ -51,14 +50,6 @@ impl Filling {
         // SAFETY: an unpublished slot is this value's alone, and `&mut self` is the only access; the
         // arena lives as long as `shared`, and every slot has at least `block_bytes`.
         unsafe { std::slice::from_raw_parts_mut(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
-    }
-}
-
-// SAFETY: an unpublished slot of the arena, which nothing else reads or writes.
-unsafe impl Readable for Filling {
-    fn segments(&self) -> Vec<Segment> {
-        let bytes = self.bytes();
-        vec![Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() }]
     }
 }
 

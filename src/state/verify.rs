@@ -6,11 +6,10 @@ use tokio::time::Instant;
 
 use super::{Filling, FlightEnd, Locked, Pin, Shared, State, Unverified};
 use crate::{
-    block::{BlockKey, FileId, Route, Segment, Tier},
+    block::{BlockKey, FileId, Route, Tier},
     disk::Origin,
     error::Error,
     index::EntryId,
-    memory::Readable,
     metrics::Count,
 };
 
@@ -35,13 +34,6 @@ impl Fault {
             Fault::Unreadable => "it cannot be read",
             Fault::Mismatch => "its checksum does not match",
         }
-    }
-}
-
-// SAFETY: an unpublished slot, which the filling keeps and no operation writes to any more.
-unsafe impl Readable for Unverified {
-    fn segments(&self) -> Vec<Segment> {
-        Readable::segments(&self.filling)
     }
 }
 

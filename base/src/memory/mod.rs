@@ -10,7 +10,6 @@ mod guarded;
 pub mod huge;
 mod lent;
 mod mapping;
-mod readable;
 mod shared;
 mod streaming;
 
@@ -20,6 +19,5 @@ pub use device::{BUFFER_ALIGN, DeviceMemory};
 pub use guard::Guard;
 pub use lent::{AlignedBuf, IoBuf, Lent};
 pub use mapping::Mapping;
-pub use readable::Readable;
 pub use shared::SharedMemory;
 pub use streaming::copy_past_cache;
