@@ -20,7 +20,6 @@ const NOT_CALLED: &[(&str, &str, &str)] = &[
     ("Cache", "open", "it opens real files; `sim::open` does the same over simulated ones"),
     ("DeviceLease", "route", "a figure, which tests/layers.rs and others compare"),
     ("LayerLoad", "has_streams", "which kind of device the cache has, and no call"),
-    ("LayerLoad", "layers", "the number that the caller gave"),
     ("LayerLoad", "poison_address", "it needs a CUDA device: tests/doubles/cuda"),
     ("LayerLoad", "stream_wait", "it needs a CUDA device: tests/doubles/cuda"),
     ("Lease", "route", "a figure, which tests/cache and others compare"),

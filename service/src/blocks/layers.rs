@@ -5,10 +5,7 @@ use std::rc::Rc;
 use kvhoist::Segment;
 
 use super::{Cancel, Movers, Moving, PLACES_PER_TURN, canceled, told};
-use crate::{
-    error::ServiceFault,
-    protocol::{BlockResult, Blocks, Failure, Reply},
-};
+use crate::protocol::{BlockResult, Blocks, Failure, Reply};
 
 impl Movers {
     /// Loads blocks layer by layer, and tells what each layer came to, in order; a result for each block at the end.
@@ -54,17 +51,16 @@ impl Movers {
     /// Where all blocks lie in the service's memory. Good until the next await only, as of
     /// [`Regions::segments`](crate::regions::Regions::segments).
     async fn segments_in_turns(&self, blocks: &Blocks) -> Result<Vec<Vec<Segment>>, Failure> {
-        let departures = self.regions.departures();
-        let mut segments = Vec::with_capacity(blocks.keys.len());
-        for block in 0..blocks.keys.len() {
-            self.turn(blocks.places.count(block..block + 1).min(PLACES_PER_TURN)).await;
-            segments.push(self.regions.segments(blocks.places.of(block..block + 1))?);
-        }
-        match self.regions.departures() == departures {
-            true => Ok(segments),
-            false => {
-                let text = "region: found one that was taken back while a load of layers began; ask again";
-                Err(Failure::new(ServiceFault::Argument, text))
+        loop {
+            let departures = self.regions.departures();
+            let mut segments = Vec::with_capacity(blocks.keys.len());
+            for block in 0..blocks.keys.len() {
+                self.turn(blocks.places.count(block..block + 1).min(PLACES_PER_TURN)).await;
+                segments.push(self.regions.segments(blocks.places.of(block..block + 1))?);
+            }
+            // Else some region has left. One of this load is refused the next time.
+            if self.regions.departures() == departures {
+                return Ok(segments);
             }
         }
     }

@@ -32,5 +32,5 @@ mod universe;
 pub use plan::{LAYERED_SEEDS, STRAIGHT_SEEDS};
 pub use report::Report;
 pub use run::{Failure, run, run_bytes};
-pub use service::SERVICE_SEEDS;
+pub use service::{DEVICE_SEEDS, SERVICE_SEEDS};
 pub use trial::{MEMORY_SEEDS, PROMPT_SEEDS, REMOTE_SEEDS, TRIAL_SEEDS};

@@ -44,6 +44,12 @@ pub struct Report {
     pub kills: u64,
     /// Of these, services with reads in flight into their clients' memory.
     pub kills_amid_reads: u64,
+    /// And with copies of it in flight.
+    pub kills_amid_copies: u64,
+    /// Layers of which a service told that some of their blocks are in place.
+    pub layers_told: u64,
+    /// Blocks that clients of a service pinned.
+    pub blocks_pinned: u64,
     /// Lives that ended by `close`.
     pub closes: u64,
     /// Closes beside another one.
@@ -123,7 +129,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 37] {
+    fn numbers_mut(&mut self) -> [&mut u64; 40] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -141,6 +147,9 @@ impl Report {
             &mut self.power_cuts,
             &mut self.kills,
             &mut self.kills_amid_reads,
+            &mut self.kills_amid_copies,
+            &mut self.layers_told,
+            &mut self.blocks_pinned,
             &mut self.closes,
             &mut self.drops,
             &mut self.second_closes,
@@ -211,17 +220,19 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "lives ended by: {} power cuts, {} kills ({} amid reads into clients' memory), {} closes ({} of them \
-             twice), {} drops; {} stores wiped, {} opened by two",
+            "lives ended by: {} power cuts, {} kills ({} amid reads into clients' memory, {} amid copies of it), \
+             {} closes ({} of them twice), {} drops; {} stores wiped, {} opened by two",
             self.power_cuts,
             self.kills,
             self.kills_amid_reads,
+            self.kills_amid_copies,
             self.closes,
             self.second_closes,
             self.drops,
             self.wipes,
             self.second_openers
         )?;
+        writeln!(f, "clients of a service: {} layers told of, {} blocks pinned", self.layers_told, self.blocks_pinned)?;
         writeln!(
             f,
             "disk tiers: {} took no more blocks, {} out of service; {} slots quarantined, {} checksum failures, \

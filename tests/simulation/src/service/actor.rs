@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use kvhoist::DeviceKind;
 use kvhoist_service::{
     Client, ClientOptions,
     internals::seams::{self, Wire},
@@ -49,6 +50,7 @@ impl Process {
         let mut options = ClientOptions::new(wanted.namespace, wanted.block_bytes);
         options.shared = wanted.shared;
         (options.capacity_bytes, options.host_bytes) = (wanted.capacity_bytes, wanted.host_bytes);
+        options.device = wanted.device.then_some(DeviceKind::Simulated);
         (options.deadline, options.give_up) = (deadline, give_up);
         options.bounce_bytes = wanted.block_bytes * rng.between(1, 4) as usize;
         options.backoff_max = Duration::from_millis(rng.between(10, 300));

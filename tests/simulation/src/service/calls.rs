@@ -3,7 +3,7 @@
 use std::{cell::RefCell, rc::Rc, time::Duration};
 
 use kvhoist::{BlockKey, Error, Segment, ServiceFault};
-use kvhoist_service::Client;
+use kvhoist_service::{Client, Pins};
 use tokio::time::{sleep, timeout};
 
 use super::{
@@ -22,13 +22,22 @@ use crate::{
 /// Blocks of one call, at most.
 const BLOCKS_MAX: u64 = 6;
 
+/// Makes a call, unless it is dropped: then `None`.
+pub(super) async fn make<T>(run: &Run, call: impl Future<Output = T>, cancel: Cancel, rng: Rng) -> Option<T> {
+    let made = until(late(call, rng), cancel).await;
+    run.report.borrow_mut().dropped += u64::from(made.is_none());
+    made
+}
+
 pub struct Caller {
-    run: Rc<Run>,
-    client: Client,
-    space: usize,
-    number: u64,
-    rng: Rng,
-    memory: Memory,
+    pub(super) run: Rc<Run>,
+    pub(super) client: Client,
+    pub(super) space: usize,
+    pub(super) number: u64,
+    pub(super) rng: Rng,
+    pub(super) memory: Memory,
+    /// Blocks that it has pinned.
+    pub(super) pins: Vec<Pins>,
     /// Takes the memory when the caller has ended.
     kept: Rc<RefCell<Vec<Memory>>>,
 }
@@ -43,7 +52,7 @@ impl Caller {
         kept: Rc<RefCell<Vec<Memory>>>,
     ) -> Self {
         let memory = Memory::new(run.plan.spaces[space].block_bytes, rng.between(1, BLOCKS_MAX) as usize);
-        Caller { run, client, space, number, rng, memory, kept }
+        Caller { run, client, space, number, rng, memory, pins: Vec::new(), kept }
     }
 
     pub async fn run(mut self) {
@@ -64,13 +73,12 @@ impl Caller {
     }
 
     async fn call(&mut self) {
-        if self.memory.region.is_none() {
-            let pinned = self.rng.chance(0.5);
-            if let Err(error) = self.memory.register(&self.client, pinned).await {
-                self.refused("a registration", &error);
-                // It may be registered all the same.
-                return self.renew_memory().await;
-            }
+        if self.memory.region.is_none()
+            && let Err(error) = self.register().await
+        {
+            self.refused("a registration", &error);
+            // It may be registered all the same.
+            return self.renew_memory().await;
         }
         const WEIGHTED: [(Call, u64); 9] = [
             (Call::Load, 8),
@@ -83,6 +91,9 @@ impl Caller {
             (Call::Reserve, 3),
             (Call::Hint, 1),
         ];
+        if self.run.plan.by_layer && self.rng.chance(0.4) {
+            return self.by_layer().await;
+        }
         let mut at = self.rng.below(WEIGHTED.iter().map(|(_, weight)| weight).sum());
         let drawn = WEIGHTED.iter().find(|(_, weight)| {
             let found = at < *weight;
@@ -109,22 +120,29 @@ impl Caller {
         }
     }
 
-    fn refused(&self, what: &str, error: &Error) {
+    /// Lends its memory, as a device's or the host's.
+    async fn register(&mut self) -> Result<(), Error> {
+        let device = self.run.plan.spaces[self.space].device && self.rng.chance(0.8);
+        match device {
+            true => self.memory.register_device(&self.client).await,
+            false => self.memory.register(&self.client, self.rng.chance(0.5)).await,
+        }
+    }
+
+    pub(super) fn refused(&self, what: &str, error: &Error) {
         self.run.say(|| format!("caller {}: {what}: {error}", self.number));
         self.run.mix(self.number << 16 | 0xe0);
         self.run.check_error(&format!("{what} of caller {}", self.number), error);
     }
 
     /// Makes a call, unless it is dropped: then `None`.
-    async fn made<T>(&mut self, call: impl Future<Output = T>) -> Option<T> {
+    pub(super) async fn made<T>(&mut self, call: impl Future<Output = T>) -> Option<T> {
         let (cancel, rng) = (Cancel::draw(&mut self.rng, self.run.plan.cancel), self.rng.fork());
-        let made = until(late(call, rng), cancel).await;
-        self.run.report.borrow_mut().dropped += u64::from(made.is_none());
-        made
+        make(&self.run, call, cancel, rng).await
     }
 
     /// Draws blocks: any ones, or a part of a chain.
-    fn draw(&mut self, chain: bool) -> (Vec<usize>, Vec<BlockKey>) {
+    pub(super) fn draw(&mut self, chain: bool) -> (Vec<usize>, Vec<BlockKey>) {
         let universe = &self.run.plan.spaces[self.space].universe;
         let (len, room) = (universe.len() as u64, self.memory.blocks());
         let blocks: Vec<usize> = match chain {
@@ -138,7 +156,7 @@ impl Caller {
         (blocks, keys)
     }
 
-    fn ask(&self, blocks: &[usize]) -> Asked {
+    pub(super) fn ask(&self, blocks: &[usize]) -> Asked {
         let model = self.run.models[self.space].borrow();
         let began = blocks.iter().map(|&block| model.begin(block)).collect();
         Asked { run: Rc::clone(&self.run), space: self.space, life: self.run.life.get(), began, stores: false }
@@ -154,12 +172,12 @@ impl Caller {
         (0..blocks).map(|at| self.memory.segments(at, &mut self.rng)).collect()
     }
 
-    fn payload(&self, block: usize) -> &[u8] {
+    pub(super) fn payload(&self, block: usize) -> &[u8] {
         &self.run.plan.spaces[self.space].universe.block(block).payload
     }
 
     /// Checks the results of a load; `holds` compares the bytes of one block.
-    fn loaded(
+    pub(super) fn loaded(
         &self,
         blocks: &[usize],
         asked: &Asked,
@@ -232,13 +250,13 @@ impl Caller {
     }
 
     /// After a call without an answer the service may still use the memory.
-    async fn unanswered<T>(&mut self, ended: Option<Result<T, Error>>) -> Result<(), Error> {
+    pub(super) async fn unanswered<T>(&mut self, ended: Option<Result<T, Error>>) -> Result<(), Error> {
         self.renew_memory().await;
         ended.map_or(Ok(()), |ended| ended.map(drop))
     }
 
     /// Takes the memory back, which nobody writes to afterwards, and makes another.
-    async fn renew_memory(&mut self) {
+    pub(super) async fn renew_memory(&mut self) {
         let other = Memory::new(self.run.plan.spaces[self.space].block_bytes, self.memory.blocks());
         let mut memory = std::mem::replace(&mut self.memory, other);
         // Without a region its registration was not answered: it may be in use until the client closes.

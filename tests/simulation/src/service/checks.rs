@@ -2,11 +2,18 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist_service::internals::{protocol::ServiceStatus, seams::Service};
+use kvhoist::{Error, Tier};
+use kvhoist_service::{
+    Client,
+    internals::{protocol::ServiceStatus, seams::Service},
+};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{actor::Process, memory::Memory, plan::PATIENCE, run::Run, stream::lock};
 use crate::sim::Rng;
+
+/// The share of a space's host memory that its clients may pin.
+const PINNED_SHARE: usize = 4;
 
 pub async fn all(run: &Rc<Run>, service: &Service, rng: &mut Rng) {
     at_rest(run, service).await;
@@ -67,6 +74,22 @@ fn adds_up(status: &ServiceStatus) -> bool {
     disk + status.capacity_left == status.capacity_bytes && host + status.host_left == status.host_bytes
 }
 
+/// The only client of a space gets every pin that the space gives.
+async fn all_pins(run: &Run, space: usize, client: &Client) -> Result<(), Error> {
+    let universe = &run.plan.spaces[space].universe;
+    let (mut keys, slots) = (Vec::new(), client.stats().await?.tier(Tier::Host).slots);
+    for key in (0..universe.len()).map(|block| universe.key(block)) {
+        if client.match_prefix(&[key]).await? == [Tier::Host] {
+            keys.push(key);
+        }
+    }
+    let (pins, expected) = (client.pin(&keys, usize::MAX).await?, keys.len().min(slots as usize / PINNED_SHARE));
+    if pins.count() != expected {
+        run.fail(format!("space {space}: {} pins of {slots} slots, expected {expected}", pins.count()));
+    }
+    Ok(())
+}
+
 /// Loads every block of a space, with nobody else at work.
 async fn audit(run: &Rc<Run>, space: usize, rng: &mut Rng) {
     let mut process = None;
@@ -108,6 +131,14 @@ async fn audit(run: &Rc<Run>, space: usize, rng: &mut Rng) {
                     report.hits_promised += u64::from(*found && began.must_hit && claims.keeps);
                 }
             },
+        }
+    }
+    // Slots that other spaces have lent it may be asked back at any time.
+    if run.plan.by_layer && !run.plan.config.move_host {
+        match timeout(PATIENCE, all_pins(run, space, &client)).await {
+            Err(_) => return run.fail("the last client waits for its pins for ever"),
+            Ok(Err(error)) => return run.check_error("the last pins", &error),
+            Ok(Ok(())) => {}
         }
     }
     if timeout(PATIENCE, client.close()).await.is_err() {

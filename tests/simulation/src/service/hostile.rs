@@ -85,7 +85,7 @@ impl Hostile {
     async fn attack(mut self) -> Option<()> {
         self.send(&Hello::ours().encode(), None).await?;
         let (block_bytes, request) = {
-            let Space { namespace, block_bytes, capacity_bytes, host_bytes, shared, .. } =
+            let Space { namespace, block_bytes, capacity_bytes, host_bytes, shared, device, .. } =
                 &self.run.plan.spaces[self.space];
             let request = Request::Attach {
                 namespace: (*namespace).into(),
@@ -93,7 +93,7 @@ impl Hostile {
                 capacity_bytes: *capacity_bytes,
                 host_bytes: *host_bytes,
                 shared: *shared,
-                device: SpaceDevice::None,
+                device: if *device { SpaceDevice::Simulated } else { SpaceDevice::None },
             };
             (*block_bytes as u32, request)
         };
@@ -102,9 +102,10 @@ impl Hostile {
             // The attach takes a while; what comes before its end is refused.
             sleep(Duration::from_millis(self.rng.below(80))).await;
         }
+        let device = self.run.plan.spaces[self.space].device && self.rng.chance(0.8);
         let register = Request::Register {
             region: 1,
-            kind: RegionKind::Host,
+            kind: if device { RegionKind::Simulated } else { RegionKind::Host },
             pin: self.rng.chance(0.3),
             offset: 0,
             len: LENT_BYTES as u64,
@@ -112,7 +113,10 @@ impl Hostile {
         self.next_id += 1;
         self.send(&register.encode(self.next_id), Some(self.memory.as_fd())).await?;
         for _ in 0..self.rng.between(3, 30) {
-            self.misbehave(block_bytes).await?;
+            match self.run.plan.by_layer && self.rng.chance(0.5) {
+                true => self.misbehave_by_layer(block_bytes).await?,
+                false => self.misbehave(block_bytes).await?,
+            }
             if self.rng.chance(0.3) {
                 sleep(Duration::from_millis(self.rng.below(10))).await;
             }
@@ -142,6 +146,40 @@ impl Hostile {
         });
         let places = places.collect();
         Blocks { keys, places }
+    }
+
+    /// What is wrong with loads layer by layer, and with pins.
+    async fn misbehave_by_layer(&mut self, block_bytes: u32) -> Option<()> {
+        match self.rng.below(8) {
+            // The only segment of each block is that of one layer, of a layer that has no other, of many, or of none.
+            0..=3 => {
+                let layer_of = pick(&mut self.rng, &[&[0][..], &[0], &[0], &[1], &[u16::MAX], &[], &[0, 1], &[0; 9]]);
+                let blocks = self.blocks(true, block_bytes);
+                self.ask(&Request::LoadLayers { layer_of: layer_of.to_vec(), blocks }).await
+            }
+            // One block in many layers, most of them of no bytes.
+            4 => {
+                let (key, layers) = (self.key(true), pick(&mut self.rng, &[2, 100, 1024, 1025]));
+                let empty = Place { region: 1, len: 0, offset: 0 };
+                let mut places = vec![empty; layers];
+                places[layers - 1].len = block_bytes;
+                let blocks = Blocks { keys: vec![key], places: [places].into_iter().collect() };
+                self.ask(&Request::LoadLayers { layer_of: (0..layers as u16).collect(), blocks }).await
+            }
+            // Pins past what there is, some of one block many times, and of a number that pins already.
+            5 | 6 => {
+                let keys = (0..self.rng.between(1, 40)).map(|_| self.key(true)).collect();
+                let most = pick(&mut self.rng, &[0, 1, 3, u32::MAX]);
+                if self.rng.chance(0.3) {
+                    self.next_id -= 1;
+                }
+                self.ask(&Request::Pin { most, keys }).await
+            }
+            _ => {
+                let hold = self.rng.below(self.next_id + 2);
+                self.send(&Request::LetGo { hold }.encode(0), None).await
+            }
+        }
     }
 
     async fn misbehave(&mut self, block_bytes: u32) -> Option<()> {

@@ -57,6 +57,8 @@ pub struct Machine {
     /// A client may write to its memory while the service uses it.
     hostile: bool,
     disk_latency_max: Duration,
+    /// The chance that a copy fails.
+    copy_failure: Cell<f64>,
     /// The chance that a mapping cannot be had.
     map_refused: Cell<f64>,
     /// The chance that a thread cannot be started.
@@ -70,11 +72,11 @@ pub struct Machine {
 
 impl Machine {
     pub fn new(plan: &Plan, rng: Rng, failure: Rc<RefCell<Option<String>>>) -> Rc<Self> {
-        let hex = |text: &str| text.bytes().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let names = plan.spaces.iter().map(|space| {
-            let uid = format!("\nuid {}\n", space.uid);
-            vec![format!("\nnamespace {}\n", hex(space.namespace)), uid]
-        });
+        // As JSON has them.
+        let names = plan
+            .spaces
+            .iter()
+            .map(|space| vec![format!("\"namespace\": \"{}\"", space.namespace), format!("\"uid\": {},", space.uid)]);
         Rc::new(Machine {
             names: names.collect(),
             state: RefCell::default(),
@@ -83,6 +85,7 @@ impl Machine {
             rates: RefCell::new(plan.rates),
             hostile: plan.hostile > 0,
             disk_latency_max: plan.disk_latency_max,
+            copy_failure: Cell::new(plan.copy_failure),
             map_refused: Cell::new(plan.map_refused),
             thread_refused: Cell::new(plan.thread_refused),
             helper: Semaphore::new(1),
@@ -128,6 +131,8 @@ impl Machine {
     /// Nothing more goes wrong with the drives, and mappings and threads can be had.
     pub fn calm(&self) {
         self.map_refused.set(0.0);
+        self.copy_failure.set(0.0);
+        self.state.borrow().worlds.values().for_each(|world| world.copy.set_failure(0.0));
         self.thread_refused.set(0.0);
         *self.rates.borrow_mut() = FaultRates::default();
         self.state.borrow().worlds.values().for_each(|world| world.storage.set_rates(FaultRates::default()));
@@ -160,6 +165,13 @@ impl Machine {
             (!reads.is_empty()).then(|| unsafe { Landing::new(start, len, reads) })
         };
         state.mapped.iter().filter_map(landing).collect()
+    }
+
+    /// Whether a client's memory is copied to or from.
+    pub fn copies_in_flight(&self) -> bool {
+        let state = self.state.borrow();
+        let uses = |world: &World| state.mapped.iter().any(|(&start, &len)| world.copy.uses(start, len));
+        state.worlds.values().any(uses)
     }
 
     /// The process has ended, and nothing of it runs any more: what the drives hold, with a `power_cut` what is on the
@@ -218,6 +230,7 @@ impl Machine {
             ..SimOptions::default()
         };
         world.copy.set_memory_may_change(self.hostile);
+        world.copy.set_failure(self.copy_failure.get());
         world.storage = sim::Sim::new(storage_seed, files.unwrap_or_else(|| sim::blank_files(&config)), options);
         self.state.borrow_mut().worlds.insert(folder.clone(), world.clone());
         let opened = sim::open(config, &world).await;

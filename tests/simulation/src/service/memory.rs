@@ -1,6 +1,6 @@
 //! Memory of a client, as its own process has it.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use kvhoist::{Error, Segment, SharedMemory};
 use kvhoist_service::{Client, ClientRegion};
@@ -32,16 +32,38 @@ impl Memory {
     }
 
     pub async fn register(&mut self, client: &Client, pinned: bool) -> Result<(), Error> {
-        // SAFETY: nobody touches a block of it while the block is on its way.
-        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&self.shared)) };
-        let region = client.register(lent.pinned(pinned)).await?;
-        self.region = Some(region);
+        self.region = Some(client.register(self.lent().pinned(pinned)).await?);
         Ok(())
+    }
+
+    /// As memory of the space's device.
+    pub async fn register_device(&mut self, client: &Client) -> Result<(), Error> {
+        self.region = Some(client.register_device(self.lent()).await?);
+        Ok(())
+    }
+
+    fn lent(&self) -> kvhoist::Memory {
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        unsafe { kvhoist::Memory::shared(Arc::clone(&self.shared)) }
     }
 
     /// The place of block `at`, in one to three segments.
     pub fn segments(&self, at: usize, rng: &mut Rng) -> Vec<Segment> {
         cut(self.shared.as_ptr().wrapping_add(at * self.block_bytes), self.block_bytes, rng)
+    }
+
+    /// The place of block `at`, cut where these bytes of a block begin.
+    pub fn cut_at(&self, at: usize, starts: &[usize]) -> Vec<Segment> {
+        let start = self.shared.as_ptr().wrapping_add(at * self.block_bytes);
+        let ends = starts[1..].iter().copied().chain([self.block_bytes]);
+        starts.iter().zip(ends).map(|(&from, to)| Segment { ptr: start.wrapping_add(from), len: to - from }).collect()
+    }
+
+    /// Whether a range of block `at` is that of the data.
+    pub fn holds_part(&self, at: usize, range: Range<usize>, data: &[u8]) -> bool {
+        let mut bytes = vec![0; range.len()];
+        self.shared.read(at * self.block_bytes + range.start, &mut bytes);
+        bytes == data[range]
     }
 
     pub fn fill(&self, at: usize, data: &[u8]) {

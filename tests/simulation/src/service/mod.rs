@@ -8,10 +8,12 @@ mod calls;
 mod checks;
 mod door;
 mod hostile;
+mod layers;
 mod machine;
 mod mappings;
 mod memory;
 mod node;
+mod pins;
 mod plan;
 mod run;
 mod stream;
@@ -33,10 +35,13 @@ use crate::{
 /// Seeds from here on are runs of the service with several clients.
 pub const SERVICE_SEEDS: u64 = 6_000_000;
 
+/// Seeds from here on are such runs with spaces that have a device, loads layer by layer and pins.
+pub const DEVICE_SEEDS: u64 = 7_000_000;
+
 /// Runs `seed`: the numbers, or what was wrong.
 pub fn run(seed: u64, verbose: bool) -> Result<Report, String> {
     let mut rng = Rng::new(seed);
-    let plan = Plan::draw(&mut rng);
+    let plan = Plan::draw(&mut rng, seed >= DEVICE_SEEDS);
     let failure = Rc::new(RefCell::new(None));
     let machine = Machine::new(&plan, rng.fork(), Rc::clone(&failure));
     let result = sim::block_on(async {

@@ -47,6 +47,7 @@ impl Process {
         run.door.borrow_mut().take();
         self.task.abort();
         drop(self.task.await);
+        run.report.borrow_mut().kills_amid_copies += u64::from(run.machine.copies_in_flight());
         let landings = if power_cut { Vec::new() } else { run.machine.reads_in_flight() };
         run.report.borrow_mut().kills_amid_reads += u64::from(!landings.is_empty());
         spawn_local(hang_up(run.ends.take(), landings, rng));
@@ -92,10 +93,11 @@ impl Process {
     }
 }
 
-/// Waits until a read into a client's memory is in flight, or for a while.
-async fn some_reads(run: &Run) {
+/// Waits until a client's memory is read or copied into, or for a while.
+async fn some_moves(run: &Run, copies: bool) {
     for _ in 0..200 {
-        if !run.machine.reads_in_flight().is_empty() {
+        let found = if copies { run.machine.copies_in_flight() } else { !run.machine.reads_in_flight().is_empty() };
+        if found {
             return;
         }
         sleep(Duration::from_millis(1)).await;
@@ -159,7 +161,8 @@ pub async fn live(run: &Rc<Run>, mut rng: Rng) {
         match rng.chance(0.7) {
             true => {
                 if rng.chance(0.6) {
-                    some_reads(run).await;
+                    let copies = run.plan.by_layer && rng.chance(0.5);
+                    some_moves(run, copies).await;
                 }
                 process.kill(run, power_cut, rng.fork()).await;
             }

@@ -14,6 +14,9 @@ use crate::{
 /// Virtual time in which everything must have ended.
 pub const PATIENCE: Duration = Duration::from_secs(3_600);
 
+/// Blocks of one load layer by layer, at most.
+const LAYERED_BLOCKS_MAX: u32 = 8;
+
 /// Users of the node. No process of a test has one of these numbers.
 const UIDS: [u32; 2] = [0x7000_0001, 0x7000_0002];
 
@@ -26,6 +29,8 @@ pub struct Space {
     pub capacity_bytes: u64,
     /// Host memory that its clients ask for.
     pub host_bytes: u64,
+    /// Its clients may lend memory of a simulated device.
+    pub device: bool,
     pub universe: Universe,
 }
 
@@ -61,6 +66,10 @@ pub struct Plan {
     pub deadline: Duration,
     /// How long clients wait for memory after it.
     pub give_up: Option<Duration>,
+    /// Clients load layer by layer, too, and pin blocks.
+    pub by_layer: bool,
+    /// The chance that a copy to or from a device fails.
+    pub copy_failure: f64,
     /// The chance that a client's memory cannot be mapped.
     pub map_refused: f64,
     /// The chance that a thread cannot be started, by the service or a client.
@@ -75,19 +84,19 @@ pub struct Plan {
 impl std::fmt::Debug for Plan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (at, space) in self.spaces.iter().enumerate() {
-            let Space { uid, namespace, block_bytes, shared, capacity_bytes, host_bytes, universe } = space;
+            let Space { uid, namespace, block_bytes, shared, capacity_bytes, host_bytes, device, universe } = space;
             let blocks = universe.len();
             writeln!(
                 f,
-                "space {at}: {namespace} of user {uid:#x} (shared: {shared}), {blocks} blocks of {block_bytes}, disk \
-                 {capacity_bytes}, host {host_bytes}"
+                "space {at}: {namespace} of user {uid:#x} (shared: {shared}, device: {device}), {blocks} blocks of \
+                 {block_bytes}, disk {capacity_bytes}, host {host_bytes}"
             )?;
         }
         writeln!(f, "{:?}\n{:?}\n{:?}", self.config, self.rates, self.delivery)?;
         write!(
             f,
             "{} clients, {} hostile ones, {} calls each of up to {} callers, {} ends of the service, deadline {:?}, \
-             give up {:?}, mappings refused {}, threads refused {}",
+             give up {:?}, mappings refused {}, threads refused {}, copies failed {}",
             self.clients,
             self.hostile,
             self.calls_each,
@@ -96,21 +105,30 @@ impl std::fmt::Debug for Plan {
             self.deadline,
             self.give_up,
             self.map_refused,
-            self.thread_refused
+            self.thread_refused,
+            self.copy_failure
         )
     }
 }
 
 impl Plan {
-    pub fn draw(rng: &mut Rng) -> Self {
+    pub fn draw(rng: &mut Rng, by_layer: bool) -> Self {
         let with_faults = rng.chance(0.4);
         let paths = rng.between(1, 2);
-        let spaces = spaces(rng, paths);
+        let mut spaces = spaces(rng, paths);
+        if by_layer {
+            spaces.iter_mut().for_each(|space| give_device(rng, space));
+        }
         let is_tight = rng.chance(0.25);
         let ends = pick(rng, &[0, 1, 1, 2, 3]);
         let quick = rng.chance(0.2);
+        let mut config = config(rng, &spaces, paths, is_tight);
+        if by_layer {
+            // A load layer by layer is one call of the cache.
+            config.cache.limits.movements_max = config.cache.limits.movements_max.max(LAYERED_BLOCKS_MAX);
+        }
         Plan {
-            config: config(rng, &spaces, paths, is_tight),
+            config,
             is_tight,
             rates: if with_faults { rates(rng) } else { FaultRates::default() },
             disk_latency_max: Duration::from_millis(pick(rng, &[0, 1, 3, 20])),
@@ -125,6 +143,8 @@ impl Plan {
             cancel: pick(rng, &[0.0, 0.05, 0.25]),
             die: pick(rng, &[0.0, 0.02, 0.1]),
             pause: pick(rng, &[0.0, 0.1, 0.5]),
+            copy_failure: if by_layer && with_faults { pick(rng, &[0.0, 0.05]) } else { 0.0 },
+            by_layer,
             give_up: pick(rng, &[None, Some(20), Some(500), Some(60_000)]).map(Duration::from_millis),
             map_refused: pick(rng, &[0.0, 0.0, 0.1, 0.5]),
             thread_refused: pick(rng, &[0.0, 0.0, 0.0, 0.2]),
@@ -173,6 +193,7 @@ fn spaces(rng: &mut Rng, paths: u64) -> Vec<Space> {
             shared: rng.chance(0.2),
             capacity_bytes: DiskPath::file_bytes(slots / paths, block_bytes as u64) * paths,
             host_bytes: block_bytes.next_multiple_of(4096) as u64 * rng.between(1, 8),
+            device: false,
             universe: Universe::new(rng, blocks as usize, block_bytes),
         };
         // A space of another user, with the same name and the same keys, and other bytes.
@@ -184,12 +205,19 @@ fn spaces(rng: &mut Rng, paths: u64) -> Vec<Space> {
                 shared: false,
                 capacity_bytes: first.capacity_bytes,
                 host_bytes: first.host_bytes,
+                device: false,
                 universe: first.universe.twin(rng),
             };
         }
         spaces.push(space);
     }
     spaces
+}
+
+/// Most spaces get a device, and host memory of which some blocks may be pinned.
+fn give_device(rng: &mut Rng, space: &mut Space) {
+    space.device = rng.chance(0.7);
+    space.host_bytes = space.block_bytes.next_multiple_of(4096) as u64 * rng.between(4, 16);
 }
 
 fn config(rng: &mut Rng, spaces: &[Space], paths: u64, is_tight: bool) -> ServerConfig {

@@ -134,7 +134,7 @@ impl Run {
                     plan.map_refused > 0.0
                 }
                 ServiceFault::Refused => plan.by_value() || rates.write_error + rates.no_space + rates.sync_error > 0.0,
-                ServiceFault::Io => plan.has_faults(),
+                ServiceFault::Io => plan.has_faults() || plan.copy_failure > 0.0,
                 ServiceFault::Unavailable => plan.has_faults(),
                 ServiceFault::Capacity => plan.may_lack_memory(),
                 _ => false,

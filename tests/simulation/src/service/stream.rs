@@ -39,19 +39,20 @@ impl Ids {
         if self.lost { 0 } else { self.in_flight.len() }
     }
 
-    fn request(&mut self, id: u64) {
+    fn request(&mut self, Header { id, .. }: Header) {
         // A cancellation has no reply.
         if id != 0 {
             *self.in_flight.entry(id).or_default() += 1;
         }
     }
 
-    fn reply(&mut self, id: u64) {
+    fn reply(&mut self, Header { id, kind, .. }: Header) {
         // A goodbye answers no request.
         if id == 0 || self.lost {
             return;
         }
         match self.in_flight.get_mut(&id) {
+            Some(_) if kind == LAYER => {}
             Some(1) => drop(self.in_flight.remove(&id)),
             Some(sent) => *sent -= 1,
             None => drop(self.wrong.get_or_insert(format!("a reply to request {id}, which is not in flight"))),
@@ -59,10 +60,13 @@ impl Ids {
     }
 }
 
+/// The kind of a reply that tells of one layer: others of the request follow.
+const LAYER: u16 = 0x10c;
+
 /// Reads the headers of the frames that pass.
 struct Observer {
     ids: Arc<Mutex<Ids>>,
-    note: fn(&mut Ids, u64),
+    note: fn(&mut Ids, Header),
     /// Bytes that are no header: the rest of a handshake or of a body.
     skip: usize,
     header: Vec<u8>,
@@ -84,7 +88,7 @@ impl Observer {
             match Header::decode(header) {
                 Ok(header) => {
                     self.skip = header.body_bytes as usize;
-                    (self.note)(&mut ids, header.id);
+                    (self.note)(&mut ids, header);
                 }
                 Err(_) => ids.lost = true,
             }
