@@ -97,7 +97,7 @@ fn a_space_has_the_device_that_its_first_client_asked_for() {
 }
 
 #[track_caller]
-fn failed(reply: Reply, fault: ServiceFault) {
+pub fn failed(reply: Reply, fault: ServiceFault) {
     let Reply::Failed(failure) = reply else { panic!("{reply:?}, expected {fault:?}") };
     assert!(failure.fault == fault && !failure.text.is_empty(), "{failure:?}, expected {fault:?}");
 }
@@ -152,7 +152,7 @@ fn numbers_that_are_wrong_are_refused_before_anything_moves() {
     assert_eq!(neighbor.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
 }
 
-fn attached_with_device(node: &Node) -> Raw {
+pub fn attached_with_device(node: &Node) -> Raw {
     let mut raw = Raw::greeted(&node.socket());
     let attach = Request::Attach {
         namespace: "tests".into(),

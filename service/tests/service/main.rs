@@ -15,6 +15,7 @@ mod frames;
 mod guest;
 mod hints;
 mod hostile;
+mod hostile_layers;
 mod hung;
 mod killed;
 mod kills;
