@@ -1,13 +1,12 @@
 //! The files by which a service is found: its socket, its folders, and where its figures are.
 
 use std::{
-    fs, io,
+    fs,
     net::SocketAddr,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::Arc,
     thread,
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 use kvhoist_service::Server;
@@ -46,16 +45,11 @@ impl Drop for Targets {
 ///
 /// # Errors
 /// Where there is no thread.
-pub fn end_when_lost(server: Arc<Server>, socket: &Path, paths: &[PathBuf]) -> Result<(), Failure> {
-    let known: Vec<_> = paths.iter().cloned().chain([socket.to_owned()]).map(|path| (identity(&path), path)).collect();
+pub fn end_when_lost(server: Arc<Server>) -> Result<(), Failure> {
     let watch = move || {
         loop {
             thread::sleep(LOOK_EVERY);
-            let is_lost = |(before, path): &&(Place, PathBuf)| {
-                let now = identity(path);
-                now != *before && now != Place::Unknown
-            };
-            if let Some((_, path)) = known.iter().find(is_lost) {
+            if let Some(path) = server.lost() {
                 tracing::warn!(path = %shown(path), "it was deleted or replaced: this service ends");
                 return server.drain();
             }
@@ -63,21 +57,4 @@ pub fn end_when_lost(server: Arc<Server>, socket: &Path, paths: &[PathBuf]) -> R
     };
     let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
     thread::Builder::new().name("kvhoist-found".into()).spawn(watch).map(drop).map_err(failed)
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Gone,
-    /// It cannot be looked at now, which says nothing.
-    Unknown,
-    /// When it was made, too: a file system gives the number of a deleted file to the next one.
-    There(u64, u64, Option<SystemTime>),
-}
-
-fn identity(path: &Path) -> Place {
-    match fs::metadata(path) {
-        Ok(found) => Place::There(found.dev(), found.ino(), found.created().ok()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Place::Gone,
-        Err(_) => Place::Unknown,
-    }
 }

@@ -192,7 +192,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     emit(&said)?;
     notify("READY=1");
     if args.linger.is_some() {
-        found::end_when_lost(Arc::clone(&server), &socket, &paths)?;
+        found::end_when_lost(Arc::clone(&server))?;
     }
     let draining = Arc::clone(&server);
     let end = move || {

@@ -29,6 +29,7 @@ mod link;
 mod lock;
 mod memory;
 mod peers;
+mod place;
 mod protocol;
 mod query;
 mod regions;

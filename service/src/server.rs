@@ -4,10 +4,7 @@ use std::{
     fs,
     future::pending,
     io,
-    os::unix::{
-        fs::{FileTypeExt, MetadataExt},
-        net::UnixListener as StdListener,
-    },
+    os::unix::{fs::FileTypeExt, net::UnixListener as StdListener},
     path::{Path, PathBuf},
     rc::Rc,
     sync::{Arc, Mutex, mpsc},
@@ -30,6 +27,7 @@ use super::{
     late_close::LateClose,
     lock::ServiceLock,
     peers::{Peer, admit, group_number},
+    place::{Place, Places},
     protocol::Failure,
     report::{Ask, Asked, ServiceReport},
     seldom::Seldom,
@@ -51,6 +49,7 @@ pub struct Server {
     ask: Ask,
     thread: Mutex<Option<JoinHandle<Result<()>>>>,
     socket: PathBuf,
+    places: Places,
 }
 
 impl Server {
@@ -67,6 +66,7 @@ impl Server {
         if let Some(path) = config.paths.first() {
             locks.push(ServiceLock::take(path.join("kvhoist-service.lock"), path)?);
         }
+        let mut places = Places::of(&config.paths);
         let (draining, drained) = watch::channel(false);
         let (ask, asked) = Ask::channel();
         let (started, starts) = mpsc::channel();
@@ -78,7 +78,10 @@ impl Server {
         let failed = |error| Error::io("start the thread of", "the service", error);
         let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
         match starts.recv() {
-            Ok(()) => Ok(Server { draining, ask, thread: Mutex::new(Some(thread)), socket }),
+            Ok(place) => {
+                places.add(socket.clone(), place);
+                Ok(Server { draining, ask, thread: Mutex::new(Some(thread)), socket, places })
+            }
             // The thread has ended before it listened, with the reason.
             Err(mpsc::RecvError) => Err(joined(thread).err().unwrap_or(Error::Closed)),
         }
@@ -109,6 +112,12 @@ impl Server {
         self.ask.report()?.blocking_recv().map_err(|_| Error::Closed)
     }
 
+    /// Its socket, or a folder of it, that was deleted or replaced since it began to listen: nobody will find it.
+    #[doc(hidden)]
+    pub fn lost(&self) -> Option<&Path> {
+        self.places.lost()
+    }
+
     /// The socket that it listens at.
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -131,7 +140,7 @@ fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
 }
 
 /// Listens, replacing the socket of a service that is gone. The caller holds the lock.
-fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
+fn listen(config: &ServerConfig, group: Option<u32>) -> Result<(StdListener, Place)> {
     let path = &config.socket;
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
@@ -162,7 +171,7 @@ fn run(
     mut config: ServerConfig,
     drained: watch::Receiver<bool>,
     asked: Asked,
-    started: &mpsc::Sender<()>,
+    started: &mpsc::Sender<Place>,
     locks: &mut [ServiceLock],
 ) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
@@ -174,8 +183,7 @@ fn run(
     let mut late_close = late_close.map_err(|error| Error::io("make a pair of sockets for", "the service", error))?;
     config.cache.disk.rings_hold = Some(late_close.held());
     let spaces = Spaces::load(config.clone(), Rc::new(Machine::start()?))?;
-    let listener = listen(&config, group)?;
-    let own = identity_of(&socket);
+    let (listener, place) = listen(&config, group)?;
     let (spaces_known, disk, host_memory) = (spaces.count(), config.capacity_bytes, config.host_bytes);
     tracing::info!(socket = %socket.display(), spaces = spaces_known, disk, host_memory, "the service listens");
     let result = LocalSet::new().block_on(&runtime, async move {
@@ -183,7 +191,7 @@ fn run(
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
         let listener = Listener::new(listener, Arc::clone(&aside));
         locks.iter_mut().for_each(ServiceLock::keep);
-        let _nobody_waits = started.send(());
+        let _nobody_waits = started.send(place);
         let uids = config.uids.clone();
         let accept = async move || {
             let stream = listener.accept().await?;
@@ -199,7 +207,7 @@ fn run(
     });
     tracing::info!(socket = %socket.display(), "the service has ended");
     // Another service may have its socket there, if the folder was deleted.
-    if own.is_some() && identity_of(&socket) == own {
+    if place.is_at(&socket) {
         drop(fs::remove_file(socket));
     }
     result
@@ -209,12 +217,6 @@ fn run(
 fn not_kept(error: &io::Error) -> Failure {
     let text = format!("busy: the system keeps no more connections ({error}); try later, or raise `ulimit -n`");
     Failure::new(ServiceFault::Busy, text)
-}
-
-/// Tells a socket from its successor, which may have got the same inode.
-fn identity_of(path: &Path) -> Option<(u64, u64, i64, i64)> {
-    let found = fs::symlink_metadata(path).ok()?;
-    Some((found.dev(), found.ino(), found.ctime(), found.ctime_nsec()))
 }
 
 /// A connection, and who is at its other end or why it is refused.

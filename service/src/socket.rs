@@ -20,7 +20,7 @@ use rustix::{
     },
 };
 
-use super::peers::own_uid;
+use super::{peers::own_uid, place::Place};
 use crate::error::{Error, Result};
 
 /// A header and one descriptor. The kernel puts another one into the padding, if it is told of that.
@@ -82,8 +82,8 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'
 }
 
 /// Listens at `path`, which must not exist. The socket has `mode`, and `group` where one is given, before anybody can
-/// connect.
-pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<UnixListener> {
+/// connect. What is at `path` then is told, too: whoever can connect can delete it and put another there.
+pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<(UnixListener, Place)> {
     let failed = |op| move |error| Error::io(op, path, error);
     let refused = |op| move |error: Errno| Error::io(op, path, error.into());
     let bytes = path.as_os_str().len();
@@ -117,8 +117,9 @@ pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<UnixL
         let name = format!("/proc/self/fd/{}", place.as_raw_fd());
         fs::set_permissions(name, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of"))?;
     }
+    let place = Place::of(path);
     rustix::net::listen(&socket, BACKLOG).map_err(refused("listen at"))?;
-    Ok(UnixListener::from(socket))
+    Ok((UnixListener::from(socket), place))
 }
 
 #[cfg(test)]
@@ -187,7 +188,8 @@ mod tests {
     fn a_socket_is_its_owners_alone_from_the_beginning() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
-        let listener = listen(&path, 0o600, None).expect("listening");
+        let (listener, place) = listen(&path, 0o600, None).expect("listening");
+        assert!(place.is_at(&path));
         assert_eq!(std::fs::metadata(&path).expect("there").permissions().mode() & 0o777, 0o600);
         let client = UnixStream::connect(&path).expect("accepted");
         client.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
