@@ -83,6 +83,17 @@ impl Files {
         let text = || format!("found an operation on file {id}, expected one of the {files} files of the store");
         self.files.get(id).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, text()))
     }
+}
+
+fn open_files(files: Vec<Arc<File>>, by_calls: impl Fn(&File) -> bool) -> Vec<OpenFile> {
+    let open = |(file, id): (Arc<File>, u16)| OpenFile { by_calls: by_calls(&file), file, id: FileId(id) };
+    files.into_iter().zip(0..).map(open).collect()
+}
+
+impl Storage for Files {
+    fn name(&self) -> &'static str {
+        if self.ring.is_some() { "uring" } else { "blocking" }
+    }
 
     async fn transfer(&self, kind: OpKind, id: FileId, offset: u64, buf: Lent) -> io::Result<()> {
         let file = self.find(id)?;
@@ -103,29 +114,6 @@ impl Files {
                 }
             }
         }
-    }
-}
-
-fn open_files(files: Vec<Arc<File>>, by_calls: impl Fn(&File) -> bool) -> Vec<OpenFile> {
-    let open = |(file, id): (Arc<File>, u16)| OpenFile { by_calls: by_calls(&file), file, id: FileId(id) };
-    files.into_iter().zip(0..).map(open).collect()
-}
-
-impl Storage for Files {
-    fn name(&self) -> &'static str {
-        if self.ring.is_some() { "uring" } else { "blocking" }
-    }
-
-    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
-        self.transfer(OpKind::Read, file, offset, buf).await
-    }
-
-    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
-        self.transfer(OpKind::Write, file, offset, buf).await
-    }
-
-    async fn sync(&self, file: FileId) -> io::Result<()> {
-        self.transfer(OpKind::Sync, file, 0, Lent::empty()).await
     }
 
     fn file(&self, file: FileId) -> Option<OpenFile> {

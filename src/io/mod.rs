@@ -47,23 +47,12 @@ pub trait Storage: 'static {
     /// The name shown in metrics and by `kvhoist doctor`.
     fn name(&self) -> &'static str;
 
-    /// Reads at `offset` until `buf` is full.
+    /// Reads at `offset` until `buf` is full; writes all of it there; or flushes to the medium (`fdatasync`), with an
+    /// empty `buf`, every write that completed before this call started.
     ///
     /// # Errors
     /// As [`in_parts`].
-    fn read(&self, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = io::Result<()>>;
-
-    /// Writes all of `buf` at `offset`.
-    ///
-    /// # Errors
-    /// As [`in_parts`].
-    fn write(&self, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = io::Result<()>>;
-
-    /// Flushes to the medium (`fdatasync`) every write that completed before this call started.
-    ///
-    /// # Errors
-    /// The system's.
-    fn sync(&self, file: FileId) -> impl Future<Output = io::Result<()>>;
+    fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = io::Result<()>>;
 
     /// The file, if I/O threads may read and write it too.
     fn file(&self, file: FileId) -> Option<OpenFile> {
@@ -96,27 +85,16 @@ pub trait Storage: 'static {
     }
 }
 
-/// Reads until `buf` is full, and returns its owner.
-pub async fn read_into<S: Storage, O: Send + Sync + 'static>(
+/// [Transfers](Storage::transfer) memory, and returns its owner.
+pub async fn transfer_owned<S: Storage, O: Send + Sync + 'static>(
     storage: &S,
+    kind: OpKind,
     file: FileId,
     offset: u64,
     buf: IoBuf<O>,
 ) -> (io::Result<()>, O) {
     // SAFETY: the only `Lent` of the memory; it is dropped when the result is known.
-    let result = storage.read(file, offset, unsafe { buf.lend() }).await;
-    (result, buf.into_owner())
-}
-
-/// Writes all of `buf`, and returns its owner.
-pub async fn write_from<S: Storage, O: Send + Sync + 'static>(
-    storage: &S,
-    file: FileId,
-    offset: u64,
-    buf: IoBuf<O>,
-) -> (io::Result<()>, O) {
-    // SAFETY: the only `Lent` of the memory; it is dropped when the result is known.
-    let result = storage.write(file, offset, unsafe { buf.lend() }).await;
+    let result = storage.transfer(kind, file, offset, unsafe { buf.lend() }).await;
     (result, buf.into_owner())
 }
 

@@ -8,7 +8,7 @@ use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
 use super::{CufileRoute, Mover};
 use crate::{
-    block::{FileId, IO_ALIGN, Tier},
+    block::{FileId, IO_ALIGN, OpKind, Tier},
     config::EngineMode,
     device::{
         CopyEngine,
@@ -17,7 +17,7 @@ use crate::{
         left_out,
     },
     error::{Error, Result},
-    io::{Storage, read_into},
+    io::{Storage, transfer_owned},
     memory::AlignedBuf,
     state::{Health, Purpose},
 };
@@ -121,7 +121,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (cufile, proof) = unsafe { Cufile::open(setup).await }?;
         // Every file was read into the same memory, which now has the start of the last one.
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
-        let (read, wanted) = read_into(&self.storage, last, 0, wanted.into_io()).await;
+        let (read, wanted) = transfer_owned(&self.storage, OpKind::Read, last, 0, wanted.into_io()).await;
         read.map_err(|error| format!("the store cannot be read: {error}"))?;
         match self.copy_to_host(filling).await {
             Ok(found) if found[..len] == wanted[..len] => Ok((cufile, proof)),

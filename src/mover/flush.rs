@@ -10,6 +10,7 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
+    memory::Lent,
     state::{Class, Committed, Outcome, State},
 };
 
@@ -127,7 +128,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
             let flushing = Flushing { mover: &this, file, has_ended: false };
-            let result = this.storage.sync(file).await;
+            let result = this.storage.transfer(OpKind::Sync, file, 0, Lent::empty()).await;
             // First: a subscriber of the log may panic.
             flushing.end(&result);
             this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);

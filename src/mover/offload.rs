@@ -11,7 +11,7 @@ use crate::{
     block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
-    io::{Storage, Transfer, Transferred, read_into, write_from},
+    io::{Storage, Transfer, Transferred, transfer_owned},
     memory::{Guard, IoBuf},
     state::{DiskPlace, Few, Filling, Kind, Permit, Pin},
     urgency::Urgency,
@@ -151,10 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         offset: u64,
         buf: IoBuf<O>,
     ) -> (Transferred, O) {
-        let (result, owner) = match kind {
-            OpKind::Read => read_into(&self.storage, file, offset, buf).await,
-            _ => write_from(&self.storage, file, offset, buf).await,
-        };
+        let (result, owner) = transfer_owned(&self.storage, kind, file, offset, buf).await;
         (result.map(|()| None), owner)
     }
 

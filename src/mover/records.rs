@@ -19,7 +19,7 @@ use crate::{
     disk::PageId,
     error::{Error, Result},
     index::{EntryId, Used},
-    io::{Storage, write_from},
+    io::{Storage, transfer_owned},
     memory::AlignedBuf,
     state::{Locked, verify::panicked},
 };
@@ -157,7 +157,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             (file, offset, unsealed)
         };
         unsealed.seal();
-        let (result, buf) = write_from(&self.storage, file, offset, buf.into_io()).await;
+        let (result, buf) = transfer_owned(&self.storage, OpKind::Write, file, offset, buf.into_io()).await;
         self.shared.metrics.record_writes.add(1);
         self.shared.account(&self.record_failures, file, OpKind::Write, &result);
         if let Err(source) = result {

@@ -10,7 +10,7 @@ use super::{
     plan::{Missing, Needs, Taken, WRITE},
 };
 use crate::{
-    block::{BlockKey, FileId, Tier},
+    block::{BlockKey, FileId, OpKind, Tier},
     config::{Config, DiskPath, WritePolicy},
     device::Memcpy,
     disk::{DiskSlots, format::stripe::Stripe},
@@ -31,15 +31,7 @@ impl Storage for Silent {
         "silent"
     }
 
-    async fn read(&self, _: FileId, _: u64, _: Lent) -> io::Result<()> {
-        pending().await
-    }
-
-    async fn write(&self, _: FileId, _: u64, _: Lent) -> io::Result<()> {
-        pending().await
-    }
-
-    async fn sync(&self, _: FileId) -> io::Result<()> {
+    async fn transfer(&self, _: OpKind, _: FileId, _: u64, _: Lent) -> io::Result<()> {
         pending().await
     }
 }

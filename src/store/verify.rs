@@ -19,10 +19,11 @@ use super::{
     tables::{Committed, Tables, group_by_key},
 };
 use crate::{
+    block::OpKind,
     checksum::Digest,
     disk::ReadOnlyFile,
     error::Result,
-    io::{Storage, read_into},
+    io::{Storage, transfer_owned},
     memory::AlignedBuf,
 };
 
@@ -249,7 +250,8 @@ impl<S: Storage, F: FnMut(&Verification) -> ControlFlow<()>> Scrub<'_, S, F> {
             let len = (slot_bytes - start).min(PIECE_BYTES);
             // Only the last piece of a slot is shorter.
             let piece = buffer.take().filter(|buffer| buffer.len() == len).unwrap_or_else(|| AlignedBuf::zeroed(len));
-            let (result, piece) = read_into(self.storage, file, offset + start as u64, piece.into_io()).await;
+            let (result, piece) =
+                transfer_owned(self.storage, OpKind::Read, file, offset + start as u64, piece.into_io()).await;
             if let Err(error) = result {
                 return Some(Err(error));
             }

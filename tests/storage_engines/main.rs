@@ -10,7 +10,7 @@ mod support;
 use std::{rc::Rc, sync::Arc};
 
 use kvhoist::internals::io::{IO_ALIGN, Storage};
-use memory::{Arena, DIRECT, READ_ONLY};
+use memory::{Arena, DIRECT, Operations, READ_ONLY};
 use support::{on_calls, on_uring};
 
 macro_rules! on_both_engines {

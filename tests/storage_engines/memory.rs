@@ -1,9 +1,9 @@
 //! Memory that is lent to operations, and a random number generator.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-use std::{any::Any, ptr::NonNull, sync::Arc};
+use std::{any::Any, io, ptr::NonNull, sync::Arc};
 
-use kvhoist::internals::io::{AlignedBuf, FileId, Lent};
+use kvhoist::internals::io::{AlignedBuf, FileId, Lent, OpKind, Storage};
 
 /// Opened with `O_DIRECT`.
 pub const DIRECT: FileId = FileId(0);
@@ -14,6 +14,23 @@ pub const READ_ONLY: FileId = FileId(2);
 
 /// A user may lock 8 MiB where nobody has raised it, and the kernel gives those of a ring that has ended back later.
 pub const ARENA_BYTES: usize = 2 << 20;
+
+/// Each kind of transfer by its name.
+pub trait Operations: Storage {
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+        self.transfer(OpKind::Read, file, offset, buf).await
+    }
+
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+        self.transfer(OpKind::Write, file, offset, buf).await
+    }
+
+    async fn sync(&self, file: FileId) -> io::Result<()> {
+        self.transfer(OpKind::Sync, file, 0, Lent::empty()).await
+    }
+}
+
+impl<S: Storage> Operations for S {}
 
 /// Memory that ranges are lent from, and the registered region 0 of a ring.
 pub struct Arena {

@@ -10,7 +10,7 @@ use std::{
 
 use kvhoist::internals::io::{FileId, IO_ALIGN, Storage};
 
-use super::memory::{ARENA_BYTES, Arena, BUFFERED, DIRECT, Owner, Rng};
+use super::memory::{ARENA_BYTES, Arena, BUFFERED, DIRECT, Operations, Owner, Rng};
 
 /// The names of all properties, as arguments of a macro.
 #[macro_export]

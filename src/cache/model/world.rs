@@ -24,7 +24,7 @@ use tokio::{
 
 use crate::{
     BlockKey, Cache, Config, DiskPath, Layout, Tier,
-    block::FileId,
+    block::{FileId, OpKind},
     cache::{
         OpenCache,
         open::{End, tell_end},
@@ -112,30 +112,28 @@ impl Memory {
     }
 }
 
+impl Memory {
+    fn move_bytes(&self, kind: OpKind, offset: usize, buf: &Lent) {
+        let mut bytes = self.bytes();
+        let file = &mut bytes[offset..][..buf.len()];
+        match kind {
+            // SAFETY: memory that was lent for a read is the operation's alone.
+            OpKind::Read => unsafe { std::slice::from_raw_parts_mut(buf.as_ptr(), buf.len()) }.copy_from_slice(file),
+            // SAFETY: nobody writes to memory that was lent for a write.
+            OpKind::Write => file.copy_from_slice(unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) }),
+            OpKind::Sync => {}
+        }
+    }
+}
+
 impl Storage for Memory {
     fn name(&self) -> &'static str {
         "memory"
     }
 
-    async fn read(&self, _: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+    async fn transfer(&self, kind: OpKind, _: FileId, offset: u64, buf: Lent) -> io::Result<()> {
         self.turns().await;
-        // SAFETY: memory that was lent for a read is the operation's alone.
-        let into = unsafe { std::slice::from_raw_parts_mut(buf.as_ptr(), buf.len()) };
-        into.copy_from_slice(&self.bytes()[offset as usize..][..buf.len()]);
-        self.turns().await;
-        Ok(())
-    }
-
-    async fn write(&self, _: FileId, offset: u64, buf: Lent) -> io::Result<()> {
-        self.turns().await;
-        // SAFETY: nobody writes to memory that was lent for a write.
-        let from = unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) };
-        self.bytes()[offset as usize..][..buf.len()].copy_from_slice(from);
-        self.turns().await;
-        Ok(())
-    }
-
-    async fn sync(&self, _: FileId) -> io::Result<()> {
+        self.move_bytes(kind, offset as usize, &buf);
         self.turns().await;
         Ok(())
     }

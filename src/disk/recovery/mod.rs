@@ -26,11 +26,11 @@ use super::{
     slots::DiskSlots,
 };
 use crate::{
-    block::FileId,
+    block::{FileId, OpKind},
     config::Config,
     error::{Error, Result},
-    io::{Storage, read_into, write_from},
-    memory::AlignedBuf,
+    io::{Storage, transfer_owned},
+    memory::{AlignedBuf, Lent},
 };
 
 /// A file or device that the storage engine has open; its index in the list is its [`FileId`].
@@ -131,7 +131,7 @@ async fn survey_members<S: Storage>(storage: &S, members: &[Member], config: &Co
         let mut buf = AlignedBuf::zeroed(HEAD_BYTES);
         if member.bytes >= HEAD_BYTES as u64 {
             let result;
-            (result, buf) = read_into(storage, file, 0, buf.into_io()).await;
+            (result, buf) = transfer_owned(storage, OpKind::Read, file, 0, buf.into_io()).await;
             result.map_err(|error| Error::io("read the superblocks of", &member.path, error))?;
         }
         heads.push(buf);
@@ -216,7 +216,7 @@ async fn write_superblock<S: Storage>(
 async fn write_page<S: Storage>(storage: &S, file: FileId, offset: u64, bytes: &[u8; PAGE_BYTES]) -> io::Result<()> {
     let mut buf = AlignedBuf::zeroed(PAGE_BYTES);
     buf.copy_from_slice(bytes);
-    write_from(storage, file, offset, buf.into_io()).await.0
+    transfer_owned(storage, OpKind::Write, file, offset, buf.into_io()).await.0
 }
 
 async fn zero_table<S: Storage>(storage: &S, file: FileId, bytes: u64) -> io::Result<()> {
@@ -224,7 +224,7 @@ async fn zero_table<S: Storage>(storage: &S, file: FileId, bytes: u64) -> io::Re
     while written < bytes {
         let len = (bytes - written).min(table::CHUNK_BYTES as u64);
         let buf = AlignedBuf::zeroed(len as usize);
-        write_from(storage, file, TABLE_OFFSET + written, buf.into_io()).await.0?;
+        transfer_owned(storage, OpKind::Write, file, TABLE_OFFSET + written, buf.into_io()).await.0?;
         written += len;
     }
     Ok(())
@@ -238,5 +238,6 @@ async fn sync_all<S: Storage>(storage: &S, members: &[Member]) -> Result<()> {
 }
 
 async fn sync<S: Storage>(storage: &S, file: FileId, member: &Member) -> Result<()> {
-    storage.sync(file).await.map_err(|error| Error::io("flush", &member.path, error))
+    let flushed = storage.transfer(OpKind::Sync, file, 0, Lent::empty()).await;
+    flushed.map_err(|error| Error::io("flush", &member.path, error))
 }

@@ -6,13 +6,13 @@ use futures_util::stream::{FuturesOrdered, StreamExt};
 
 use super::Member;
 use crate::{
-    block::FileId,
+    block::{FileId, OpKind},
     disk::format::{
         PAGE_BYTES, TABLE_OFFSET,
         stripe::{PageId, Stripe},
     },
     error::{Error, Result},
-    io::{Storage, read_into},
+    io::{Storage, transfer_owned},
     memory::AlignedBuf,
 };
 
@@ -127,7 +127,7 @@ async fn read_chunk<S: Storage, T>(
 ) -> (Chunk, io::Result<Option<T>>, AlignedBuf) {
     // Only the last chunk of a member is shorter; its read gets a buffer of its own length.
     let buffer = if buffer.len() == chunk.bytes { buffer } else { AlignedBuf::zeroed(chunk.bytes) };
-    let (result, buffer) = read_into(storage, chunk.file, chunk.offset, buffer.into_io()).await;
+    let (result, buffer) = transfer_owned(storage, OpKind::Read, chunk.file, chunk.offset, buffer.into_io()).await;
     if let Err(error) = result {
         return (chunk, Err(error), buffer);
     }
@@ -148,7 +148,7 @@ async fn read_pages<S: Storage, P: PageVisitor>(
     for (at, page) in buffer.chunks_exact_mut(PAGE_BYTES).enumerate() {
         let offset = chunk.offset + (at * PAGE_BYTES) as u64;
         let result;
-        (result, page_buffer) = read_into(storage, chunk.file, offset, page_buffer.into_io()).await;
+        (result, page_buffer) = transfer_owned(storage, OpKind::Read, chunk.file, offset, page_buffer.into_io()).await;
         match result {
             Ok(()) => page.copy_from_slice(&page_buffer),
             Err(error) if unreadable == P::UNREADABLE_MAX => return Err(error),

@@ -157,7 +157,7 @@ impl Driver for Ring {
             self.kernel.borrow_mut().in_flight.push(kind);
             let (disks, kernel, wake) = (self.disks.clone(), Rc::clone(&self.kernel), Arc::clone(&self.wake));
             tokio::task::spawn_local(async move {
-                let (result, buf) = disks.transfer(kind, file.id, offset, buf).await;
+                let (result, buf) = disks.transfer_lent(kind, file.id, offset, buf).await;
                 let mut kernel = kernel.borrow_mut();
                 let at = kernel.in_flight.iter().position(|&other| other == kind).expect("it was entered");
                 kernel.in_flight.swap_remove(at);

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, io};
 
-use kvhoist::internals::io::{FileId, Lent, Storage};
+use kvhoist::internals::io::{FileId, Lent, OpKind, Storage};
 
 /// A storage without time or faults, for code that only reads and writes.
 ///
@@ -33,23 +33,16 @@ impl Storage for Memory {
         "memory"
     }
 
-    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
-        let files = self.0.borrow();
-        let from = &files[usize::from(file.0)][offset as usize..][..buf.len()];
-        // SAFETY: memory that was lent for a read is the operation's alone, and as long as `from`.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), buf.as_ptr(), buf.len()) };
-        Ok(())
-    }
-
-    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+    async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
         let mut files = self.0.borrow_mut();
-        let to = &mut files[usize::from(file.0)][offset as usize..][..buf.len()];
-        // SAFETY: nothing writes to memory lent for a write, and it is as long as `to`.
-        unsafe { std::ptr::copy_nonoverlapping(buf.as_ptr(), to.as_mut_ptr(), buf.len()) };
-        Ok(())
-    }
-
-    async fn sync(&self, _: FileId) -> io::Result<()> {
+        let place = &mut files[usize::from(file.0)][offset as usize..][..buf.len()];
+        match kind {
+            // SAFETY: memory that was lent for a read is the operation's alone, and as long as `place`.
+            OpKind::Read => unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), buf.as_ptr(), buf.len()) },
+            // SAFETY: nothing writes to memory lent for a write, and it is as long as `place`.
+            OpKind::Write => unsafe { std::ptr::copy_nonoverlapping(buf.as_ptr(), place.as_mut_ptr(), buf.len()) },
+            OpKind::Sync => {}
+        }
         Ok(())
     }
 }

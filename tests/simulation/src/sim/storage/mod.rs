@@ -214,7 +214,13 @@ impl Sim {
     }
 
     /// Reads or writes all of the memory, whose owner is given back.
-    pub(crate) async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
+    pub(crate) async fn transfer_lent(
+        &self,
+        kind: OpKind,
+        file: FileId,
+        offset: u64,
+        buf: Lent,
+    ) -> (io::Result<()>, Lent) {
         in_parts(kind, file, offset, buf, async |at, buf| self.operate(kind, file, at, buf).await).await
     }
 
@@ -276,21 +282,16 @@ impl Storage for Sim {
         "sim"
     }
 
-    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
-        self.transfer(OpKind::Read, file, offset, buf).await.0
-    }
-
-    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
-        self.transfer(OpKind::Write, file, offset, buf).await.0
+    async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+        match kind {
+            OpKind::Sync => self.run(kind, file, 0, None).await.0.map(|_| ()),
+            _ => self.transfer_lent(kind, file, offset, buf).await.0,
+        }
     }
 
     /// A stand-in, because workers find a simulated file by its id.
     fn file(&self, id: FileId) -> Option<OpenFile> {
         Some(OpenFile { file: Arc::clone(&self.0.borrow().stand_in), id, by_calls: false })
-    }
-
-    async fn sync(&self, file: FileId) -> io::Result<()> {
-        self.run(OpKind::Sync, file, 0, None).await.0.map(|_| ())
     }
 
     unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {

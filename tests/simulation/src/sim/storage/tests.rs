@@ -35,6 +35,10 @@ fn shifted(byte: u8, shift: usize, len: usize) -> Lent {
     unsafe { Lent::new(start, len, None, Arc::new(buf)) }
 }
 
+async fn sync(sim: &Sim) -> io::Result<()> {
+    sim.transfer(OpKind::Sync, FILE, 0, Lent::empty()).await
+}
+
 /// Polls once: the operation starts.
 async fn start<T>(future: std::pin::Pin<&mut impl Future<Output = T>>) {
     let mut future = future;
@@ -73,9 +77,9 @@ fn busy_run(seed: u64) -> Trace {
             let sim = sim.clone();
             tokio::task::spawn_local(async move {
                 let offset = block * IO_ALIGN as u64;
-                let (_, buf) = sim.transfer(OpKind::Write, FILE, offset, filled(block as u8, IO_ALIGN)).await;
-                let _ = sim.sync(FILE).await;
-                let _ = sim.transfer(OpKind::Read, FILE, offset, buf).await;
+                let (_, buf) = sim.transfer_lent(OpKind::Write, FILE, offset, filled(block as u8, IO_ALIGN)).await;
+                let _ = sync(&sim).await;
+                let _ = sim.transfer_lent(OpKind::Read, FILE, offset, buf).await;
             })
         });
         for task in tasks.collect::<Vec<_>>() {
@@ -169,9 +173,9 @@ fn short_transfers_are_short_and_resumed() {
         let sim = sim(quick());
         sim.script(OpKind::Write, 0, Fault::Short(IO_ALIGN + 512));
         sim.script(OpKind::Read, 0, Fault::Short(2 * IO_ALIGN));
-        let (result, buf) = sim.transfer(OpKind::Write, FILE, 0, filled(7, 3 * IO_ALIGN)).await;
+        let (result, buf) = sim.transfer_lent(OpKind::Write, FILE, 0, filled(7, 3 * IO_ALIGN)).await;
         result.expect("resumed");
-        let (result, buf) = sim.transfer(OpKind::Read, FILE, 0, buf).await;
+        let (result, buf) = sim.transfer_lent(OpKind::Read, FILE, 0, buf).await;
         result.expect("resumed");
         assert!(state::bytes_of(&buf).iter().all(|byte| *byte == 7));
         assert_eq!(sim.counts().started, [2, 2, 0]);
@@ -185,10 +189,10 @@ fn a_transfer_of_memory_that_begins_within_a_page_is_resumed_at_a_boundary_of_th
         let sim = sim(SimOptions { memory_align_bytes: 64, ..quick() });
         sim.script(OpKind::Write, 0, Fault::Short(IO_ALIGN + 512));
         sim.script(OpKind::Read, 0, Fault::Short(512));
-        let (result, _) = sim.transfer(OpKind::Write, FILE, 0, shifted(7, 64, 3 * IO_ALIGN)).await;
+        let (result, _) = sim.transfer_lent(OpKind::Write, FILE, 0, shifted(7, 64, 3 * IO_ALIGN)).await;
         result.expect("resumed");
         assert!(sim.contents(FILE)[..3 * IO_ALIGN].iter().all(|byte| *byte == 7));
-        let (result, buf) = sim.transfer(OpKind::Read, FILE, 0, shifted(0, 192, 3 * IO_ALIGN)).await;
+        let (result, buf) = sim.transfer_lent(OpKind::Read, FILE, 0, shifted(0, 192, 3 * IO_ALIGN)).await;
         result.expect("resumed");
         let buf = buf.into_owner().downcast::<AlignedBuf>().expect("lent by `shifted`");
         assert!(buf[192..][..3 * IO_ALIGN].iter().all(|byte| *byte == 7));
@@ -285,14 +289,14 @@ fn a_crash_keeps_what_was_synced_and_tears_what_was_not() {
         let sim = sim(quick());
         sim.operate(OpKind::Write, FILE, 0, filled(2, IO_ALIGN)).await.0.expect("written");
         assert!(!sim.is_durable(FILE));
-        sim.sync(FILE).await.expect("synced");
+        sync(&sim).await.expect("synced");
         assert!(sim.is_durable(FILE));
         // A device that lies about a sync, and one that fails it, make nothing durable.
         sim.operate(OpKind::Write, FILE, IO_ALIGN as u64, filled(3, IO_ALIGN)).await.0.expect("written");
         sim.script_next(OpKind::Sync, Fault::Lost);
-        sim.sync(FILE).await.expect("it says");
+        sync(&sim).await.expect("it says");
         sim.script_next(OpKind::Sync, Fault::Error(libc::EIO));
-        sim.sync(FILE).await.expect_err("scripted");
+        sync(&sim).await.expect_err("scripted");
         let mut in_flight = pin!(sim.operate(OpKind::Write, FILE, 2 * IO_ALIGN as u64, filled(4, IO_ALIGN)));
         start(in_flight.as_mut()).await;
 
