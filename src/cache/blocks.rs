@@ -134,7 +134,7 @@ impl Cache {
     pub async fn clear(&self) -> Result<u64> {
         self.shared().lock().check_open()?;
         // First: a computation that ends meanwhile has stored its block before the walk, or does not store it.
-        self.inner.turns.clear();
+        self.inner.computations.clear();
         if let Some(remote) = &self.shared().remote {
             remote.remove_all();
         }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::{
     Cache,
-    turns::{Joined, Turn},
+    computations::{Computing, Joined},
 };
 use crate::{
     block::BlockKey,
@@ -75,15 +75,15 @@ impl Cache {
     {
         let waiters_max = self.config().limits.waiters_max;
         let mut has_looked_again = false;
-        let turn = loop {
+        let computing = loop {
             if let Some(lease) = self.fetch(key).await? {
                 return Ok(lease.into_bytes());
             }
-            match self.inner.turns.join(key, waiters_max as usize) {
-                // Another caller may have computed and stored it since the fetch. The turn is dropped: those that wait
+            match self.inner.computations.join(key, waiters_max as usize) {
+                // Another caller may have computed and stored it since the fetch. The right is dropped: those that wait
                 // must not depend on a fetch.
                 Joined::Computes(_) if !has_looked_again && self.contains(key) => has_looked_again = true,
-                Joined::Computes(turn) => break turn,
+                Joined::Computes(computing) => break computing,
                 Joined::Computed(bytes) => return Ok(self.joined(bytes)),
                 Joined::Waits(receiver) => {
                     if let Ok(bytes) = shield(receiver).await {
@@ -99,8 +99,8 @@ impl Cache {
         let bytes: Bytes = compute().await?.into();
         self.check_length(&bytes)?;
         // Those that wait need not wait for the disk.
-        turn.computed(&bytes);
-        self.store_computed(key, parent, &bytes, &turn).await;
+        computing.computed(&bytes);
+        self.store_computed(key, parent, &bytes, &computing).await;
         Ok(bytes)
     }
 
@@ -111,8 +111,14 @@ impl Cache {
     }
 
     /// Stores a computed block, unless it was removed since its computation began.
-    async fn store_computed(&self, key: &BlockKey, parent: Option<&BlockKey>, bytes: &Bytes, turn: &Turn<'_>) {
-        let placed = self.place(key, parent, bytes, || !turn.is_removed()).await;
+    async fn store_computed(
+        &self,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+        bytes: &Bytes,
+        computing: &Computing<'_>,
+    ) {
+        let placed = self.place(key, parent, bytes, || !computing.is_removed()).await;
         let stored = match placed {
             Ok(committed) => self.write_placed(committed).await,
             Err(error) => {
@@ -122,7 +128,7 @@ impl Cache {
         };
         if let Err(error) = stored {
             // First: a subscriber of the log may panic.
-            if !turn.is_removed() {
+            if !computing.is_removed() {
                 self.shared().note_untold(key, &error);
             }
             tracing::debug!(%error, "a computed block was not stored");

@@ -46,7 +46,7 @@ impl Cache {
     pub(super) async fn forget(&self, key: &BlockKey) -> Result<bool> {
         let shared = &self.inner.shared;
         // First: a computation that ends meanwhile stores the block before the removal from the index, or not at all.
-        self.inner.turns.remove(key);
+        self.inner.computations.remove(key);
         if let Some(remote) = &shared.remote {
             remote.remove(key);
         }

@@ -4,6 +4,7 @@
 mod calls;
 
 mod blocks;
+mod computations;
 mod compute;
 mod deleted;
 mod durable;
@@ -23,7 +24,6 @@ mod regions;
 #[cfg(feature = "sim")]
 pub mod seams;
 mod stats;
-mod turns;
 
 pub use exported::{Kind, Metric, Sample, WEAR, metrics};
 pub use layers::{LayerLoad, ToldLayers};
@@ -72,7 +72,7 @@ struct OpenCache {
     device_reads: Arc<Semaphore>,
     regions: regions::Regions,
     /// Blocks that callers compute.
-    turns: turns::Turns,
+    computations: computations::Computations,
     names: deleted::Names,
     storage_name: &'static str,
     /// The arena was registered when the cache was opened.

@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, OpenCache, deleted::Names, exported, regions::Regions, turns::Turns};
+use super::{Cache, OpenCache, computations::Computations, deleted::Names, exported, regions::Regions};
 use crate::{
     block::{FileId, Tier},
     config::{Config, HeldFile},
@@ -268,7 +268,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         end: told,
         device_reads: Arc::new(Semaphore::new(movements_max)),
         regions: Regions::default(),
-        turns: Turns::new(),
+        computations: Computations::new(),
         names,
         storage_name,
         direct_io,

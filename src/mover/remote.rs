@@ -30,8 +30,8 @@ const REPEAT_AFTER: Duration = Duration::from_millis(50);
 /// Of this share of the host tier the slots are filled by requests at a time: a store that hangs holds no more.
 const SLOTS_SHARE: u32 = 4;
 
-/// Turns of reads, those of all batches.
-struct Turns {
+/// Permits of reads, those of all batches.
+struct ReadPermits {
     /// Requests in flight.
     requests: Semaphore,
     /// Host slots that they fill.
@@ -39,10 +39,10 @@ struct Turns {
     slots_max: usize,
 }
 
-impl Turns {
+impl ReadPermits {
     fn new(requests: usize, host_slots: u32) -> Self {
         let slots_max = (host_slots / SLOTS_SHARE).max(1) as usize;
-        Turns { requests: Semaphore::new(requests), slots: Semaphore::new(slots_max), slots_max }
+        ReadPermits { requests: Semaphore::new(requests), slots: Semaphore::new(slots_max), slots_max }
     }
 }
 
@@ -69,11 +69,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Brings what is wanted, until it is dropped.
     pub(super) async fn remote_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let requests = remote.capabilities().requests_in_flight.max(1) as usize;
-        let turns = Turns::new(requests, self.shared.config.host_slots());
+        let permits = ReadPermits::new(requests, self.shared.config.host_slots());
         let mut batches = FuturesUnordered::new();
         loop {
             while let Some((batch, planned)) = remote.next_batch() {
-                batches.push(self.bring_batch(&remote, &turns, batch, planned));
+                batches.push(self.bring_batch(&remote, &permits, batch, planned));
             }
             tokio::select! {
                 biased;
@@ -87,22 +87,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn bring_batch(
         self: &Rc<Self>,
         remote: &Arc<Remote>,
-        turns: &Turns,
+        permits: &ReadPermits,
         batch: Batch,
         planned: Vec<Vec<ReadBlock>>,
     ) {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
         let read = async |blocks: Vec<ReadBlock>| {
-            let slots = blocks.len().min(turns.slots_max);
-            let turn = turns.requests.acquire().await.expect("it is not closed");
-            let held = turns.slots.acquire_many(slots as u32).await.expect("it is not closed");
+            let slots = blocks.len().min(permits.slots_max);
+            let request = permits.requests.acquire().await.expect("it is not closed");
+            let held = permits.slots.acquire_many(slots as u32).await.expect("it is not closed");
             for blocks in blocks.chunks(slots) {
                 if let Err(error) = self.read_blocks(remote, blocks, batch.is_awaited, &brought).await {
                     failed.set(Some(error));
                     break;
                 }
             }
-            drop((turn, held));
+            drop((request, held));
         };
         let all = stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {});
         let failed = self.in_time(of_store(all.map(Ok))).await.err().or(failed.take());
