@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskWrite, Locked, Purpose},
+    state::{Class, Committed, DiskWrite, Filling, Locked, Permit, Purpose},
 };
 
 /// A write from a caller's memory, and its flight.
@@ -96,7 +96,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if is_summed_first || self.take(state, &mut taken, WRITE, Purpose::Call).is_some() {
             return Ok(StoreStep::InPlace { is_summed_first, taken });
         }
-        let begun = self.enter_in_place(state, job, &mut taken, None);
+        let begun = self.enter_in_place(state, job, (taken.permit(), taken.slot()), None);
         let sharing = Sharing::new(self, pages, begun.0.2.page);
         Ok(StoreStep::Begun(begun, sharing))
     }
@@ -188,23 +188,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         taken: Taken,
         checksum: Option<u64>,
     ) -> Result<Option<BegunRegionWrite<S, C>>> {
-        let mut taken = taken;
-        loop {
-            let missing = {
-                let mut state = self.shared.lock();
-                if let Some(missing) = self.take(&mut state, &mut taken, WRITE, Purpose::Call) {
-                    missing
-                } else {
-                    state.check_open().and_then(|()| job.check_is_there())?;
-                    let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
-                    if is_known || Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)) {
-                        return Ok(None);
-                    }
-                    return Ok(Some(self.enter_in_place(&mut state, job, &mut taken, checksum)));
-                }
-            };
-            Box::pin(self.wait_for(missing, &mut taken, Purpose::Call)).await?;
-        }
+        let begin = |state: &mut Locked<'_>, permit, filling| {
+            let may_begin = state.check_open().and_then(|()| job.check_is_there());
+            let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
+            let is_moving = Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier));
+            if may_begin.is_err() || is_known || is_moving {
+                return (may_begin.map(|()| None), Some((permit, filling)));
+            }
+            (Ok(Some(self.enter_in_place(state, job, (permit, filling), checksum))), None)
+        };
+        let (begun, _unused) = self.take_and_begin(taken, Purpose::Call, begin).await?;
+        begun
     }
 
     /// Begins the write of a block that is resident nowhere and on no way, and its flight.
@@ -212,10 +206,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         state: &mut Locked<'_>,
         job: &Job,
-        taken: &mut Taken,
+        (permit, filling): (Permit, Filling),
         checksum: Option<u64>,
     ) -> BegunRegionWrite<S, C> {
-        let (permit, filling) = (taken.permit(), taken.slot());
         let id = state.index.insert(job.key, job.parent);
         let place = state.begin_disk_write(id, &filling, checksum);
         let place = place.expect("it is resident nowhere, and on no way");

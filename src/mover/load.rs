@@ -144,9 +144,8 @@ impl Submitter {
             return None;
         }
         let id = state.index.find(&job.key)?;
-        let holds = |tier| state.reads_from(tier) && state.index.slot(id, tier).is_some();
         let view = View {
-            held: Tier::ALL.map(holds),
+            held: state.held(id),
             is_moving: state.flights.contains(&job.key, Tier::Host),
             memory: Shape { is_device: false, is_in_place: true },
             ..View::default()

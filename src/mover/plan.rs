@@ -194,10 +194,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     fn choose(&self, state: &Locked<'_>, trip: &mut Trip) -> Option<&'static Row> {
-        let id = state.index.find(&trip.key);
-        let holds = |tier| id.is_some_and(|id| state.reads_from(tier) && state.index.slot(id, tier).is_some());
         let view = View {
-            held: Tier::ALL.map(holds),
+            held: state.index.find(&trip.key).map(|id| state.held(id)).unwrap_or_default(),
             // Of a fill of a host slot it is the movement itself.
             is_moving: trip.want != Want::HostSlot && state.flights.contains(&trip.key, Tier::Host),
             has_cufile: self.cufile.get().is_some() && state.cufile.reads() && state.device_service.reads(),
@@ -314,8 +312,30 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         wanted.into_iter().flatten().find(is_missing)
     }
 
+    /// Begins a write by `begin`, under the lock under which it has taken all that it needs beside what it had. `begin`
+    /// drops neither the permit nor the slot, which wake others.
+    pub(super) async fn take_and_begin<T>(
+        &self,
+        taken: Taken,
+        purpose: Purpose<'_>,
+        begin: impl Fn(&mut Locked<'_>, Permit, Filling) -> T,
+    ) -> Result<T> {
+        let mut taken = taken;
+        loop {
+            let missing = {
+                let mut state = self.shared.lock();
+                match self.take(&mut state, &mut taken, WRITE, purpose) {
+                    Some(missing) => missing,
+                    None => return Ok(begin(&mut state, taken.permit(), taken.slot())),
+                }
+            };
+            // Boxed: every write would have room for it.
+            Box::pin(self.wait_for(missing, &mut taken, purpose)).await?;
+        }
+    }
+
     /// Waits for something that a transfer needs.
-    pub(super) async fn wait_for(&self, missing: Missing, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
+    async fn wait_for(&self, missing: Missing, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
         match missing {
             Missing::Slot(tier) => taken.slot = Some(self.shared.acquire(tier, purpose).await?),
             Missing::Permit(kind) => {

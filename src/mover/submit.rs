@@ -119,8 +119,7 @@ impl Submitter {
     fn take(&self, state: &mut Locked<'_>, id: EntryId, class: Class) -> Option<(&'static Row, Permit, Filling)> {
         let shared = &self.ends.shared;
         let config = &shared.config;
-        let holds = |tier| state.reads_from(tier) && state.index.slot(id, tier).is_some();
-        let view = View { held: Tier::ALL.map(holds), ..View::default() };
+        let view = View { held: state.held(id), ..View::default() };
         let row = route::choose(Want::HostSlot, &view, None).filter(|row| row.hops == [Hop::DiskToHost])?;
         if state.flights.len() >= config.limits.movements_max as usize {
             return None;

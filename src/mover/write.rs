@@ -9,7 +9,7 @@ use super::{
     Mover,
     block_memory::BlockMemory,
     flight_guard::FlightGuard,
-    plan::{Taken, WRITE},
+    plan::Taken,
     route::{self, Hop, View, Want},
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, Locked, PendingWrite, Permit, Pin, Purpose},
+    state::{Class, Committed, DiskPlace, DiskWrite, Filling, Locked, PendingWrite, Permit, Pin, Purpose},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
@@ -136,22 +136,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Takes what the write of a pinned block needs: under one lock, if all of it can be had at once. `None` if
     /// the block was on disk already or was removed meanwhile.
     pub(super) async fn begin_write(&self, guard: &FlightGuard<S, C>, pin: &Pin) -> Result<Option<BegunWrite>> {
-        let (purpose, mut taken) = (Purpose::Movement(guard.key(), Tier::Disk), Taken::default());
-        loop {
-            let missing = {
-                let mut state = self.shared.lock();
-                if let Some(missing) = self.take(&mut state, &mut taken, WRITE, purpose) {
-                    missing
-                } else {
-                    let filling = taken.slot();
-                    guard.writes_to(filling.slot());
-                    let place = state.begin_pinned_write(pin, &filling);
-                    drop(state);
-                    return Ok(place.map(|place| (taken.permit(), DiskWrite { id: pin.id(), filling }, place)));
-                }
-            };
-            Box::pin(self.wait_for(missing, &mut taken, purpose)).await?;
-        }
+        let purpose = Purpose::Movement(guard.key(), Tier::Disk);
+        let begin = |state: &mut Locked<'_>, permit, filling: Filling| {
+            guard.writes_to(filling.slot());
+            let place = state.begin_pinned_write(pin, &filling);
+            (permit, DiskWrite { id: pin.id(), filling }, place)
+        };
+        let (permit, write, place) = self.take_and_begin(Taken::default(), purpose, begin).await?;
+        Ok(place.map(|place| (permit, write, place)))
     }
 
     /// Writes a block from host memory to its disk slot, and its record.

@@ -238,6 +238,11 @@ impl State {
         Tier::ALL.into_iter().find(|&tier| self.reads_from(tier) && self.index.slot(id, tier).is_some())
     }
 
+    /// Which tiers in service have the block.
+    pub(crate) fn held(&self, id: EntryId) -> [bool; Tier::COUNT] {
+        Tier::ALL.map(|tier| self.reads_from(tier) && self.index.slot(id, tier).is_some())
+    }
+
     /// True if a tier in service has the block of `key`; `best` is the fastest of all.
     pub(crate) fn serves(&self, key: &BlockKey, best: Tier) -> bool {
         self.reads_from(best) || self.index.find(key).is_some_and(|id| self.served_tier(id).is_some())
