@@ -10,7 +10,6 @@
 mod debug;
 
 mod accepted;
-mod blocks;
 mod brief;
 mod budget;
 mod client;
@@ -20,7 +19,6 @@ mod file_client;
 mod folders;
 mod held;
 mod helpers;
-mod house;
 mod inbox;
 #[doc(hidden)]
 pub mod internals;
@@ -42,7 +40,9 @@ mod session;
 mod shares;
 mod socket;
 mod spaces;
+mod state;
 mod system;
+mod transfers;
 mod wire;
 
 pub use client::{Client, ClientOptions, ClientRegion, Pins};

@@ -23,7 +23,6 @@ use super::{
     accepted::{Accepted, Aside, Listener},
     config::ServerConfig,
     folders,
-    house::House,
     late_close::LateClose,
     lock::ServiceLock,
     peers::{Peer, admit, group_number},
@@ -33,6 +32,7 @@ use super::{
     seldom::Seldom,
     session, socket,
     spaces::Spaces,
+    state::ServiceState,
     system::Machine,
     wire::Wire,
 };
@@ -230,24 +230,24 @@ pub(super) async fn hold(
     drained: watch::Receiver<bool>,
     mut asked: Asked,
 ) -> Result<()> {
-    let house = Rc::new(House::new(config, spaces));
-    serve(&house, accept, drained, &mut asked).await;
-    house.spaces.close().await
+    let state = Rc::new(ServiceState::new(config, spaces));
+    serve(&state, accept, drained, &mut asked).await;
+    state.spaces.close().await
 }
 
 /// Admits clients until the service drains, or had no client for too long; then waits for all sessions.
 async fn serve(
-    house: &Rc<House>,
+    state: &Rc<ServiceState>,
     mut accept: impl AsyncFnMut() -> io::Result<Caller>,
     mut drained: watch::Receiver<bool>,
     asked: &mut Asked,
 ) {
     let mut sessions = JoinSet::new();
-    let linger = house.config.linger_ms.map(Duration::from_millis);
+    let linger = state.config.linger_ms.map(Duration::from_millis);
     let mut alone_since = Instant::now();
     loop {
         let abandoned = async {
-            match linger.filter(|_| house.connections() == 0) {
+            match linger.filter(|_| state.connections() == 0) {
                 Some(linger) => sleep_until(alone_since + linger).await,
                 None => pending().await,
             }
@@ -256,11 +256,11 @@ async fn serve(
             // The sender is gone: the server was dropped.
             _ = drained.wait_for(|drained| *drained) => break,
             Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
-            Some(sender) = asked.recv() => drop(sender.send(house.report())),
+            Some(sender) = asked.recv() => drop(sender.send(state.report())),
             accepted = accept() => match accepted {
                 Ok(caller) => {
-                    let_in(house, caller, &mut sessions);
-                    house.turn().await;
+                    let_in(state, caller, &mut sessions);
+                    state.turn().await;
                 }
                 Err(error) => {
                     static NOT_ACCEPTED: Seldom = Seldom::new();
@@ -277,22 +277,22 @@ async fn serve(
         }
     }
     drop(accept);
-    tracing::info!(clients = house.connections(), "the service drains: it takes no more requests");
-    house.drain();
+    tracing::info!(clients = state.connections(), "the service drains: it takes no more requests");
+    state.drain();
     loop {
         tokio::select! { biased;
             ended = sessions.join_next() => if ended.is_none() { break },
-            Some(sender) = asked.recv() => drop(sender.send(house.report())),
+            Some(sender) = asked.recv() => drop(sender.send(state.report())),
         }
     }
 }
 
-fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
+fn let_in(state: &Rc<ServiceState>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
     let admitted = peer.and_then(|peer| {
-        if house.connections() < house.config.connections_max {
+        if state.connections() < state.config.connections_max {
             return Ok(peer);
         }
-        let text = format!("busy: {} connections are open, which is the limit; try later", house.connections());
+        let text = format!("busy: {} connections are open, which is the limit; try later", state.connections());
         Err(Failure::new(ServiceFault::Busy, text))
     });
     match admitted {
@@ -301,11 +301,11 @@ fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
             if let Some(others) = REFUSED.turn() {
                 tracing::warn!(reason = %failure.text, others, "a connection was refused");
             }
-            sessions.spawn_local(session::refuse(Rc::clone(house), wire, failure));
+            sessions.spawn_local(session::refuse(Rc::clone(state), wire, failure));
         }
         Ok(peer) => {
-            let guest = house.enter(peer.pid, peer.uid);
-            sessions.spawn_local(session::serve(Rc::clone(house), guest, wire));
+            let connection = state.enter(peer.pid, peer.uid);
+            sessions.spawn_local(session::serve(Rc::clone(state), connection, wire));
         }
     }
 }

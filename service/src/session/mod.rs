@@ -14,12 +14,12 @@ use tokio::{
 };
 
 use super::{
-    blocks::{Cancel, Movers},
-    house::{Guest, House},
     link::{Link, LinkError, Received},
     protocol::{FRAME_BYTES_MAX, Failure, Header, Hello, Reply, Request, Welcome},
     seldom::Seldom,
     spaces::{Space, files::Hold},
+    state::{Connection, ServiceState},
+    transfers::{Cancel, ClientTransfers},
     wire::Wire,
 };
 use crate::error::ServiceFault;
@@ -73,16 +73,16 @@ enum Outcome {
 }
 
 struct Session {
-    house: Rc<House>,
-    guest: Rc<Guest>,
+    state: Rc<ServiceState>,
+    connection: Rc<Connection>,
     link: Link,
     tasks: JoinSet<Ended>,
     /// Requests in flight.
     requests: BTreeMap<u64, Cancel>,
     /// The bytes of their frames.
     request_bytes: BTreeMap<u64, usize>,
-    /// The client's space and its movers, once it is attached.
-    attached: Option<(Rc<Space>, Rc<Movers>)>,
+    /// The client's space and its transfers, once it is attached.
+    attached: Option<(Rc<Space>, Rc<ClientTransfers>)>,
     attaching: bool,
     /// Files that the client holds, by the ids of its requests.
     held: BTreeMap<u64, Hold>,
@@ -99,10 +99,10 @@ struct Session {
 }
 
 /// Serves a connection until it ends, and unmaps the client's memory before it hangs up.
-pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire>) {
+pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, wire: Arc<dyn Wire>) {
     let mut link = Link::new(wire);
     link.receiver.frame_bytes_max = FRAME_BYTES_UNATTACHED;
-    link.receiver.count_in(&house.unread);
+    link.receiver.count_in(&state.unread);
     let mut session = Session {
         link,
         tasks: JoinSet::new(),
@@ -116,8 +116,8 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire
         greeted: false,
         taken: Instant::now(),
         last_replies: None,
-        house,
-        guest,
+        state,
+        connection,
     };
     let end = match session.greet().await {
         Ok(()) => session.run().await,
@@ -127,16 +127,16 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire
 }
 
 /// Sends a connection the reason why it is refused.
-pub(super) async fn refuse(house: Rc<House>, wire: Arc<dyn Wire>, failure: Failure) {
+pub(super) async fn refuse(state: Rc<ServiceState>, wire: Arc<dyn Wire>, failure: Failure) {
     let mut link = Link::new(wire);
-    link.sender.push(refusal(&house, failure), None);
+    link.sender.push(refusal(&state, failure), None);
     tell(&mut link).await;
     link.hang_up();
 }
 
 /// The answer to a client that is not admitted: a welcome with the fault, and a goodbye with the reason.
-fn refusal(house: &House, failure: Failure) -> Vec<u8> {
-    let mut bytes = Welcome::new(Err(failure.fault), house.limits()).encode();
+fn refusal(state: &ServiceState, failure: Failure) -> Vec<u8> {
+    let mut bytes = Welcome::new(Err(failure.fault), state.limits()).encode();
     bytes.extend(Reply::Goodbye(failure).encode(0));
     bytes
 }
@@ -155,7 +155,7 @@ async fn tell(link: &mut Link) {
 
 impl Session {
     fn stall(&self) -> Duration {
-        Duration::from_millis(self.house.config.stall_ms)
+        Duration::from_millis(self.state.config.stall_ms)
     }
 
     /// The handshake.
@@ -166,13 +166,13 @@ impl Session {
                 break bytes;
             }
             tokio::select! { biased;
-                () = self.house.drains() => return Err(End::Drained),
+                () = self.state.drains() => return Err(End::Drained),
                 ready = self.link.ready(true) => ready?,
                 () = sleep_until(deadline) => {
                     return Err(End::Cut(Failure::new(ServiceFault::Timeout, "no hello came in time")));
                 }
             }
-            self.house.turn().await;
+            self.state.turn().await;
             self.receive().await?;
         };
         let hello = Hello::decode(&hello).map_err(LinkError::from)?;
@@ -181,7 +181,7 @@ impl Session {
             let text = format!("versions {version_min} to {version_max}, of which none is spoken here");
             return Err(End::Cut(Failure::new(ServiceFault::Version, text)));
         };
-        self.link.sender.push(Welcome::new(Ok(version), self.house.limits()).encode(), None);
+        self.link.sender.push(Welcome::new(Ok(version), self.state.limits()).encode(), None);
         self.greeted = true;
         Ok(())
     }
@@ -197,7 +197,7 @@ impl Session {
 
     /// Handles received frames, sends replies, and waits for more of either.
     async fn turn(&mut self) -> Result<(), End> {
-        let draining = self.house.is_draining();
+        let draining = self.state.is_draining();
         let listens = !draining && self.link.sender.bytes() <= OUTBOX_BYTES_MAX;
         let mut frames = if listens { FRAMES_PER_TURN } else { 0 };
         while frames > 0 {
@@ -247,7 +247,7 @@ impl Session {
                 let text = "busy: long frames of other connections have no room; send a frame at once";
                 Err(End::Cut(Failure::new(ServiceFault::Busy, text)))
             }
-            () = self.house.drains(), if !draining => Ok(()),
+            () = self.state.drains(), if !draining => Ok(()),
             () = sleep_until(stalled), if outbox > 0 => {
                 let patience = if draining { FAREWELL } else { self.stall() };
                 let text = format!("{outbox} bytes of replies were not taken for {patience:?}");
@@ -307,7 +307,7 @@ impl Session {
         }
         self.requests.remove(&id);
         self.request_bytes.remove(&id);
-        self.guest.requests.set(self.requests.len() as u32);
+        self.connection.requests.set(self.requests.len() as u32);
         let reply = match result {
             Outcome::Reply(reply) => reply,
             Outcome::Attached(Ok(space)) => self.enter(space),
@@ -324,28 +324,29 @@ impl Session {
         };
         self.reply(id, &reply);
         if let Some((space, _)) = &self.attached {
-            self.house.spaces.balance(space);
+            self.state.spaces.balance(space);
         }
         Ok(())
     }
 
     /// Attaches the client to a space.
     fn enter(&mut self, space: Rc<Space>) -> Reply {
-        let client = format!("process {} of user {}", self.guest.pid, self.guest.uid);
-        let (bytes_max, account) = (self.house.config.bytes_in_flight_max, Rc::clone(&self.guest.account));
-        let movers = Rc::new(Movers::new(&space, bytes_max, client, account));
+        let client = format!("process {} of user {}", self.connection.pid, self.connection.uid);
+        let (bytes_max, account) = (self.state.config.bytes_in_flight_max, Rc::clone(&self.connection.account));
+        let transfers = Rc::new(ClientTransfers::new(&space, bytes_max, client, account));
         space.clients.set(space.clients.get() + 1);
-        self.guest.namespace.borrow_mut().clone_from(&space.namespace);
-        *self.guest.movers.borrow_mut() = Some(Rc::clone(&movers));
+        self.connection.namespace.borrow_mut().clone_from(&space.namespace);
+        *self.connection.transfers.borrow_mut() = Some(Rc::clone(&transfers));
         let Space { block_bytes, capacity_bytes, .. } = *space;
         let host_bytes = space.host_bytes();
         self.link.receiver.frame_bytes_max = FRAME_BYTES_MAX;
         static ATTACHED: Seldom = Seldom::at_most(LOGGED_A_SECOND);
         if let Some(others) = ATTACHED.turn() {
-            let (id, pid, uid, space) = (self.guest.id(), self.guest.pid, self.guest.uid, &space.namespace);
+            let (id, pid, uid, space) =
+                (self.connection.id(), self.connection.pid, self.connection.uid, &space.namespace);
             tracing::info!(id, pid, uid, space, block_bytes, others, "a client has attached");
         }
-        self.attached = Some((space, movers));
+        self.attached = Some((space, transfers));
         Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }
 
@@ -355,10 +356,10 @@ impl Session {
             End::Gone => None,
             End::Drained => Some(Failure::new(ServiceFault::Draining, "the service is ending; connect again later")),
             End::Cut(failure) => {
-                self.house.cut_off.set(self.house.cut_off.get() + 1);
+                self.state.cut_off.set(self.state.cut_off.get() + 1);
                 static CUT_OFF: Seldom = Seldom::new();
                 if let Some(others) = CUT_OFF.turn() {
-                    tracing::warn!(reason = %failure.text, uid = self.guest.uid, others, "a client was cut off");
+                    tracing::warn!(reason = %failure.text, uid = self.connection.uid, others, "a client was cut off");
                 }
                 Some(failure)
             }
@@ -366,23 +367,23 @@ impl Session {
         if let Some(failure) = goodbye {
             let bytes = match self.greeted {
                 true => Reply::Goodbye(failure).encode(0),
-                false => refusal(&self.house, failure),
+                false => refusal(&self.state, failure),
             };
             self.link.sender.push(bytes, None);
             tell(&mut self.link).await;
         }
-        self.house.turn().await;
+        self.state.turn().await;
         // Blocks that were not begun are dropped here. Movements in flight hold their regions.
         self.tasks.shutdown().await;
-        if let Some((space, movers)) = self.attached.take() {
+        if let Some((space, transfers)) = self.attached.take() {
             self.pinned.values().for_each(|leases| space.unpinned(leases.len()));
             self.pinned.clear();
-            movers.regions.release_all().await;
+            transfers.regions.release_all().await;
             space.clients.set(space.clients.get() - 1);
             static GONE: Seldom = Seldom::at_most(LOGGED_A_SECOND);
             if let Some(others) = GONE.turn() {
                 let (id, pid, space, clients) =
-                    (self.guest.id(), self.guest.pid, &space.namespace, space.clients.get());
+                    (self.connection.id(), self.connection.pid, &space.namespace, space.clients.get());
                 tracing::info!(id, pid, space, clients, others, "a client has gone");
             }
         }

@@ -7,11 +7,11 @@ use kvhoist_files::FileIdentity;
 
 use super::{End, Ended, Outcome, Session};
 use crate::{
-    blocks::{Cancel, Movers},
     error::ServiceFault,
     peers::own_uid,
     protocol::{Blocks, Failure, RegionKind, Reply, Request, SpaceDevice, Way},
     spaces::{Wanted, files::WantedFile},
+    transfers::{Cancel, ClientTransfers},
     wire::Lent,
 };
 
@@ -43,7 +43,7 @@ impl Session {
             let text = format!("request id: found {id}, expected one that is not 0 and not in flight");
             return Err(End::Cut(Failure::new(ServiceFault::Protocol, text)));
         }
-        let limits = self.house.limits();
+        let limits = self.state.limits();
         let in_flight: usize = self.request_bytes.values().sum();
         if self.requests.len() >= limits.requests as usize || in_flight + bytes > limits.request_bytes as usize {
             let text =
@@ -65,21 +65,21 @@ impl Session {
     /// Runs a request; its reply comes when it has ended.
     fn spawn(&mut self, id: u64, run: impl Future<Output = Reply> + 'static, cancel: Cancel) {
         self.requests.insert(id, cancel);
-        self.guest.requests.set(self.requests.len() as u32);
+        self.connection.requests.set(self.requests.len() as u32);
         self.tasks.spawn_local(async move { Ended { id, result: Outcome::Reply(run.await) } });
     }
 
     /// The reply, or `None` if a task will give it.
     fn answer(&mut self, id: u64, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
         match request {
-            Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
+            Request::Status => return Ok(Some(Reply::Status(Box::new(self.state.status())))),
             Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared, device } => {
-                let uid = self.guest.uid;
+                let uid = self.connection.uid;
                 self.attach(id, Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device })?;
                 return Ok(None);
             }
             Request::RemoveSpace { namespace, block_bytes, shared } => {
-                let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
+                let (spaces, uid) = (Rc::clone(&self.state.spaces), self.connection.uid);
                 let (capacity_bytes, host_bytes, device) = (0, 0, SpaceDevice::None);
                 let wanted = Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device };
                 let remove = async move { done(spaces.remove(wanted).await) };
@@ -94,44 +94,50 @@ impl Session {
             }
             _ => {}
         }
-        let Some((_, movers)) = &self.attached else {
+        let Some((_, transfers)) = &self.attached else {
             return Err(Failure::new(ServiceFault::Argument, "no space: attach to one first"));
         };
-        let movers = Rc::clone(movers);
+        let transfers = Rc::clone(transfers);
         if let Request::Pin { most, keys } = request {
             return self.pin(id, most, &keys).map(Some);
         }
-        match answer_at_once(movers.cache(), request) {
+        match answer_at_once(transfers.cache(), request) {
             Ok(answered) => answered.map(Some),
-            Err(request) => self.start(id, &movers, request, lent),
+            Err(request) => self.start(id, &transfers, request, lent),
         }
     }
 
     /// Starts a request in the client's space.
-    fn start(&mut self, id: u64, movers: &Rc<Movers>, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
-        let (movers, cache, none) = (Rc::clone(movers), movers.cache().clone(), Cancel::default());
+    fn start(
+        &mut self,
+        id: u64,
+        transfers: &Rc<ClientTransfers>,
+        request: Request,
+        lent: Lent,
+    ) -> Result<Option<Reply>, Failure> {
+        let (transfers, cache, none) = (Rc::clone(transfers), transfers.cache().clone(), Cancel::default());
         match request {
             Request::Register { region, kind, pin, offset, len } => {
                 check_kind(kind, self.device())?;
-                self.register(&movers, (region, offset, len), kind, &lent)?;
-                if !pin || kind != RegionKind::Host || !self.house.config.pin {
+                self.register(&transfers, (region, offset, len), kind, &lent)?;
+                if !pin || kind != RegionKind::Host || !self.state.config.pin {
                     return Ok(Some(Reply::Registered { pinned: false }));
                 }
-                self.spawn(id, async move { Reply::Registered { pinned: movers.regions.pin(region).await } }, none);
+                self.spawn(id, async move { Reply::Registered { pinned: transfers.regions.pin(region).await } }, none);
             }
             Request::Unregister { region } => {
                 let release = async move {
-                    movers.regions.release(region).await;
+                    transfers.regions.release(region).await;
                     Reply::Done
                 };
                 self.spawn(id, release, none);
             }
-            Request::Load(blocks) => self.move_blocks(id, movers, Way::Load, blocks),
-            Request::Store { parent, blocks } => self.move_blocks(id, movers, Way::Store(parent), blocks),
+            Request::Load(blocks) => self.move_blocks(id, transfers, Way::Load, blocks),
+            Request::Store { parent, blocks } => self.move_blocks(id, transfers, Way::Store(parent), blocks),
             Request::LoadLayers { layer_of, blocks } => {
                 let (cancel, tell) = (Cancel::default(), self.layers.0.clone());
                 let tell = move |reply| drop(tell.send((id, reply)));
-                let run = movers.load_layers(layer_of, blocks, cancel.clone(), tell);
+                let run = transfers.load_layers(layer_of, blocks, cancel.clone(), tell);
                 self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
             }
             Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
@@ -150,14 +156,14 @@ impl Session {
         }
         self.attaching = true;
         self.requests.insert(id, Cancel::default());
-        let spaces = Rc::clone(&self.house.spaces);
+        let spaces = Rc::clone(&self.state.spaces);
         self.tasks.spawn_local(async move { Ended { id, result: Outcome::Attached(spaces.attach(wanted).await) } });
         Ok(())
     }
 
     /// Holds a file for a client of the service's own user: the service opens it by its path, as itself.
     fn hold(&mut self, id: u64, wanted: WantedFile) -> Result<(), Failure> {
-        let (uid, own) = (self.guest.uid, own_uid());
+        let (uid, own) = (self.connection.uid, own_uid());
         if uid != own {
             let text =
                 format!("file: found a client of user {uid}, expected {own}: a service reads its own user's files");
@@ -172,7 +178,7 @@ impl Session {
             return Err(Failure::new(ServiceFault::Busy, text));
         }
         self.requests.insert(id, Cancel::default());
-        let spaces = Rc::clone(&self.house.spaces);
+        let spaces = Rc::clone(&self.state.spaces);
         self.tasks.spawn_local(async move { Ended { id, result: Outcome::Held(spaces.hold(wanted).await) } });
         Ok(())
     }
@@ -184,12 +190,12 @@ impl Session {
 
     /// Pins blocks in host memory for the client, as far as they are there and the space has room for pins.
     fn pin(&mut self, id: u64, most: u32, keys: &[BlockKey]) -> Result<Reply, Failure> {
-        let (Some((space, movers)), false) = (&self.attached, self.pinned.contains_key(&id)) else {
+        let (Some((space, transfers)), false) = (&self.attached, self.pinned.contains_key(&id)) else {
             let text = format!("request id: found {id}, which pins blocks, expected another one");
             return Err(Failure::new(ServiceFault::Argument, text));
         };
         let room = space.room_for_pins().min(most as usize);
-        let leases = keys.iter().filter_map(|key| movers.cache().lease(key).transpose()).take(room);
+        let leases = keys.iter().filter_map(|key| transfers.cache().lease(key).transpose()).take(room);
         let leases = leases.collect::<Result<Vec<Lease>, _>>().map_err(|error| Failure::from(&error))?;
         let count = leases.len();
         if count > 0 {
@@ -202,12 +208,12 @@ impl Session {
     /// Maps a client's memory and registers it.
     fn register(
         &self,
-        movers: &Movers,
+        transfers: &ClientTransfers,
         (region, offset, len): (u32, u64, u64),
         kind: RegionKind,
         lent: &Lent,
     ) -> Result<(), Failure> {
-        let (regions, config) = (&movers.regions, &self.house.config);
+        let (regions, config) = (&transfers.regions, &self.state.config);
         let fd = match lent {
             Lent::Memory(fd) => fd,
             Lent::Nothing => {
@@ -237,9 +243,9 @@ impl Session {
         regions.add(region, kind, fd, offset, len)
     }
 
-    fn move_blocks(&mut self, id: u64, movers: Rc<Movers>, way: Way, blocks: Blocks) {
+    fn move_blocks(&mut self, id: u64, transfers: Rc<ClientTransfers>, way: Way, blocks: Blocks) {
         let cancel = Cancel::default();
-        let run = movers.run(way, blocks, cancel.clone());
+        let run = transfers.run(way, blocks, cancel.clone());
         self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
     }
 }

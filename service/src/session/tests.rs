@@ -18,7 +18,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{House, serve};
+use super::{ServiceState, serve};
 use crate::{
     config::ServerConfig,
     error::ServiceFault,
@@ -123,30 +123,30 @@ fn replies(bytes: &[u8]) -> usize {
     all_replies(bytes).len()
 }
 
-fn house() -> Rc<House> {
-    house_of(ServerConfig::new("unused"))
+fn state() -> Rc<ServiceState> {
+    state_of(ServerConfig::new("unused"))
 }
 
-fn house_of(mut config: ServerConfig) -> Rc<House> {
+fn state_of(mut config: ServerConfig) -> Rc<ServiceState> {
     config.host_bytes = 16 << 20;
     let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
-    Rc::new(House::new(config, spaces))
+    Rc::new(ServiceState::new(config, spaces))
 }
 
 /// A client that says hello, and takes its replies.
-fn come(house: &Rc<House>) -> Arc<Ends> {
+fn come(state: &Rc<ServiceState>) -> Arc<Ends> {
     let ends = Arc::new(Ends::default());
     ends.change(|stream| {
         stream.takes = true;
         stream.to_service.extend(Hello::ours().encode());
     });
-    spawn_local(serve(Rc::clone(house), house.enter(1, 1), Arc::<Ends>::clone(&ends)));
+    spawn_local(serve(Rc::clone(state), state.enter(1, 1), Arc::<Ends>::clone(&ends)));
     ends
 }
 
 /// A client that has a space.
-async fn attached(house: &Rc<House>) -> Arc<Ends> {
-    let ends = come(house);
+async fn attached(state: &Rc<ServiceState>) -> Arc<Ends> {
+    let ends = come(state);
     let (namespace, host_bytes) = ("tests".to_owned(), 1 << 20);
     let attach = Request::Attach {
         namespace,
@@ -169,10 +169,10 @@ fn ask(ends: &Ends, ids: Range<u64>) {
 /// A client does not read until the service stops to listen, then reads all replies at once. `more`: requests that the
 /// service has received, and not answered, at that time.
 async fn read_all_at_once(more: usize) {
-    let house = house();
-    let guest = house.enter(1, 1);
+    let state = state();
+    let connection = state.enter(1, 1);
     let ends = Arc::new(Ends::default());
-    let session = spawn_local(serve(house, guest, Arc::<Ends>::clone(&ends)));
+    let session = spawn_local(serve(state, connection, Arc::<Ends>::clone(&ends)));
     ends.change(|stream| stream.to_service.extend(Hello::ours().encode()));
     let mut asked = 0;
     // Answered with an error: the client has no space.
@@ -210,8 +210,8 @@ async fn a_client_that_reads_all_its_replies_at_once_is_served_on() {
 /// A client asks after another has begun to send a long frame.
 async fn asks_behind_a_long_frame() {
     const KEYS: usize = 32_768;
-    let house = house();
-    let (long, client) = (attached(&house).await, come(&house));
+    let state = state();
+    let (long, client) = (attached(&state).await, come(&state));
     let keys = vec![BlockKey::new([1; 32]); KEYS];
     long.change(|stream| stream.to_service.extend(Request::Touch { keys }.encode(2)));
     client.change(|stream| stream.to_service.extend(Request::Sync.encode(1)));
@@ -220,7 +220,7 @@ async fn asks_behind_a_long_frame() {
     assert!(left > KEYS * 16, "{left} bytes of a long frame had not come when another request was answered");
     long.replies(2).await;
     assert_eq!(long.lock().to_service.len(), 0);
-    house.spaces.close().await.expect("in memory only");
+    state.spaces.close().await.expect("in memory only");
 }
 
 #[tokio::test]
@@ -231,12 +231,12 @@ async fn a_request_does_not_wait_for_a_long_frame() {
 /// A client asks after many others have hung up, all before the service's thread has its turn.
 async fn asks_behind_a_crowd() {
     const CROWD: usize = 100;
-    let house = house();
-    let (crowd, client): (Vec<_>, _) = ((0..CROWD).map(|_| come(&house)).collect(), come(&house));
+    let state = state();
+    let (crowd, client): (Vec<_>, _) = ((0..CROWD).map(|_| come(&state)).collect(), come(&state));
     while client.lock().waker.is_none() {
         yield_now().await;
     }
-    assert_eq!(house.connections() as usize, CROWD + 1);
+    assert_eq!(state.connections() as usize, CROWD + 1);
     crowd.iter().for_each(|ends| ends.change(|stream| stream.hung_up = true));
     client.change(|stream| stream.to_service.extend(Request::Sync.encode(1)));
     timeout(HANG, client.replies(1)).await.expect("a reply");
@@ -245,7 +245,7 @@ async fn asks_behind_a_crowd() {
     for _ in 0..2 * CROWD {
         yield_now().await;
     }
-    assert_eq!(house.connections(), 1, "one ends in each turn");
+    assert_eq!(state.connections(), 1, "one ends in each turn");
     assert!(crowd.iter().all(|ends| ends.lock().over) && !client.lock().over);
 }
 
@@ -258,8 +258,8 @@ async fn a_request_does_not_wait_for_a_crowd_that_hangs_up() {
 async fn asks_for_too_much() {
     let mut config = ServerConfig::new("unused");
     config.requests_max = 4;
-    let house = house_of(config);
-    let client = attached(&house).await;
+    let state = state_of(config);
+    let client = attached(&state).await;
     ask(&client, 2..12);
     client.replies(11).await;
     let replies = all_replies(&client.lock().to_client);
@@ -269,7 +269,7 @@ async fn asks_for_too_much() {
     ask(&client, 12..13);
     client.replies(12).await;
     assert_eq!(all_replies(&client.lock().to_client).last(), Some(&Reply::Done), "the others have ended");
-    house.spaces.close().await.expect("in memory only");
+    state.spaces.close().await.expect("in memory only");
 }
 
 #[tokio::test]
@@ -279,17 +279,17 @@ async fn requests_past_the_limit_are_refused_until_others_have_ended() {
 
 /// The service drains while requests are in flight.
 async fn asks_before_a_drain() {
-    let house = house();
-    let client = attached(&house).await;
+    let state = state();
+    let client = attached(&state).await;
     let mut asked = 2;
-    while house.status().clients.iter().all(|client| client.requests == 0) {
+    while state.status().clients.iter().all(|client| client.requests == 0) {
         if client.lock().to_service.is_empty() {
             ask(&client, asked..asked + 16);
             asked += 16;
         }
         yield_now().await;
     }
-    house.drain();
+    state.drain();
     while !client.lock().over {
         yield_now().await;
     }
@@ -299,7 +299,7 @@ async fn asks_before_a_drain() {
     // Those that came when it had begun to drain are not among them.
     let begun = asked as usize - 1 - client.lock().to_service.len() / Request::Sync.encode(1).len();
     assert_eq!(answers.len(), begun, "every request that was begun is answered");
-    house.spaces.close().await.expect("in memory only");
+    state.spaces.close().await.expect("in memory only");
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use futures_util::FutureExt;
 use kvhoist::{BlockKey, Config, DirectIo, SharedMemory};
 use tokio::task::{JoinSet, LocalSet};
 
-use super::{Cancel, Movers, PLACES_PER_TURN, Way};
+use super::{Cancel, ClientTransfers, PLACES_PER_TURN, Way};
 use crate::{
     budget::Budget,
     config::ServerConfig,
@@ -24,13 +24,13 @@ fn key(block: u8) -> BlockKey {
 }
 
 /// A client with room for all blocks.
-fn client(space: &Space) -> Rc<Movers> {
+fn client(space: &Space) -> Rc<ClientTransfers> {
     let budget = Rc::new(Budget::new(&ServerConfig::new("unused")));
-    let movers = Movers::new(space, 1 << 20, "a client".into(), budget.account(1));
+    let transfers = ClientTransfers::new(space, 1 << 20, "a client".into(), budget.account(1));
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
-    movers.regions.add(1, RegionKind::Host, &fd, 0, pool.len() as u64).expect("registered");
-    Rc::new(movers)
+    transfers.regions.add(1, RegionKind::Host, &fd, 0, pool.len() as u64).expect("registered");
+    Rc::new(transfers)
 }
 
 fn wanted() -> Wanted {
@@ -109,10 +109,10 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
         let space = spaces.attach(wanted()).await.expect("attached");
-        let movers = client(&space);
+        let transfers = client(&space);
         let mut requests = JoinSet::new();
         for _ in 0..4 {
-            let run = Rc::clone(&movers).run(Way::Load, long_lists(), Cancel::default());
+            let run = Rc::clone(&transfers).run(Way::Load, long_lists(), Cancel::default());
             requests.spawn_local(async move { run.await.expect_err("a region that is not there") });
         }
         let (mut turns, mut ended) = (0, 0);
@@ -126,8 +126,8 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
         // Each turn is one connection's, whatever it has in flight.
         let least = 4 * 16 * BLOCK_BYTES / PLACES_PER_TURN;
         assert!(turns >= least, "{turns} turns of another, expected {least} or more");
-        movers.regions.release_all().await;
-        drop((movers, space));
+        transfers.regions.release_all().await;
+        drop((transfers, space));
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;
@@ -141,18 +141,18 @@ async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
         let space = spaces.attach(wanted()).await.expect("attached");
-        let movers = Movers::new(&space, 1 << 20, "a client".into(), budget.account(1));
+        let transfers = ClientTransfers::new(&space, 1 << 20, "a client".into(), budget.account(1));
         let pool = SharedMemory::new(16 << 10).expect("memory");
         let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
         for _ in 0..100 {
-            let refused = movers.regions.add(1, RegionKind::Host, &fd, 8 << 10, 16 << 10).expect_err("past its end");
+            let refused = transfers.regions.add(1, RegionKind::Host, &fd, 8 << 10, 16 << 10).expect_err("past its end");
             assert_eq!(refused.fault, ServiceFault::Memory, "{}", refused.text);
         }
         for number in [1, 2] {
-            movers.regions.add(number, RegionKind::Host, &fd, 0, 16 << 10).expect("there is room");
+            transfers.regions.add(number, RegionKind::Host, &fd, 0, 16 << 10).expect("there is room");
         }
-        movers.regions.release_all().await;
-        drop((movers, space));
+        transfers.regions.release_all().await;
+        drop((transfers, space));
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;

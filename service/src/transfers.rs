@@ -52,7 +52,7 @@ impl Cancel {
 }
 
 /// Moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
-pub(super) struct Movers {
+pub(super) struct ClientTransfers {
     cache: Cache,
     pub(super) regions: Regions,
     /// A permit a block.
@@ -68,14 +68,14 @@ pub(super) struct Movers {
     layered: Semaphore,
 }
 
-impl Movers {
+impl ClientTransfers {
     /// `client`: its name for the log. `account`: what the regions of the connection are charged to.
     pub(super) fn new(space: &Space, bytes_in_flight_max: u64, client: String, account: Rc<Account>) -> Self {
         let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         let movements_max = cache.config().limits.movements_max as usize;
-        Movers {
+        ClientTransfers {
             regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders), client, account),
             cache,
             permits: Arc::new(Semaphore::new(blocks)),

@@ -4,10 +4,10 @@ use std::rc::Rc;
 
 use kvhoist::Segment;
 
-use super::{Cancel, Movers, Moving, PLACES_PER_TURN, canceled, told};
+use super::{Cancel, ClientTransfers, Moving, PLACES_PER_TURN, canceled, told};
 use crate::protocol::{BlockResult, Blocks, Failure, Reply};
 
-impl Movers {
+impl ClientTransfers {
     /// Loads blocks layer by layer, and tells what each layer came to, in order; a result for each block at the end.
     ///
     /// All blocks are under way at once, in one call of the cache: how much of them is copied at a time is its part.

@@ -12,57 +12,57 @@ use tokio::{
 };
 
 use super::{
-    blocks::Movers,
     budget::{Account, Budget},
     config::ServerConfig,
     inbox::Unread,
     protocol::{ClientStatus, Limits, ServiceStatus},
     report::ServiceReport,
     spaces::Spaces,
+    transfers::ClientTransfers,
 };
 
 /// The state of a connection that others see.
-pub(super) struct Guest {
+pub(super) struct Connection {
     id: u64,
     pub(super) pid: u32,
     pub(super) uid: u32,
     pub(super) namespace: RefCell<String>,
-    pub(super) movers: RefCell<Option<Rc<Movers>>>,
+    pub(super) transfers: RefCell<Option<Rc<ClientTransfers>>>,
     pub(super) requests: Cell<u32>,
     /// What its regions take.
     pub(super) account: Rc<Account>,
-    house: Rc<House>,
+    state: Rc<ServiceState>,
 }
 
-impl Guest {
+impl Connection {
     /// The service's number for the connection.
     pub(super) fn id(&self) -> u64 {
         self.id
     }
 
     fn status(&self) -> ClientStatus {
-        let movers = self.movers.borrow();
-        let movers = movers.as_deref();
+        let transfers = self.transfers.borrow();
+        let transfers = transfers.as_deref();
         ClientStatus {
             id: self.id,
             pid: self.pid,
             uid: self.uid,
             namespace: self.namespace.borrow().clone(),
-            regions: movers.map_or(0, |movers| movers.regions.count() as u32),
+            regions: transfers.map_or(0, |transfers| transfers.regions.count() as u32),
             requests: self.requests.get(),
-            region_bytes: movers.map_or(0, |movers| movers.regions.bytes()),
-            bytes_in_flight: movers.map_or(0, Movers::bytes_in_flight),
+            region_bytes: transfers.map_or(0, |transfers| transfers.regions.bytes()),
+            bytes_in_flight: transfers.map_or(0, ClientTransfers::bytes_in_flight),
         }
     }
 }
 
-impl Drop for Guest {
+impl Drop for Connection {
     fn drop(&mut self) {
-        self.house.guests.borrow_mut().remove(&self.id);
+        self.state.open.borrow_mut().remove(&self.id);
     }
 }
 
-pub(super) struct House {
+pub(super) struct ServiceState {
     pub(super) config: ServerConfig,
     pub(super) spaces: Rc<Spaces>,
     pub(super) cut_off: Cell<u64>,
@@ -74,15 +74,15 @@ pub(super) struct House {
     /// Wakes the sessions when that begins.
     drain_began: Notify,
     /// Those that are alive.
-    guests: RefCell<BTreeMap<u64, std::rc::Weak<Guest>>>,
+    open: RefCell<BTreeMap<u64, std::rc::Weak<Connection>>>,
     next_id: Cell<u64>,
     /// Lets one connection come or go at a time.
     turns: Semaphore,
 }
 
-impl House {
+impl ServiceState {
     pub(super) fn new(config: ServerConfig, spaces: Spaces) -> Self {
-        House {
+        ServiceState {
             budget: Rc::new(Budget::new(&config)),
             config,
             spaces: Rc::new(spaces),
@@ -90,7 +90,7 @@ impl House {
             unread: Unread::default(),
             draining: Cell::new(false),
             drain_began: Notify::new(),
-            guests: RefCell::default(),
+            open: RefCell::default(),
             next_id: Cell::new(1),
             turns: Semaphore::new(1),
         }
@@ -114,20 +114,20 @@ impl House {
     }
 
     /// Admits a connection.
-    pub(super) fn enter(self: &Rc<Self>, pid: u32, uid: u32) -> Rc<Guest> {
+    pub(super) fn enter(self: &Rc<Self>, pid: u32, uid: u32) -> Rc<Connection> {
         let id = self.next_id.replace(self.next_id.get() + 1);
-        let guest = Rc::new(Guest {
+        let connection = Rc::new(Connection {
             id,
             pid,
             uid,
             namespace: RefCell::default(),
-            movers: RefCell::default(),
+            transfers: RefCell::default(),
             requests: Cell::new(0),
             account: self.budget.account(uid),
-            house: Rc::clone(self),
+            state: Rc::clone(self),
         });
-        self.guests.borrow_mut().insert(id, Rc::downgrade(&guest));
-        guest
+        self.open.borrow_mut().insert(id, Rc::downgrade(&connection));
+        connection
     }
 
     /// Waits for the turn of a connection that comes or goes. However many there are, the service's thread looks at its
@@ -139,7 +139,7 @@ impl House {
 
     /// The number of connections.
     pub(super) fn connections(&self) -> u32 {
-        self.guests.borrow().len() as u32
+        self.open.borrow().len() as u32
     }
 
     /// The limits of one connection.
@@ -167,7 +167,12 @@ impl House {
             cut_off: self.cut_off.get(),
             paths: self.config.paths.iter().map(|path| path.display().to_string()).collect(),
             spaces: self.spaces.status(),
-            clients: self.guests.borrow().values().filter_map(|guest| Some(guest.upgrade()?.status())).collect(),
+            clients: self
+                .open
+                .borrow()
+                .values()
+                .filter_map(|connection| Some(connection.upgrade()?.status()))
+                .collect(),
         }
     }
 }
