@@ -58,7 +58,8 @@ GROUPS |= {"remote": "RemoteConfig", "limits": "Limits"}
 
 
 def settings() -> str:
-    text = "".join(source(f"src/config/{name}.rs") for name in ("mod", "groups", "remote", "choices"))
+    files = [f"src/config/{name}.rs" for name in ("mod", "groups", "remote", "choices")]
+    text = "".join(map(source, [*files, "device/src/choices.rs", "index/src/policy.rs"]))
     words, kinds, defaults = {}, {}, {}
     for group, struct in GROUPS.items():
         body = block(text, f"pub struct {struct} {{")
@@ -85,7 +86,7 @@ def settings() -> str:
             lines = [f"- `{snake(value)}`: {words}" for value, words in values]
             enums.append(f"### `{name}`\n\n" + "\n".join(lines))
     return (
-        HEAD.format(source="src/config/")
+        HEAD.format(source="src/config/, device/src/choices.rs and index/src/policy.rs")
         + "# Settings of the engine\n\n*For developers who open a cache, in Rust or in Python.*\n\n"
         "Methods of `kvhoist::Config`, its serialized form, and keywords of `kvhoist.Cache`. In Python, and in the settings of\n"
         "the engines' adapters, `path` with `capacity` stands for `disks`; the adapters' own settings are on the pages of\n"
@@ -141,7 +142,7 @@ def metrics() -> str:
 
 
 def errors() -> str:
-    body = block(source("src/error.rs"), "pub enum Error {")
+    body = block(source("base/src/error.rs"), "pub enum Error {")
     variants = documented(body.replace(" {\n", ",\n"), r"([A-Z]\w+),")
     tree = ast.parse(source("python/kvhoist/errors.py"))
     classes = {node.name: " ".join((ast.get_docstring(node) or "").split()) for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -157,7 +158,7 @@ def errors() -> str:
         if name not in told and name != "Error":
             rows.append(f"| | `{name}` | {cell(words)} |")
     return (
-        HEAD.format(source="src/error.rs and python/kvhoist/errors.py")
+        HEAD.format(source="base/src/error.rs and python/kvhoist/errors.py")
         + "# Errors\n\n*For developers who call a cache.*\n\n"
         "Split by what the caller can do. In Python all are subclasses of `kvhoist.Error`.\n\n" + "\n".join(rows) + "\n"
     )
