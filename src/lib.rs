@@ -27,6 +27,9 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
+#[macro_use]
+extern crate kvhoist_base;
+
 mod block;
 mod block_on;
 mod cache;
@@ -47,9 +50,6 @@ mod state;
 pub mod store;
 mod sync;
 mod urgency;
-
-#[macro_use]
-extern crate kvhoist_base;
 
 use kvhoist_base::{bits, checksum, error, fork, memory};
 use kvhoist_index as index;

@@ -1,5 +1,4 @@
-//! What the crates of [kvhoist](https://github.com/kvhoist/kvhoist) share: blocks and their keys, the memory they lie in,
-//! checksums, errors.
+//! What the crates of kvhoist share: blocks and their keys, the memory they lie in, checksums, errors.
 //!
 //! `kvhoist` exports what its users need; no promise of stability holds for the rest.
 

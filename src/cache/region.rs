@@ -230,7 +230,7 @@ impl Cache {
     pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Region> {
         let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));
         let lent = ranges.collect::<Result<Ranges<()>>>()?;
-        Ok(self.region_of(CallerMemory::lent(Arc::clone(&self.shared().lenders.of_loans)), lent))
+        Ok(self.region_of(CallerMemory::lent(Arc::clone(&self.shared().lenders.of_lent)), lent))
     }
 
     /// One who will register memory, by a name for the log.

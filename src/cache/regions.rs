@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn no_memory_is_registered_twice() {
         let (regions, lenders) = (Regions::default(), Lenders::new());
-        let add = |memory| regions.add(memory, MemoryOwner(Arc::clone(&lenders.of_loans)));
+        let add = |memory| regions.add(memory, MemoryOwner(Arc::clone(&lenders.of_lent)));
         let pool = add(memory(4096, 8192)).expect("the first");
         assert!(add(memory(8192, 4096)).is_err(), "part of it is registered");
         add(memory(12288, 4096)).expect("beside the pool");
@@ -169,7 +169,7 @@ mod tests {
     fn three_regions() -> Regions {
         let (regions, lenders) = (Regions::default(), Lenders::new());
         for number in [3, 1, 2] {
-            let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
+            let whose = MemoryOwner(Arc::clone(&lenders.of_lent));
             regions.add(memory(number << 20, 4096), whose).expect("beside the others");
         }
         regions
@@ -195,7 +195,7 @@ mod tests {
     fn a_place_is_compared_with_few_regions_however_many_there_are() {
         let (regions, lenders) = (Regions::default(), Lenders::new());
         for number in 1..=1000 {
-            let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
+            let whose = MemoryOwner(Arc::clone(&lenders.of_lent));
             regions.add(memory(number << 20, 4096), whose).expect("beside the others");
         }
         let blocks: Vec<_> = (1..=100).map(|n| vec![Segment { ptr: at_region(10 * n), len: 2 }]).collect();

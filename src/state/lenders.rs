@@ -42,7 +42,7 @@ impl Lender {
 /// The lenders of a cache.
 pub(crate) struct Lenders {
     /// Stands for all who lend memory for a call.
-    pub(crate) of_loans: Arc<Lender>,
+    pub(crate) of_lent: Arc<Lender>,
     table: Mutex<Table>,
 }
 
@@ -59,10 +59,10 @@ const SWEEP_MIN: usize = 64;
 
 impl Lenders {
     pub(crate) fn new() -> Self {
-        let of_loans = Lender::new(Origin::FIRST, "memory that was lent for a call".into());
+        let of_lent = Lender::new(Origin::FIRST, "memory that was lent for a call".into());
         let first = Origin::FIRST.number();
-        let known = BTreeMap::from([(first, Arc::downgrade(&of_loans))]);
-        Lenders { of_loans, table: Mutex::new(Table { known, next: first + 1, sweep_at: SWEEP_MIN }) }
+        let known = BTreeMap::from([(first, Arc::downgrade(&of_lent))]);
+        Lenders { of_lent, table: Mutex::new(Table { known, next: first + 1, sweep_at: SWEEP_MIN }) }
     }
 
     /// A new lender. After the last number they share one that nobody answers for.
@@ -101,7 +101,7 @@ mod tests {
             let (found, is_last) = lenders.blame(bad.origin).expect("there");
             assert!(Arc::ptr_eq(&found, &bad) && is_last == (count == CHANGED_MAX));
         }
-        assert!(good.is_trusted() && !bad.is_trusted() && lenders.of_loans.is_trusted());
+        assert!(good.is_trusted() && !bad.is_trusted() && lenders.of_lent.is_trusted());
         let origin = bad.origin;
         drop(bad);
         assert!(lenders.blame(origin).is_none() && lenders.blame(Origin::UNKNOWN).is_none());

@@ -12,7 +12,7 @@ mod counters;
 mod hints;
 mod keys;
 mod layers;
-mod loans;
+mod lent;
 mod out_of_service;
 mod refusals;
 mod remote;

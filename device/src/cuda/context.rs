@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult};
+use kvhoist_base::error::{Error, Result};
 
 use super::{
     discover::{Device, discover, handle},
     driver::{BatchForm, CudaError, Driver, check},
 };
-use kvhoist_base::error::{Error, Result};
 
 /// A GPU with its primary context, which the CUDA runtime, and with it every framework in this process, uses too.
 /// Addresses and streams are shared with them.

@@ -3,9 +3,9 @@
 use std::{ffi::CStr, fmt};
 
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute};
+use kvhoist_base::error::{self, Error};
 
 use super::driver::{CudaError, Driver, check};
-use kvhoist_base::error::{self, Error};
 
 /// The GPUs of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

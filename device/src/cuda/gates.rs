@@ -13,13 +13,13 @@ use std::{
 };
 
 use cudarc::driver::sys;
+use kvhoist_base::error::{Error, Result};
 
 use super::{
     context::Gpu,
     driver::{CudaError, check},
     memory::HostPin,
 };
-use kvhoist_base::error::{Error, Result};
 
 /// Gates pinned at once (128 KiB). The first slab is pinned before any stream waits. A second should never be needed:
 /// pinning may wait for the device, which may be blocked in a wait for one of these gates.

@@ -6,13 +6,13 @@ use std::{
 };
 
 use cudarc::driver::sys::{self, CUfunction, CUmodule};
+use kvhoist_base::block::CopyOp;
 
 use super::{
     context::Gpu,
     driver::{CudaError, check},
     stream::Stream,
 };
-use kvhoist_base::block::CopyOp;
 
 /// `kernels/copy.cu` for compute capability 8.0 and later; the driver compiles it for the device.
 const PTX: &str = concat!(include_str!("kernels/copy.ptx"), "\0");

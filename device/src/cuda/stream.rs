@@ -6,12 +6,12 @@ use cudarc::driver::sys::{
     self, CUevent, CUevent_flags, CUmemLocation, CUmemLocationType, CUmemcpyAttributes, CUmemcpySrcAccessOrder,
     CUresult, CUstream, CUstream_flags,
 };
+use kvhoist_base::block::{CopyOp, Direction};
 
 use super::{
     context::Gpu,
     driver::{BatchForm, CudaError, check},
 };
-use kvhoist_base::block::{CopyOp, Direction};
 
 /// A CUDA stream: a queue of device work that runs in order.
 pub(crate) struct Stream {

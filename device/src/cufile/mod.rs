@@ -28,13 +28,13 @@ use std::{
     time::Duration,
 };
 
+use kvhoist_base::block::{FileId, OpKind};
 use tokio::{sync::oneshot, time::timeout};
 
 use self::{
     queue::{Queue, Wait},
     request::{Answer, Request},
 };
-use kvhoist_base::block::{FileId, OpKind};
 
 /// The reactor's handle to the worker. Dropping it ends the worker once libcufile has returned every transfer; the drop
 /// does not wait.

@@ -2,12 +2,13 @@
 
 use std::{fs::File, sync::Arc, time::Duration};
 
+use kvhoist_base::block::OpKind;
+
 use super::{
     Part,
     open::self_test,
     sys::{CufileError, Driver, Handle},
 };
-use kvhoist_base::block::OpKind;
 
 /// A file that libcufile reads straight into device memory, while the calling thread waits.
 pub struct CufileReader {

@@ -5,10 +5,10 @@ use std::sync::{
     atomic::{AtomicBool, AtomicI64, Ordering},
 };
 
+use kvhoist_base::block::OpKind;
 use tokio::sync::oneshot;
 
 use super::{Owner, Part};
-use kvhoist_base::block::OpKind;
 
 /// Result of a request, as the worker reports it.
 pub(super) enum Answer {

@@ -2,13 +2,14 @@
 
 use std::{ffi::CStr, fmt, sync::Arc};
 
+use kvhoist_base::error::{self, Error};
+
 use super::{
     library::Library,
     ports::{self, LoopbackPath, Port},
     sysfs::{self, Distance},
     verbs::{Context, DeviceLimits},
 };
-use kvhoist_base::error::{self, Error};
 
 /// The RDMA devices of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

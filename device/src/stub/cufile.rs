@@ -6,8 +6,9 @@ pub use super::transfer::{Buffer, Ended, Part, SelfTest, Setup};
 
 use std::{fs::File, sync::Arc, time::Duration};
 
-use super::not_built;
 use kvhoist_base::block::{FileId, OpKind};
+
+use super::not_built;
 
 /// The reactor's handle to libcufile: none in this build.
 pub enum Cufile {}

@@ -84,6 +84,15 @@ pub(super) struct Wanted {
     pub(super) device: SpaceDevice,
 }
 
+#[cfg(test)]
+impl Wanted {
+    /// A space of user 1 without a share of its own.
+    pub(super) fn of_tests(block_bytes: usize) -> Self {
+        let (namespace, block_bytes, device) = ("tests".into(), block_bytes as u64, SpaceDevice::None);
+        Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0, device }
+    }
+}
+
 /// All spaces of a service, by folder.
 pub(super) struct Spaces {
     config: ServerConfig,

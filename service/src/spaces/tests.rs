@@ -24,7 +24,7 @@ use crate::{
     error::{Error, Result, ServiceFault},
     memory::Mapped,
     peers::own_uid,
-    protocol::{Failure, SpaceDevice},
+    protocol::Failure,
     system::{Later, Machine, System},
 };
 
@@ -103,34 +103,27 @@ fn load_failing(folder: &Path, shares: &[&str], opens_fail: Rc<Cell<bool>>) -> (
     (Rc::new(spaces.expect("loaded")), deletions)
 }
 
-fn wanted() -> Wanted {
-    let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
-    Wanted {
-        namespace,
-        uid: 1,
-        shared: false,
-        block_bytes,
-        capacity_bytes: 0,
-        host_bytes: 0,
-        device: SpaceDevice::None,
-    }
-}
-
 #[tokio::test]
 async fn a_removal_whose_caller_has_gone_continues_to_its_end() {
     let folder = tempfile::tempdir().expect("a directory");
     let (spaces, deletions) = load(folder.path());
     let run = async {
         let before = spaces.left();
-        drop(spaces.attach(wanted()).await.expect("attached"));
-        assert!(spaces.remove(wanted()).now_or_never().is_none(), "the cache has to be closed first");
-        let refused = spaces.attach(wanted()).now_or_never().expect("an answer at once");
+        drop(spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached"));
+        assert!(
+            spaces.remove(Wanted::of_tests(BLOCK_BYTES)).now_or_never().is_none(),
+            "the cache has to be closed first"
+        );
+        let refused = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).now_or_never().expect("an answer at once");
         assert_eq!(refused.err().map(|failure| failure.fault), Some(ServiceFault::Busy));
         deletions.add_permits(1);
-        spaces.remove(wanted()).await.expect("the end of the removal");
+        spaces.remove(Wanted::of_tests(BLOCK_BYTES)).await.expect("the end of the removal");
         assert_eq!(spaces.left(), before);
-        drop(spaces.attach(wanted()).await.expect("made anew"));
-        assert!(spaces.remove(wanted()).now_or_never().is_none(), "the cache has to be closed first");
+        drop(spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("made anew"));
+        assert!(
+            spaces.remove(Wanted::of_tests(BLOCK_BYTES)).now_or_never().is_none(),
+            "the cache has to be closed first"
+        );
         deletions.add_permits(1);
         spaces.close().await.expect("closed, after the removal");
         assert_eq!(spaces.left(), before);
@@ -145,7 +138,11 @@ async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
     let (spaces, deletions) = load_failing(folder.path(), &[], Rc::clone(&opens_fail));
     let run = async {
         let before = spaces.left();
-        let of = |namespace: &str| Wanted { namespace: namespace.into(), capacity_bytes: 12 << 20, ..wanted() };
+        let of = |namespace: &str| Wanted {
+            namespace: namespace.into(),
+            capacity_bytes: 12 << 20,
+            ..Wanted::of_tests(BLOCK_BYTES)
+        };
         let failed = spaces.attach(of("tests")).await;
         assert_eq!(failed.err().map(|failure| failure.fault), Some(ServiceFault::Io));
         assert_eq!(spaces.left(), (before.0 - (12 << 20), before.1), "the file is there, and no host memory is taken");
@@ -171,19 +168,20 @@ async fn two_removals_at_a_time_remove_a_space_once() {
     let (key, block) = (BlockKey::new([7; 32]), [7; BLOCK_BYTES]);
     let (spaces, deletions) = load(folder.path());
     let run = async {
-        drop(spaces.attach(wanted()).await.expect("attached"));
-        let (first, second) = (pin!(spaces.remove(wanted())), pin!(spaces.remove(wanted())));
+        drop(spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached"));
+        let (first, second) =
+            (pin!(spaces.remove(Wanted::of_tests(BLOCK_BYTES))), pin!(spaces.remove(Wanted::of_tests(BLOCK_BYTES))));
         deletions.add_permits(1);
         let (Either::Left((removed, other)) | Either::Right((removed, other))) = select(first, second).await;
         removed.expect("removed");
-        let space = spaces.attach(wanted()).await.expect("made anew");
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("made anew");
         space.cache.store(&key, None, &block).await.expect("stored");
         deletions.add_permits(1);
         other.await.expect("removed before");
         drop(space);
         spaces.close().await.expect("closed");
         let (spaces, _) = load(folder.path());
-        let space = spaces.attach(wanted()).await.expect("the space that was made anew");
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("the space that was made anew");
         let lease = space.cache.fetch(&key).await.expect("served").expect("the block stays");
         assert_eq!(lease[..], block);
     };
@@ -198,10 +196,15 @@ async fn a_floor_is_not_for_another_users_space_of_the_same_name() {
     let share = format!("tests:uid={},disk=12MiB..,host=768KiB..", own_uid() + 7);
     let run = async {
         let (spaces, _) = load_with(folder.path(), &[&share]);
-        let of = |uid: u32| Wanted { uid, ..wanted() };
+        let of = |uid: u32| Wanted { uid, ..Wanted::of_tests(BLOCK_BYTES) };
         let found = spaces.attach(Wanted { capacity_bytes: 5 << 20, ..of(own_uid() + 8) }).await;
         assert_eq!(found.err().map(|failure| failure.fault), Some(ServiceFault::Capacity), "the floor is not its");
-        let shared = spaces.attach(Wanted { shared: true, capacity_bytes: 2 << 20, host_bytes: 65_536, ..wanted() });
+        let shared = spaces.attach(Wanted {
+            shared: true,
+            capacity_bytes: 2 << 20,
+            host_bytes: 65_536,
+            ..Wanted::of_tests(BLOCK_BYTES)
+        });
         let shared = shared.await.expect("of what others leave");
         let other = spaces.attach(of(own_uid() + 8)).await.expect("what is left of the rest");
         assert_eq!((other.capacity_bytes, other.host_bytes()), (2 << 20, (1 << 18) - 65_536));
@@ -223,7 +226,8 @@ async fn spaces_of_one_name_have_their_own_objects_in_a_remote_store() {
         let (spaces, _) = load(folder.path());
         let mut owners = BTreeSet::new();
         for (uid, shared) in [(own_uid(), false), (own_uid() + 1, false), (own_uid(), true)] {
-            let wanted = Wanted { uid, shared, capacity_bytes: 2 << 20, host_bytes: 65_536, ..wanted() };
+            let wanted =
+                Wanted { uid, shared, capacity_bytes: 2 << 20, host_bytes: 65_536, ..Wanted::of_tests(BLOCK_BYTES) };
             let space = spaces.attach(wanted).await.expect("room for three");
             owners.insert(space.cache.config().remote.owner.clone());
         }

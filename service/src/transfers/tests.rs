@@ -11,7 +11,7 @@ use crate::{
     budget::Budget,
     config::ServerConfig,
     error::ServiceFault,
-    protocol::{Blocks, Place, RegionKind, SpaceDevice},
+    protocol::{Blocks, Place, RegionKind},
     spaces::{Space, Spaces, Wanted},
     system::Machine,
 };
@@ -33,19 +33,6 @@ fn client(space: &Space) -> Rc<ClientTransfers> {
     Rc::new(transfers)
 }
 
-fn wanted() -> Wanted {
-    let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
-    Wanted {
-        namespace,
-        uid: 1,
-        shared: false,
-        block_bytes,
-        capacity_bytes: 0,
-        host_bytes: 0,
-        device: SpaceDevice::None,
-    }
-}
-
 fn blocks() -> Blocks {
     let offset = |block| u64::from(block) * BLOCK_BYTES as u64;
     let place = |block| [Place { region: 1, len: BLOCK_BYTES as u32, offset: offset(block) }];
@@ -62,7 +49,7 @@ async fn a_block_that_too_many_want_costs_no_other_block() {
     config.move_host = false;
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
-        let space = spaces.attach(wanted()).await.expect("attached");
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
         let (one, other) = (client(&space), client(&space));
         let stored = Rc::clone(&one).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
         assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
@@ -108,7 +95,7 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
     let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
-        let space = spaces.attach(wanted()).await.expect("attached");
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
         let transfers = client(&space);
         let mut requests = JoinSet::new();
         for _ in 0..4 {
@@ -140,7 +127,7 @@ async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
     let budget = Rc::new(Budget::new(&config));
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
-        let space = spaces.attach(wanted()).await.expect("attached");
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
         let transfers = ClientTransfers::new(&space, 1 << 20, "a client".into(), budget.account(1));
         let pool = SharedMemory::new(16 << 10).expect("memory");
         let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");

@@ -18,33 +18,11 @@ use kvhoist_service::internals::protocol::{
 
 use crate::{
     common::{Rng, key, seed},
-    guest::{Guest, POOL_BLOCKS},
-    node::{BLOCK_BYTES, Node},
+    guest::POOL_BLOCKS,
+    node::BLOCK_BYTES,
     raw::Raw,
+    shared_node::SharedNode,
 };
-
-/// A service with a neighbor, who must have the right bytes and no error after everything that another does.
-struct Street {
-    node: Node,
-    neighbor: Guest,
-}
-
-impl Street {
-    fn new(settings: &str) -> Self {
-        let node = Node::with(settings);
-        let neighbor = Guest::new(&node.socket());
-        neighbor.store(0, POOL_BLOCKS).expect("a service");
-        Street { node, neighbor }
-    }
-
-    fn check(&self) {
-        assert_eq!(self.neighbor.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
-    }
-
-    fn attached(&self) -> Raw {
-        Raw::attached(&self.node.socket())
-    }
-}
 
 pub fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
     // SAFETY: a name that ends with 0; the result is checked before it is used.
@@ -73,9 +51,9 @@ fn failed(reply: Reply, fault: ServiceFault) {
 #[test]
 fn memory_that_is_not_as_it_was_said_is_refused() {
     use ServiceFault::{Argument, Busy, Memory};
-    let street = Street::new("10000 64");
-    let held = street.node.held();
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let held = shared.node.held();
+    let mut raw = shared.attached();
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     // Shorter than it was said to be.
     failed(raw.ask_with(2, &register(1, 0, 2 << 20), good.as_fd()), Memory);
@@ -101,16 +79,16 @@ fn memory_that_is_not_as_it_was_said_is_refused() {
     // It cannot be taken away any more.
     let file = File::from(good);
     file.set_len(0).expect_err("sealed");
-    street.check();
+    shared.check();
     drop(raw);
-    street.node.wait_for_held(&held);
-    street.check();
+    shared.node.wait_for_held(&held);
+    shared.check();
 }
 
 #[test]
 fn holes_in_a_clients_memory_hurt_nobody() {
-    let street = Street::new("10000 64");
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let mut raw = shared.attached();
     let fd = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), fd.as_fd()), Reply::Registered { .. }));
     for id in 3..20 {
@@ -121,15 +99,15 @@ fn holes_in_a_clients_memory_hurt_nobody() {
         let reply = raw.ask(id, &load(1, 0, BLOCK_BYTES as u32));
         assert_eq!(reply, Reply::Results(vec![Ok(true)]));
     }
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
-    let street = Street::new("10000 64");
-    let held = street.node.held();
+    let shared = SharedNode::new("10000 64");
+    let held = shared.node.held();
     for life in 0..4 {
-        let mut raw = street.attached();
+        let mut raw = shared.attached();
         let fd = memfd(0, 1 << 20);
         assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), fd.as_fd()), Reply::Registered { .. }));
         assert_eq!(raw.ask(3, &load(1, 0, BLOCK_BYTES as u32)), Reply::Results(vec![Ok(true)]));
@@ -147,17 +125,17 @@ fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
         refused(raw.ask(5, &load(1, 0, BLOCK_BYTES as u32)));
         let there = raw.ask(6, &Request::Contains { keys: mine.keys });
         assert_eq!(there, Reply::Flags(vec![false]), "nobody is served what was left of it");
-        street.check();
+        shared.check();
     }
-    street.node.wait_for_held(&held);
-    street.check();
+    shared.node.wait_for_held(&held);
+    shared.check();
 }
 
 #[test]
 fn places_outside_of_what_was_lent_are_refused() {
     use ServiceFault::Argument;
-    let street = Street::new("10000 64");
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let mut raw = shared.attached();
     let block = BLOCK_BYTES as u32;
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     failed(raw.ask(2, &load(1, 0, block)), Argument);
@@ -171,13 +149,13 @@ fn places_outside_of_what_was_lent_are_refused() {
     assert_eq!(raw.ask(10, &Request::Unregister { region: 1 }), Reply::Done);
     failed(raw.ask(11, &load(1, 0, block)), Argument);
     assert_eq!(raw.ask(12, &Request::Unregister { region: 77 }), Reply::Done);
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn requests_without_a_space_are_refused() {
-    let street = Street::new("10000 64");
-    let mut raw = Raw::greeted(&street.node.socket());
+    let shared = SharedNode::new("10000 64");
+    let mut raw = Raw::greeted(&shared.node.socket());
     failed(raw.ask(1, &Request::Sync), ServiceFault::Argument);
     failed(raw.ask(2, &Request::MatchLen { keys: vec![key(0)] }), ServiceFault::Argument);
     let attach = |block_bytes| Request::Attach {
@@ -190,32 +168,32 @@ fn requests_without_a_space_are_refused() {
     };
     failed(raw.ask(3, &attach(0)), ServiceFault::Argument);
     failed(raw.ask(4, &attach(u64::MAX)), ServiceFault::Argument);
-    let mut attached = street.attached();
+    let mut attached = shared.attached();
     failed(attached.ask(3, &attach(4096)), ServiceFault::Argument);
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn an_id_that_is_in_flight_is_not_taken_twice() {
-    let street = Street::new("10000 64");
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let mut raw = shared.attached();
     // One after the other is no matter.
     assert_eq!(raw.ask(2, &Request::Unregister { region: 7 }), Reply::Done);
     assert_eq!(raw.ask(2, &Request::Unregister { region: 7 }), Reply::Done);
     let twice = [Request::Sync.encode(5), Request::Sync.encode(5)].concat();
     raw.send(&twice);
     assert!(raw.goodbye().starts_with("Protocol: request id"));
-    let mut raw = street.attached();
+    let mut raw = shared.attached();
     raw.send(&Request::Sync.encode(0));
     assert!(raw.goodbye().starts_with("Protocol: request id"));
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
-    let street = Street::new("300 64");
+    let shared = SharedNode::new("300 64");
     let refused = |bytes: &[u8]| {
-        let mut raw = Raw::connect(&street.node.socket());
+        let mut raw = Raw::connect(&shared.node.socket());
         raw.send(bytes);
         let welcome = raw.welcome();
         assert_eq!((welcome.version_min, welcome.version_max), (3, 3));
@@ -228,12 +206,12 @@ fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
     assert_eq!(refused(&Hello { version_min: 0, version_max: 2 }.encode()), ServiceFault::Version);
     assert_eq!(refused(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), ServiceFault::Protocol);
     assert_eq!(refused(b"kvhois"), ServiceFault::Timeout, "no whole hello within the patience");
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn nonsense_is_answered_with_a_goodbye() {
-    let street = Street::new("10000 64");
+    let shared = SharedNode::new("10000 64");
     let header = |body_bytes, kind| Header { body_bytes, kind, id: 9 }.encode();
     let most = u32::MAX.to_le_bytes();
     let cases: [&[u8]; 5] = [
@@ -244,35 +222,35 @@ fn nonsense_is_answered_with_a_goodbye() {
         &[0xff; 64],
     ];
     for bytes in cases {
-        let mut raw = street.attached();
+        let mut raw = shared.attached();
         raw.send(bytes);
         assert!(raw.goodbye().starts_with("Protocol: "), "{bytes:02x?}");
     }
     let mut rng = Rng(seed());
     for _ in 0..50 {
-        let mut raw = street.attached();
+        let mut raw = shared.attached();
         let len = 1 + rng.below(3000);
         let bytes: Vec<u8> = (0..len).map(|_| rng.next() as u8).collect();
         raw.send(&bytes);
         drop(raw);
     }
     // Descriptors that no frame wants.
-    let mut raw = street.attached();
+    let mut raw = shared.attached();
     let fd = memfd(0, 4096);
     for id in 2..7 {
         raw.send_with(&Request::Stats.encode(id), &[fd.as_fd(); 4]);
     }
     assert!(raw.goodbye().contains("descriptors"));
-    street.node.wait_for_clients(1);
-    street.check();
+    shared.node.wait_for_clients(1);
+    shared.check();
 }
 
 #[test]
 fn a_client_that_never_reads_is_cut_off() {
-    let street = Street::new("300 64");
-    street.node.wait_for_clients(1);
-    let held = street.node.held();
-    let mut raw = street.attached();
+    let shared = SharedNode::new("300 64");
+    shared.node.wait_for_clients(1);
+    let held = shared.node.held();
+    let mut raw = shared.attached();
     let keys: Vec<_> = (0..4096).map(key).collect();
     let request = Request::Contains { keys };
     let mut id = 1;
@@ -282,33 +260,33 @@ fn a_client_that_never_reads_is_cut_off() {
         if io::Write::write_all(&mut raw.stream, &request.encode(id)).is_err() {
             break;
         }
-        street.check();
+        shared.check();
     }
-    street.node.wait_for_clients(1);
-    assert_eq!(street.node.status().cut_off, 1);
-    street.node.wait_for_held(&held);
-    street.check();
+    shared.node.wait_for_clients(1);
+    assert_eq!(shared.node.status().cut_off, 1);
+    shared.node.wait_for_held(&held);
+    shared.check();
 }
 
 #[test]
 fn connections_past_the_limit_are_told_so() {
-    let street = Street::new("10000 4");
-    let socket = street.node.socket();
+    let shared = SharedNode::new("10000 4");
+    let socket = shared.node.socket();
     let _others: Vec<Raw> = (0..3).map(|_| Raw::greeted(&socket)).collect();
     for _ in 0..2000 {
         let mut raw = Raw::connect(&socket);
         raw.send(&Hello::ours().encode());
         assert_eq!(raw.welcome().answer, Err(ServiceFault::Busy));
     }
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn a_request_waits_for_few_of_the_connections_that_come_and_go() {
     const REQUESTS: u64 = 100;
-    let street = Street::new("10000 64");
-    let socket = street.node.socket();
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let socket = shared.node.socket();
+    let mut raw = shared.attached();
     let (ended, connected) = (AtomicBool::new(false), AtomicU64::new(0));
     let during = thread::scope(|scope| {
         scope.spawn(|| {
@@ -329,13 +307,13 @@ fn a_request_waits_for_few_of_the_connections_that_come_and_go() {
     });
     // A few a request; thousands where the service accepts connections for as long as there are any.
     assert!(during < REQUESTS * 100, "{during} connections in {REQUESTS} requests");
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn requests_past_the_limit_are_refused_and_the_others_answered() {
-    let street = Street::new("10000 64");
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let mut raw = shared.attached();
     let frames: Vec<u8> = (2..402).flat_map(|id| Request::Sync.encode(id)).collect();
     raw.send(&frames);
     let mut answered = [0; 2];
@@ -347,13 +325,13 @@ fn requests_past_the_limit_are_refused_and_the_others_answered() {
         }
     }
     assert!(answered[0] >= 128, "{answered:?}");
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn bytes_of_requests_past_the_limit_are_refused() {
-    let street = Street::new("10000 64");
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let mut raw = shared.attached();
     // Each takes 4,096 flushes, and has a frame of 128 KiB.
     let remove = Request::Remove { durable: true, keys: (1000..5096).map(key).collect() };
     let frames: Vec<u8> = (3..103).flat_map(|id| remove.encode(id)).collect();
@@ -368,14 +346,14 @@ fn bytes_of_requests_past_the_limit_are_refused() {
     failed(refused, ServiceFault::Busy);
     sends.join().expect("sent");
     drop(raw);
-    street.node.wait_for_clients(1);
-    street.check();
+    shared.node.wait_for_clients(1);
+    shared.check();
 }
 
 #[test]
 fn a_canceled_load_says_what_was_moved() {
-    let street = Street::new("10000 64");
-    let mut raw = street.attached();
+    let shared = SharedNode::new("10000 64");
+    let mut raw = shared.attached();
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), good.as_fd()), Reply::Registered { .. }));
     let place = [Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }];
@@ -391,5 +369,5 @@ fn a_canceled_load_says_what_was_moved() {
     };
     assert!(canceled(&results[3999]), "{:?}", results[3999]);
     assert_eq!(raw.ask(4, &Request::Unregister { region: 1 }), Reply::Done);
-    street.check();
+    shared.check();
 }

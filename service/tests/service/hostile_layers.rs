@@ -7,40 +7,21 @@ use kvhoist_service::internals::protocol::{Blocks, Place, RegionKind, Reply, Req
 
 use crate::{
     common::key,
-    guest::{Guest, LAYER_OF, POOL_BLOCKS, SEGMENT_BYTES},
+    guest::{LAYER_OF, POOL_BLOCKS, SEGMENT_BYTES},
     hostile::memfd,
     layers::{attached_with_device, failed},
-    node::{BLOCK_BYTES, Node},
+    node::BLOCK_BYTES,
     raw::Raw,
+    shared_node::SharedNode,
 };
 
 /// The region that a hostile client lends, which has room for so many blocks.
 const REGION: u32 = 9;
 const BLOCKS: u64 = 8;
 
-/// A service whose clients lend memory of a device, with a neighbor who must have the right bytes after everything
-/// that another does.
-struct Street {
-    node: Node,
-    neighbor: Guest,
-}
-
-impl Street {
-    fn new(settings: &str) -> Self {
-        let node = Node::with(settings);
-        let neighbor = Guest::with_device(&node.socket());
-        neighbor.store(0, POOL_BLOCKS).expect("a service");
-        Street { node, neighbor }
-    }
-
-    fn check(&self) {
-        assert_eq!(self.neighbor.load_layers(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
-    }
-
-    /// The blocks of the space that clients may pin in all.
-    fn pins_max(&self) -> usize {
-        block_on(self.neighbor.client.stats()).expect("a service").tier(Tier::Host).slots as usize / 4
-    }
+/// The blocks of the space that clients may pin in all.
+fn pins_max(shared: &SharedNode) -> usize {
+    block_on(shared.neighbor.client.stats()).expect("a service").tier(Tier::Host).slots as usize / 4
 }
 
 fn register() -> Request {
@@ -76,9 +57,9 @@ fn end_of(raw: &mut Raw, id: u64) -> Reply {
 
 #[test]
 fn floods_of_pins_stay_within_the_share_and_end_with_their_client() {
-    let street = Street::new("10000 64");
-    let mut raw = attached_with_device(&street.node);
-    let (most, mut pinned) = (street.pins_max(), 0);
+    let shared = SharedNode::with_device("10000 64");
+    let mut raw = attached_with_device(&shared.node);
+    let (most, mut pinned) = (pins_max(&shared), 0);
     // One block many times, and all blocks.
     let floods = [vec![key(0); 4096], (0..4096).map(key).collect::<Vec<BlockKey>>()];
     for id in 2..202 {
@@ -95,24 +76,24 @@ fn floods_of_pins_stay_within_the_share_and_end_with_their_client() {
         raw.send(&Request::LetGo { hold }.encode(0));
     }
     let all: Vec<BlockKey> = (0..POOL_BLOCKS).map(key).collect();
-    let others = || block_on(street.neighbor.client.pin(&all, usize::MAX)).expect("a service").count();
+    let others = || block_on(shared.neighbor.client.pin(&all, usize::MAX)).expect("a service").count();
     assert_eq!(others(), 0, "none is left");
-    street.check();
+    shared.check();
     // Let go twice, the first one's pins are free once.
     let let_go = Request::LetGo { hold: 2 }.encode(0);
     raw.send(&[let_go.clone(), let_go].concat());
     assert!(matches!(raw.ask(300, &Request::Stats), Reply::Stats(_)));
     assert_eq!(others(), most);
     drop(raw);
-    street.node.wait_for_clients(1);
+    shared.node.wait_for_clients(1);
     assert_eq!(others(), most, "a client that is gone pins nothing");
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn memory_that_is_taken_back_while_layers_come_is_written_no_more() {
-    let street = Street::new("10000 64");
-    let mut raw = attached_with_device(&street.node);
+    let shared = SharedNode::with_device("10000 64");
+    let mut raw = attached_with_device(&shared.node);
     let memory = SharedMemory::new(BLOCKS as usize * BLOCK_BYTES).expect("memory");
     for round in 0..60 {
         let id = 10 + 10 * round;
@@ -145,15 +126,15 @@ fn memory_that_is_taken_back_while_layers_come_is_written_no_more() {
         memory.read(0, &mut bytes);
         assert!(bytes.iter().all(|byte| *byte == 0xee), "round {round}: written to after it was taken back");
     }
-    street.check();
+    shared.check();
 }
 
 #[test]
 fn a_client_that_reads_of_no_layer_is_cut_off() {
-    let street = Street::new("300 64");
-    street.node.wait_for_clients(1);
-    let held = street.node.held();
-    let mut raw = attached_with_device(&street.node);
+    let shared = SharedNode::with_device("300 64");
+    shared.node.wait_for_clients(1);
+    let held = shared.node.held();
+    let mut raw = attached_with_device(&shared.node);
     lend(&mut raw, 2, &SharedMemory::new(BLOCKS as usize * BLOCK_BYTES).expect("memory"));
     // A block in as many layers as there may be, all but one of no bytes: each is told of by a frame.
     let place = |len| Place { region: REGION, offset: 0, len };
@@ -167,20 +148,20 @@ fn a_client_that_reads_of_no_layer_is_cut_off() {
         if io::Write::write_all(&mut raw.stream, &request.encode(id)).is_err() {
             break;
         }
-        street.check();
+        shared.check();
     }
-    street.node.wait_for_clients(1);
-    assert_eq!(street.node.status().cut_off, 1);
-    street.node.wait_for_held(&held);
-    street.check();
+    shared.node.wait_for_clients(1);
+    assert_eq!(shared.node.status().cut_off, 1);
+    shared.node.wait_for_held(&held);
+    shared.check();
 }
 
 #[test]
 fn a_devices_memory_that_shrinks_hurts_its_client_alone() {
-    let street = Street::new("10000 64");
-    let held = street.node.held();
+    let shared = SharedNode::with_device("10000 64");
+    let held = shared.node.held();
     for life in 0..6 {
-        let mut raw = attached_with_device(&street.node);
+        let mut raw = attached_with_device(&shared.node);
         let fd = memfd(0, BLOCKS * BLOCK_BYTES as u64);
         assert_eq!(raw.ask_with(2, &register(), fd.as_fd()), Reply::Registered { pinned: false });
         raw.send(&load().encode(3));
@@ -198,17 +179,17 @@ fn a_devices_memory_that_shrinks_hurts_its_client_alone() {
             reply => matches!(reply, Reply::Failed(_)),
         };
         assert!(refused, "life {life}");
-        street.check();
+        shared.check();
     }
-    street.node.wait_for_held(&held);
-    street.check();
+    shared.node.wait_for_held(&held);
+    shared.check();
 }
 
 #[test]
 fn loads_past_the_limits_are_answered_every_one() {
     const LOADS: u64 = 400;
-    let street = Street::new("10000 64");
-    let mut raw = attached_with_device(&street.node);
+    let shared = SharedNode::with_device("10000 64");
+    let mut raw = attached_with_device(&shared.node);
     let memory = Arc::new(SharedMemory::new(BLOCKS as usize * BLOCK_BYTES).expect("memory"));
     lend(&mut raw, 2, &memory);
     let canceled = (3..3 + LOADS).step_by(3).flat_map(|id| Request::Cancel { request: id }.encode(0));
@@ -234,5 +215,5 @@ fn loads_past_the_limits_are_answered_every_one() {
     sends.join().expect("sent");
     assert!(moved > 0);
     assert_eq!(raw.ask(3 + LOADS, &Request::Unregister { region: REGION }), Reply::Done);
-    street.check();
+    shared.check();
 }

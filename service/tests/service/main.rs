@@ -27,6 +27,7 @@ mod neighbor;
 mod node;
 mod pool;
 mod raw;
+mod shared_node;
 mod shares;
 mod taken_away;
 mod twins;

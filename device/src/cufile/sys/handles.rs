@@ -8,13 +8,13 @@ use std::{
     sync::Arc,
 };
 
+use kvhoist_base::block::OpKind;
 use rustix::fs::OFlags;
 
 use super::{
     driver::Driver,
     library::{CufileError, RawDescription, RawEntry, RawEvent, RawFile, check},
 };
-use kvhoist_base::block::OpKind;
 
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 const KIND_DESCRIPTOR: u32 = 1;
