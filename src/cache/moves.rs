@@ -6,7 +6,7 @@ use super::{Cache, Region};
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
-    mover::{Command, Job, Reply, Submitter},
+    mover::{Command, Job, Reply, StoreCall, Submitter},
     shield::shield,
 };
 
@@ -108,9 +108,15 @@ impl Cache {
 
     pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
-        let results = self.ask_jobs(|reply| Some(Command::StoreFrom { jobs, reply })).await?;
+        let results = self.ask_jobs(|reply| self.begin_store(jobs, reply)).await?;
         self.shared().forget_reported(&keys, &results);
         Ok(results)
+    }
+
+    /// Begins a store; what is left of it to the reactor.
+    pub(super) fn begin_store(&self, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
+        let call = StoreCall::new(self.shared(), &self.inner.urgent, jobs.len(), reply);
+        Submitter::begin_store(self.inner.submitter.as_ref(), jobs, call)
     }
 
     /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie

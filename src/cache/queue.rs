@@ -169,7 +169,7 @@ impl CompletionQueue {
         region: Option<&Region>,
     ) -> Result<u64> {
         let jobs = self.jobs(keys, Some(parent), segments, region)?;
-        self.submit(jobs, keys.to_vec(), |jobs, reply| Some(Command::StoreFrom { jobs, reply }))
+        self.submit(jobs, keys.to_vec(), |jobs, reply| self.cache.begin_store(jobs, reply))
     }
 
     fn jobs(

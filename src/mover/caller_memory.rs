@@ -11,17 +11,15 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    in_place::StoreStep,
-    pages::CallPages,
     plan::{Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::of_task,
-    route::{self, Checked, Hop, Row, Shape, View, Want},
+    route::{Checked, Hop, Shape},
     speculative_copy::{Offer, Target},
+    store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
 use crate::{
     block::{BlockKey, Route, Tier},
-    config::WritePolicy,
     device::CopyEngine,
     error::Result,
     io::Storage,
@@ -37,10 +35,6 @@ const BEGUN_PER_TURN: usize = 32;
 
 /// Jobs begun under one lock, for which callers wait: some microseconds.
 const BEGUN_PER_LOCK: usize = 8;
-
-/// Jobs that begin before the first of them runs: those of a call are on a few pages of records, which they share only
-/// if they are in flight together.
-const BEGUN_TOGETHER: usize = 128;
 
 /// Calls `begin` with each item, and lets the reactor do other work after every few: a call may have any number of
 /// blocks.
@@ -90,44 +84,52 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Copies each block into its segments; `false` for a block that is resident nowhere.
     pub(super) async fn load(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        self.each(jobs, |state, job| self.begin_load(state, job), Self::load_begun).await
+        self.each(
+            jobs,
+            |state, job| self.begin_load(state, job),
+            |this, job, begun| this.load_begun(Box::new(job), begun),
+        )
+        .await
     }
 
-    /// Stores each block from its segments.
-    pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        let pages = Rc::new(CallPages::default());
-        let bytes = jobs.len() as u64 * self.shared.config.slot_bytes() as u64;
-        let begin = |state: &mut Locked<'_>, job: &Job| self.begin_store(state, job, bytes, &pages);
-        self.each(jobs, begin, |this, job, begun| this.store_begun(job, begun, Rc::clone(&pages))).await
+    /// Stores blocks of a call from their segments.
+    pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<(usize, Job)>, call: Arc<StoreCall>) {
+        let numbers: Vec<usize> = jobs.iter().map(|&(number, _)| number).collect();
+        let begin = |state: &mut Locked<'_>, (_, job): &(usize, Job)| self.begin_store(state, job);
+        let run =
+            |this: Rc<Self>, (number, job), step| this.store_begun(Arc::clone(&call), (number, Box::new(job)), step);
+        let results = self.each(jobs, begin, run).await;
+        // I/O threads have the others.
+        let ended = |(number, result): (usize, Result<Option<bool>>)| Some((number, result.transpose()?));
+        call.settle(numbers.into_iter().zip(results).filter_map(ended));
     }
 
     /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight. Jobs begin under one
-    /// lock, a few at a time, and the blocks of a few pages of records before the first of them is written.
-    async fn each<B, F>(
+    /// lock, a few at a time.
+    async fn each<J, B, T, F>(
         self: &Rc<Self>,
-        jobs: Vec<Job>,
-        begin: impl Fn(&mut Locked<'_>, &Job) -> B,
-        run: impl Fn(Rc<Self>, Box<Job>, B) -> F,
-    ) -> Vec<Result<bool>>
+        jobs: Vec<J>,
+        begin: impl Fn(&mut Locked<'_>, &J) -> B,
+        run: impl Fn(Rc<Self>, J, B) -> F,
+    ) -> Vec<Result<T>>
     where
-        F: Future<Output = Result<bool>> + 'static,
+        T: 'static,
+        F: Future<Output = Result<T>> + 'static,
     {
         let mut tasks = Vec::with_capacity(jobs.len());
         let mut jobs = jobs.into_iter();
         while jobs.len() > 0 {
-            let part: Vec<Job> = jobs.by_ref().take(BEGUN_TOGETHER).collect();
-            let mut begun = Vec::with_capacity(part.len());
-            for jobs in part.chunks(BEGUN_PER_TURN) {
-                if !(tasks.is_empty() && begun.is_empty()) {
-                    crate::io::yield_now().await;
-                }
-                for jobs in jobs.chunks(BEGUN_PER_LOCK) {
-                    let mut state = self.shared.lock();
-                    begun.extend(jobs.iter().map(|job| begin(&mut state, job)));
-                }
+            if !tasks.is_empty() {
+                crate::io::yield_now().await;
             }
-            let spawn = |(job, begun)| tokio::task::spawn_local(run(Rc::clone(self), Box::new(job), begun));
-            tasks.extend(in_turns(part.into_iter().zip(begun), spawn).await);
+            let turn: Vec<J> = jobs.by_ref().take(BEGUN_PER_TURN).collect();
+            let mut begun = Vec::with_capacity(turn.len());
+            for jobs in turn.chunks(BEGUN_PER_LOCK) {
+                let mut state = self.shared.lock();
+                begun.extend(jobs.iter().map(|job| begin(&mut state, job)));
+            }
+            let run = |(job, begun)| tokio::task::spawn_local(run(Rc::clone(self), job, begun));
+            tasks.extend(turn.into_iter().zip(begun).map(run));
         }
         let mut results = Vec::with_capacity(tasks.len());
         for task in tasks {
@@ -207,78 +209,42 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Begins the store of a block, whose call stores `call_bytes` in all and writes records to `pages`.
-    fn begin_store(
-        self: &Rc<Self>,
-        state: &mut Locked<'_>,
-        job: &Job,
-        call_bytes: u64,
-        pages: &Rc<CallPages>,
-    ) -> Result<StoreStep<S, C>> {
-        if let Some(committed) = state.store_known(&job.key, job.parent.as_ref())? {
-            return Ok(StoreStep::Known(committed));
-        }
-        let row = self.choose_store(state, job);
-        if row.hops != [Hop::CallerToHost] && state.refuses(&job.key, job.parent.as_ref(), Tier::Disk) {
-            return Ok(StoreStep::Known(Committed::Done));
-        }
-        if row.hops != [Hop::CallerToDisk] {
-            return Ok(StoreStep::Planned(row));
-        }
-        self.begin_in_place(state, job, call_bytes, pages)
+    fn begin_store(&self, state: &mut Locked<'_>, job: &Job) -> Result<StoreStep> {
+        let bypasses = self.shared.config.host.bypass && job.may_bypass_host(self.memory_align_bytes);
+        begin_store(state, job, bypasses && job.is_kept_unchanged(), self.cufile.get().is_some())
     }
 
-    fn choose_store(&self, state: &Locked<'_>, job: &Job) -> &'static Row {
-        let config = &self.shared.config;
-        let memory = Shape {
-            is_device: job.memory() == RegionMemory::Device,
-            is_in_place: config.host.bypass && job.is_kept_unchanged() && job.may_bypass_host(self.memory_align_bytes),
-        };
-        if memory == Shape::default() {
-            return route::choose(Want::Store, &View::default(), None).expect("the last row applies always");
-        }
-        let id = state.index.find(&job.key);
-        let view = View {
-            held: Tier::ALL.map(|tier| id.is_some_and(|id| state.index.slot(id, tier).is_some())),
-            is_moving: Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)),
-            has_cufile: self.cufile.get().is_some() && state.cufile.writes(),
-            writes_through: config.disk.write_policy == WritePolicy::WriteThrough
-                && !config.disk.paths.is_empty()
-                && state.disk_service.writes(),
-            memory,
-        };
-        route::choose(Want::Store, &view, None).expect("the last row applies always")
-    }
-
-    /// Boxes as [`load_begun`](Self::load_begun).
+    /// Boxes as [`load_begun`](Self::load_begun). Without a result: I/O threads have it.
     async fn store_begun(
         self: Rc<Self>,
-        job: Box<Job>,
-        begun: Result<StoreStep<S, C>>,
-        pages: Rc<CallPages>,
-    ) -> Result<bool> {
-        let left = match begun? {
-            StoreStep::Known(Committed::Done) => None,
+        call: Arc<StoreCall>,
+        (number, job): (usize, Box<Job>),
+        step: Result<StoreStep>,
+    ) -> Result<Option<bool>> {
+        let (begun, left) = match step? {
+            StoreStep::Known(Committed::Done) => (None, None),
             StoreStep::Known(committed) => {
                 drop(job);
                 Box::pin(self.finish_store(committed)).await?;
-                None
+                (None, None)
             }
-            StoreStep::Begun(begun, sharing) => {
-                self.write_unsummed(job, begun, sharing).await?;
-                None
-            }
-            StoreStep::InPlace { is_summed_first, taken } => {
-                Box::pin(self.store_in_place(job, is_summed_first, taken, &pages)).await?
-            }
-            StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => Some(job),
-            StoreStep::Planned(_) => Box::pin(self.store_by_cufile(job)).await?,
+            StoreStep::Begun(begun) => (Some((begun, job)), None),
+            StoreStep::Waits(taken) => match Box::pin(self.begin_region_write(&job, taken, None)).await? {
+                Some(begun) => (Some((begun, job)), None),
+                None => (None, Some(job)),
+            },
+            StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => (None, Some(job)),
+            StoreStep::Planned(_) => (None, Box::pin(self.store_by_cufile(job)).await?),
         };
+        if let Some((begun, job)) = begun {
+            let planned = PlannedStore::new(number, job, Instant::now(), begun);
+            return self.store_in_place(&call, planned).await;
+        }
         // What is left after a way that failed takes the last one.
         if let Some(job) = left {
             Box::pin(self.store_by_copy(job)).await?;
         }
-        Ok(true)
+        Ok(Some(true))
     }
 
     /// Stores a block by way of a host slot.
@@ -301,7 +267,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         job.check_is_there()?;
         let (checksum, filling) = match sum {
             Some(Ok(sum)) => (sum, filling),
-            _ => self.checksum_of(filling).await,
+            _ => self.checksum_of(filling, 0).await,
         };
         drop(job);
         let committed = self.shared.commit(&key, parent.as_ref(), filling, checksum)?;

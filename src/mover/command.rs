@@ -7,6 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::{
     progress::LayerJobs,
     region::{Job, RegionUse},
+    store::{EndedStore, StoreCall},
     submit::PlannedRead,
 };
 use crate::{
@@ -24,8 +25,8 @@ pub(crate) enum Command {
     Load { jobs: Vec<Job>, reply: Reply },
     /// Copy blocks into foreign memory, layer by layer.
     LoadLayers(LayerJobs),
-    /// Store blocks from foreign memory: true for each that was stored.
-    StoreFrom { jobs: Vec<Job>, reply: Reply },
+    /// Store blocks of a call from foreign memory, each with its number there.
+    StoreFrom { jobs: Vec<(usize, Job)>, call: Arc<StoreCall> },
     /// Register a region with the storage; the answer says whether the kernel has pinned it.
     Register { region: RegionUse, reply: oneshot::Sender<bool> },
     /// Write the record pages that name a block that was removed, or all that are out of date.
@@ -45,6 +46,8 @@ pub(crate) enum Urgent {
     GiveBack { region: RegionUse },
     /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
     EndRead(Box<PlannedRead>, Option<Transferred>),
+    /// End stores whose writes a caller had submitted.
+    EndStores { call: Arc<StoreCall>, stores: Vec<EndedStore> },
     /// Load blocks whose reads to their caller's memory have failed.
     Load { jobs: Vec<Job>, reply: Reply },
     /// Copy a device block into `buf`, which is resized to fit.

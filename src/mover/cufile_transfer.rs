@@ -14,6 +14,7 @@ use super::{
     flight_guard::FlightGuard,
     plan::{OnDisk, Taken, Trip},
     region::Job,
+    store::BegunStore,
     write::BegunWrite,
 };
 use crate::{
@@ -81,9 +82,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         copied?;
         let (checksum, slot) = self.checksum_on_device(slot).await;
         let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
-        let Some((begun, _guard)) = begun else { return Ok(Some(job)) };
-        let (id, began) = (begun.1.id, Instant::now());
-        let fault = match self.write_slot(begun, slot).await {
+        let Some(BegunStore { permit, write, place, started }) = begun else { return Ok(Some(job)) };
+        let _guard = FlightGuard::of_write(self, &job.key, started, write.filling.slot());
+        let (id, began) = (write.id, Instant::now());
+        let fault = match self.write_slot((permit, write, place), slot).await {
             Ok(written) => {
                 if self.end_write(&job.key, id, None, written).await? {
                     self.shared.metrics.stores.add(1);

@@ -50,8 +50,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     self.end_flight(&key, to, Err(error));
                 }
             }
-            Command::Load { jobs, reply } | Command::StoreFrom { jobs, reply } => {
-                reply(jobs.iter().map(|_| Err(error.clone())).collect());
+            Command::Load { jobs, reply } => reply(jobs.iter().map(|_| Err(error.clone())).collect()),
+            Command::StoreFrom { jobs, call } => {
+                call.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
             }
             Command::LoadLayers(load) => load.refuse(&error),
             Command::Register { .. } => self.start(command),

@@ -1,18 +1,16 @@
 //! Blocks between disk and a caller's host memory, with no copy in the host tier.
 
-use std::{io, rc::Rc};
+use std::{io, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    pages::CallPages,
-    plan::{OnDisk, Taken, Trip, WRITE},
-    records::Sharing,
-    region::{Job, RegionMemory},
-    route::Row,
-    write::BegunWrite,
+    plan::{OnDisk, Taken, Trip},
+    region::Job,
+    results::or_panicked,
+    store::{BegunStore, EndedStore, PlannedStore, QueuedStore, StoreCall},
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
@@ -20,23 +18,8 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskWrite, Filling, Locked, Permit, Purpose},
+    state::{DiskWrite, Locked, Purpose},
 };
-
-/// A write from a caller's memory, and its flight.
-pub(super) type BegunRegionWrite<S, C> = (BegunWrite, FlightGuard<S, C>);
-
-/// The first step of a store from a caller's memory.
-pub(super) enum StoreStep<S: Storage, C: CopyEngine> {
-    /// The block is resident already, or the disk tier, which is the last, does not take it.
-    Known(Committed),
-    /// A worker computes its checksum and writes it.
-    Begun(BegunRegionWrite<S, C>, Sharing<S, C>),
-    /// As `Begun`, but its checksum comes first, or more than it has taken must be waited for.
-    InPlace { is_summed_first: bool, taken: Taken },
-    /// It goes through a slot of another tier.
-    Planned(&'static Row),
-}
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Reads a block to its caller's memory. Returns the job if the block must go another way.
@@ -80,92 +63,134 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(None)
     }
 
-    /// Begins the store of a block in place, whose call stores `call_bytes` in all and writes records to `pages`.
-    pub(super) fn begin_in_place(
-        self: &Rc<Self>,
-        state: &mut Locked<'_>,
-        job: &Job,
-        call_bytes: u64,
-        pages: &Rc<CallPages>,
-    ) -> Result<StoreStep<S, C>> {
-        job.check_is_there()?;
-        // A worker computes the checksum and writes at once; a block in several segments is written by the reactor.
-        let (bytes, in_flight) = (self.shared.config.slot_bytes() as u64, self.bytes_in_flight() + call_bytes);
-        let is_summed_first = job.segments.len() != 1 || !self.is_worth_a_transfer(bytes, in_flight);
-        let mut taken = Taken::default();
-        if is_summed_first || self.take(state, &mut taken, WRITE, Purpose::Call).is_some() {
-            return Ok(StoreStep::InPlace { is_summed_first, taken });
-        }
-        let begun = self.enter_in_place(state, job, (taken.permit(), taken.slot()), None);
-        let sharing = Sharing::new(self, pages, begun.0.2.page);
-        Ok(StoreStep::Begun(begun, sharing))
-    }
-
-    /// Stores a block in place, after waiting for what that needs. Returns the job if the block must go through a host
-    /// slot.
+    /// Stores a block from its place. Without a result: an I/O thread has it.
     pub(super) async fn store_in_place(
         self: &Rc<Self>,
-        job: Box<Job>,
-        is_summed_first: bool,
-        taken: Taken,
-        pages: &Rc<CallPages>,
-    ) -> Result<Option<Box<Job>>> {
-        if !is_summed_first {
-            let Some(begun) = self.begin_region_write(&job, taken, None).await? else { return Ok(Some(job)) };
-            let sharing = Sharing::new(self, pages, begun.0.2.page);
-            return self.write_unsummed(job, begun, sharing).await.map(|()| None);
+        call: &Arc<StoreCall>,
+        planned: PlannedStore,
+    ) -> Result<Option<bool>> {
+        // A block in several segments is written by the reactor.
+        let (bytes, is_one) = (self.shared.config.slot_bytes() as u64, planned.job.segments.len() == 1);
+        if let Some((pool, file)) = self.workers.pool().zip(self.storage.file(planned.place.file))
+            && is_one
+            && self.is_worth_a_transfer(bytes, self.bytes_in_flight())
+        {
+            QueuedStore::new(call, planned).queue(pool, file).wake();
+            return Ok(None);
         }
-        // The checksum before the write, and the record beside it.
-        let (checksum, job) = self.checksum_of(job).await;
-        let Some((begun, _guard)) = self.begin_region_write(&job, taken, Some(checksum)).await? else {
-            return Ok(Some(job));
-        };
-        let (key, id, began) = (job.key, begun.1.id, Instant::now());
-        let written = self.write_out(begun, job).await;
-        self.end_region_write(&key, id, began, written).await.map(|()| None)
+        Box::pin(self.store_here(planned)).await.map(|()| Some(true))
     }
 
-    /// Writes a block, with a worker that computes the checksum first, and then its record, for which the checksum must
-    /// be known.
+    /// Stores a block from its place: first its checksum, then the write and its record at once.
     ///
     /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
     /// answer.
-    pub(super) async fn write_unsummed(
-        self: &Rc<Self>,
-        job: Box<Job>,
-        ((permit, DiskWrite { id, filling }, place), _guard): BegunRegionWrite<S, C>,
-        sharing: Sharing<S, C>,
-    ) -> Result<()> {
-        let (key, origin, began) = (job.key, job.origin(), Instant::now());
-        let (file, block_bytes) = (place.file, self.shared.config.block_bytes);
-        let (result, job, filling) = self.write_payload(&permit, &place, job, filling, block_bytes).await;
-        drop(permit);
-        self.shared.account(&self.shared.failures, file, OpKind::Write, &result);
-        let write = DiskWrite { id, filling };
-        let sum = match result {
-            Ok(Some(sum)) => Ok(sum),
-            // The reactor wrote it: no other block was in flight any more, or the worker died.
-            Ok(None) => {
-                let (sum, job) = Box::pin(self.checksum_of(job)).await;
-                // Zeros may have been written: as a worker would have, it has found no memory.
-                let gone = || Error::io("write", self.path_of(file), io::Error::from_raw_os_error(libc::EFAULT));
-                job.check_is_there().map_err(|_| gone()).map(|()| sum)
-            }
-            Err(source) => Err(Error::io("write", self.path_of(file), source)),
+    async fn store_here(self: &Rc<Self>, planned: PlannedStore) -> Result<()> {
+        let PlannedStore { job, permit, write, place, started, began, .. } = planned;
+        let _guard = FlightGuard::of_write(self, &job.key, started, write.filling.slot());
+        let (key, origin, id, permit) = (job.key, job.origin(), write.id, permit.expect("its write has not ended"));
+        let (sum, job) = self.checksum_of(job, self.shared.config.slot_bytes() as u64).await;
+        let entered = match job.check_is_there() {
+            Ok(()) => Ok(self.lock().enter_written(&write, sum, origin)),
+            // It may be of zeros: as an I/O thread would have, it has found no memory.
+            Err(_) => Err(Error::io("write", self.path_of(place.file), io::Error::from_raw_os_error(libc::EFAULT))),
         };
-        // False: it was removed meanwhile.
-        let is_entered = sum.map(|sum| self.lock().enter_written(&write, sum, origin));
-        let recorded = match is_entered {
-            Ok(true) => sharing.written().await,
-            other => {
-                drop(sharing);
-                other.map(drop)
-            }
+        let written = match entered {
+            Ok(true) => self.write_out((permit, write, place), job).await,
+            // It was removed meanwhile, or is not written.
+            other => self.written(write, other.map(drop)),
         };
-        self.end_region_write(&key, id, began, self.written(write, recorded)).await
+        self.end_in_place(&key, id, began, written).await
     }
 
-    async fn end_region_write(
+    /// Ends stores whose writes I/O threads had: those that are written, whose records are on one page, with that page;
+    /// others by what came of them, or here.
+    pub(super) async fn end_stores(self: Rc<Self>, call: Arc<StoreCall>, stores: Vec<EndedStore>) {
+        let numbers: Vec<usize> = stores.iter().map(|(planned, _)| planned.number).collect();
+        let results = match or_panicked(self.end_each_store(stores)).await {
+            Ok(results) => results,
+            Err(error) => numbers.into_iter().map(|number| (number, Err(error.clone()))).collect(),
+        };
+        call.settle(results.into_iter().map(|(number, result)| (number, result.map(|()| true))));
+    }
+
+    async fn end_each_store(self: &Rc<Self>, stores: Vec<EndedStore>) -> Result<Vec<(usize, Result<()>)>> {
+        let guard = |(planned, _): &EndedStore| {
+            FlightGuard::of_write(self, &planned.job.key, planned.started, planned.write.filling.slot())
+        };
+        let _guards: Vec<_> = stores.iter().map(guard).collect();
+        let (mut results, mut written) = (Vec::with_capacity(stores.len()), Vec::with_capacity(stores.len()));
+        for (planned, result) in stores {
+            let number = planned.number;
+            let result = match result {
+                Some(Ok(sum)) => {
+                    written.push((planned, sum));
+                    continue;
+                }
+                None => self.store_here(planned).await,
+                Some(Err(source)) => {
+                    let PlannedStore { job, write, place, began, .. } = planned;
+                    let (id, failed) = (write.id, Err(source));
+                    self.shared.account(&self.shared.failures, place.file, OpKind::Write, &failed);
+                    let failed = failed.map_err(|source| Error::io("write", self.path_of(place.file), source));
+                    self.end_in_place(&job.key, id, began, self.written(write, failed)).await
+                }
+            };
+            results.push((number, result));
+        }
+        if let Some((first, _)) = written.first() {
+            let page = first.place.page;
+            self.enter(&written);
+            let recorded = self.write_page(page).await;
+            self.end_written(written, recorded, &mut results).await;
+        }
+        Ok(results)
+    }
+
+    /// Enters blocks in the table whose payloads are written, but for those that were removed meanwhile.
+    fn enter(&self, written: &[(PlannedStore, u64)]) {
+        let mut state = self.lock();
+        for (planned, sum) in written {
+            state.enter_written(&planned.write, *sum, planned.job.origin());
+        }
+    }
+
+    /// Makes blocks visible whose payloads and records are written, under one lock.
+    async fn end_written(
+        self: &Rc<Self>,
+        written: Vec<(PlannedStore, u64)>,
+        recorded: Result<()>,
+        results: &mut Vec<(usize, Result<()>)>,
+    ) {
+        let (mut ends, mut stored, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        let mut state = self.lock();
+        for (PlannedStore { number, job, write, began, .. }, _) in written {
+            let id = write.id;
+            // The others are ended one by one.
+            if recorded.is_err() || state.index.find(&job.key) != Some(id) {
+                others.push((number, job, write, began));
+            } else {
+                let is_visible = state.end_disk_write(write, None);
+                assert!(is_visible, "it was not removed");
+                state.note_written(&job.key, id, None);
+                ends.push(state.end_flight(&job.key, Tier::Disk, Ok(None)));
+                stored.push((number, job, began));
+            }
+        }
+        drop(state);
+        ends.into_iter().for_each(|end| self.answer_all(end));
+        for (number, job, began) in stored {
+            self.count_stored(&job.key, began);
+            results.push((number, Ok(())));
+        }
+        for (number, job, write, began) in others {
+            let id = write.id;
+            let written = self.written(write, recorded.clone());
+            results.push((number, self.end_in_place(&job.key, id, began, written).await));
+        }
+    }
+
+    async fn end_in_place(
         self: &Rc<Self>,
         key: &BlockKey,
         id: EntryId,
@@ -173,21 +198,25 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         written: Result<Option<DiskWrite>>,
     ) -> Result<()> {
         if self.end_write(key, id, None, written).await? {
-            self.shared.metrics.stores.add(1);
-            self.shared.note_stored(key);
-            self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
+            self.count_stored(key, began);
         }
         Ok(())
+    }
+
+    fn count_stored(&self, key: &BlockKey, began: Instant) {
+        self.shared.metrics.stores.add(1);
+        self.shared.note_stored(key);
+        self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
     }
 
     /// Takes what the write of a block from a caller's memory needs beside what it has taken, and begins the write and
     /// its flight. `None` if the block is resident by now, or on its way.
     pub(super) async fn begin_region_write(
-        self: &Rc<Self>,
+        &self,
         job: &Job,
         taken: Taken,
         checksum: Option<u64>,
-    ) -> Result<Option<BegunRegionWrite<S, C>>> {
+    ) -> Result<Option<BegunStore>> {
         let begin = |state: &mut Locked<'_>, permit, filling| {
             let may_begin = state.check_open().and_then(|()| job.check_is_there());
             let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
@@ -195,30 +224,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if may_begin.is_err() || is_known || is_moving {
                 return (may_begin.map(|()| None), Some((permit, filling)));
             }
-            (Ok(Some(self.enter_in_place(state, job, (permit, filling), checksum))), None)
+            (Ok(Some(BegunStore::new(state, job, (permit, filling), checksum))), None)
         };
         let (begun, _unused) = self.take_and_begin(taken, Purpose::Call, begin).await?;
         begun
-    }
-
-    /// Begins the write of a block that is resident nowhere and on no way, and its flight.
-    fn enter_in_place(
-        self: &Rc<Self>,
-        state: &mut Locked<'_>,
-        job: &Job,
-        (permit, filling): (Permit, Filling),
-        checksum: Option<u64>,
-    ) -> BegunRegionWrite<S, C> {
-        let id = state.index.insert(job.key, job.parent);
-        let place = state.begin_disk_write(id, &filling, checksum);
-        let place = place.expect("it is resident nowhere, and on no way");
-        // Device memory is copied to a slot of the cache first.
-        if checksum.is_some() && job.memory() == RegionMemory::Host {
-            state.disk_slots().set_origin(filling.slot(), job.origin());
-        }
-        // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Default::default());
-        let guard = FlightGuard::of_write(self, &job.key, started, filling.slot());
-        ((permit, DiskWrite { id, filling }, place), guard)
     }
 }

@@ -14,6 +14,7 @@ use super::{
     command::Reply,
     plan::OnDisk,
     region::Job,
+    results::CallResults,
     route::{self, Hop, Shape, View, Want},
     submit::{Ends, Submitter},
 };
@@ -21,14 +22,14 @@ use crate::{
     block::{OpKind, Route, Tier},
     error::{Error, Result},
     io::{OpenFile, Transfer, Transferred, Waiter},
-    memory::IoBuf,
+    memory::{IoBuf, Lent},
     state::{Kind, Locked, Permit},
     sync::Mutex,
     urgency::Urgency,
 };
 
 /// Blocks planned under one lock, for which other callers wait: some microseconds.
-const PLANNED_PER_LOCK: usize = 8;
+pub(super) const PLANNED_PER_LOCK: usize = 8;
 
 /// Blocks whose slots are given back under one lock.
 const ENDED_PER_LOCK: usize = 16;
@@ -40,16 +41,11 @@ struct Load {
 }
 
 struct Progress {
-    /// One of each block of the call.
-    results: Vec<Option<Result<bool>>>,
-    /// Blocks without a result.
-    left: usize,
+    results: CallResults,
     /// Blocks that are being read.
     reading: usize,
     /// Blocks that were read, still pinned.
     ended: Vec<(PlannedLoad, Ended)>,
-    /// `None` once the call is answered.
-    reply: Option<Reply>,
 }
 
 /// A block of a call that is read to its caller's memory, with all that it needs.
@@ -80,10 +76,9 @@ struct QueuedLoad {
 impl Submitter {
     /// Begins a load. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
-        let Some(this) = this.filter(|this| this.takes_load(&jobs)) else { return Some(Command::Load { jobs, reply }) };
-        let count = jobs.len();
-        let results = std::iter::repeat_with(|| None).take(count).collect();
-        let progress = Progress { results, left: count, reading: 0, ended: Vec::new(), reply: Some(reply) };
+        let this = this.filter(|this| this.is_worth_waking(&jobs, Kind::Read));
+        let Some(this) = this else { return Some(Command::Load { jobs, reply }) };
+        let progress = Progress { results: CallResults::new(jobs.len(), reply), reading: 0, ended: Vec::new() };
         let load = Arc::new(Load { ends: Arc::clone(&this.ends), progress: Mutex::new(progress) });
         let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
         while jobs.len() > 0 {
@@ -107,15 +102,15 @@ impl Submitter {
     }
 
     /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over, and may have blocks
-    /// that they read.
-    fn takes_load(&self, jobs: &[Job]) -> bool {
+    /// that they read or write.
+    pub(super) fn is_worth_waking(&self, jobs: &[Job], kind: Kind) -> bool {
         let shared = &self.ends.shared;
-        let bytes = jobs.len() as u64 * shared.config.slot_bytes() as u64 + shared.in_flight.bytes(Kind::Read);
-        self.pool.is_worth_waking(jobs.len(), bytes) && jobs.first().is_some_and(|job| self.reads_in_place(job))
+        let bytes = jobs.len() as u64 * shared.config.slot_bytes() as u64 + shared.in_flight.bytes(kind);
+        self.pool.is_worth_waking(jobs.len(), bytes) && jobs.first().is_some_and(|job| self.reaches_in_place(job))
     }
 
-    /// Whether direct I/O reads the block to its place by one operation.
-    fn reads_in_place(&self, job: &Job) -> bool {
+    /// Whether direct I/O reads or writes the block in its place by one operation.
+    pub(super) fn reaches_in_place(&self, job: &Job) -> bool {
         let bypasses = self.ends.shared.config.host.bypass && !job.through_host;
         bypasses && job.segments.len() == 1 && job.may_bypass_host(self.memory_align_bytes)
     }
@@ -140,7 +135,7 @@ impl Submitter {
 
     fn plan_load(&self, state: &mut Locked<'_>, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
         let shared = &self.ends.shared;
-        if state.check_open().is_err() || !self.reads_in_place(job) {
+        if state.check_open().is_err() || !self.reaches_in_place(job) {
             return None;
         }
         let id = state.index.find(&job.key)?;
@@ -162,16 +157,9 @@ impl Submitter {
     }
 
     fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {
-        let PlannedLoad { job, block, .. } = &planned;
-        let (offset, regions) = (block.offset, Arc::clone(&job.regions));
-        let (segment, _, guard) = job.places().into_iter().next().expect("it was planned as one segment");
-        let start = NonNull::new(segment.ptr).expect("no memory begins at 0");
-        // SAFETY: as of a job that is filled, whose regions the operation owns. The kernel's registration of the memory
-        // is of the reactor's ring.
-        let buf = unsafe { IoBuf::new(start, segment.len, None, regions) }.guarded(guard);
-        // SAFETY: the only one of the segment.
-        let transfer = Transfer { kind: OpKind::Read, file, offset, buf: unsafe { buf.lend() } };
-        drop(buf);
+        // SAFETY: it is filled by this read alone.
+        let buf = unsafe { planned.job.lend_place() };
+        let transfer = Transfer { kind: OpKind::Read, file, offset: planned.block.offset, buf };
         let queued = QueuedLoad { load: Arc::clone(load), planned: Some((planned, permit)) };
         let waiter = Waiter::calling(self.ends.shared.config.block_bytes, move |result| queued.end(result));
         self.pool.push_transfer(Urgency::Awaited, transfer, waiter).wake();
@@ -248,19 +236,26 @@ impl Load {
 
     /// Notes results. The last one answers the call.
     fn settle(&self, results: impl Iterator<Item = (usize, Result<bool>)>) {
-        let mut progress = self.progress.lock();
-        for (number, result) in results {
-            let earlier = progress.results[number].replace(result);
-            assert!(earlier.is_none(), "a block has one result");
-            progress.left -= 1;
+        let answer = self.progress.lock().results.note(results);
+        if let Some((reply, results)) = answer {
+            reply(results);
         }
-        if progress.left > 0 {
-            return;
-        }
-        let (reply, results) = (progress.reply.take(), std::mem::take(&mut progress.results));
-        drop(progress);
-        if let Some(reply) = reply {
-            reply(results.into_iter().map(|result| result.expect("none is left")).collect());
-        }
+    }
+}
+
+impl Job {
+    /// Lends the place of a block in one segment to an I/O thread.
+    ///
+    /// # Safety
+    /// As of [`Job`](super::block_memory): only a block that is loaded is read to, and the place is lent once at a
+    /// time.
+    pub(super) unsafe fn lend_place(&self) -> Lent {
+        let (segment, _, guard) = self.places().into_iter().next().expect("it has one segment");
+        let start = NonNull::new(segment.ptr).expect("no memory begins at 0");
+        // The kernel's registration of the memory is of the reactor's ring.
+        // SAFETY: the operation owns the regions, which so stay mapped.
+        let buf = unsafe { IoBuf::new(start, segment.len, None, Arc::clone(&self.regions)) }.guarded(guard);
+        // SAFETY: the only one of the buffer.
+        unsafe { buf.lend() }
     }
 }

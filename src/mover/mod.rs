@@ -35,6 +35,7 @@ mod results;
 mod route;
 mod shutdown;
 mod speculative_copy;
+mod store;
 mod submit;
 #[cfg(test)]
 mod tests;
@@ -47,6 +48,7 @@ pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 #[cfg(test)]
 pub(crate) use region::COMPARED;
 pub(crate) use region::{CallerMemory, Job, RegionMemory, RegionUse};
+pub(crate) use store::StoreCall;
 pub(crate) use submit::{Begun, QueuedRead, Submitter};
 pub use told_layers::ToldLayers;
 
@@ -234,9 +236,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 reply(this.load(jobs).await);
             }),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
-            Command::StoreFrom { jobs, reply } => self.spawn(async move {
-                reply(this.store_from(jobs).await);
-            }),
+            Command::StoreFrom { jobs, call } => self.spawn(async move { this.store_from(jobs, call).await }),
             // If its caller is gone, the memory may be unmapped.
             Command::Register { reply, .. } if reply.is_closed() => {}
             Command::Register { region, reply } => {
@@ -275,6 +275,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 reply(this.load(jobs).await);
             }),
             Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
+            Urgent::EndStores { call, stores } => self.spawn(this.end_stores(call, stores)),
             // It is already closing.
             Urgent::Close => {}
         }

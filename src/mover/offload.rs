@@ -187,14 +187,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// The checksum of a block in host memory.
     ///
     /// On a worker, so that the reactor continues to serve the ring; here if there is no worker, and for a lone block:
-    /// nothing waits for the reactor then, and handing the block over would only take time.
-    pub(super) async fn checksum_of<M: BlockMemory>(&self, memory: M) -> (u64, M) {
+    /// nothing waits for the reactor then, and handing the block over would only take time. `own_bytes` of those in
+    /// flight are the block's.
+    pub(super) async fn checksum_of<M: BlockMemory>(&self, memory: M, own_bytes: u64) -> (u64, M) {
         let place = memory.place();
         assert!(!place.is_device(), "the processor reads host memory");
         let segments = self.segments(&place).into_owned();
         let memory = Arc::new(memory);
         let bytes = segments.iter().map(|segment| segment.len as u64).sum();
-        let from_worker = match self.is_worth_a_worker(bytes) {
+        let from_worker = match self.is_worth_a_worker(bytes, own_bytes) {
             true => {
                 let (keep, segments) = (Arc::clone(&memory), segments.clone());
                 let _busy = self.workers.enter();
@@ -218,8 +219,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (sum, Arc::into_inner(memory).expect("a worker drops its owner before it answers"))
     }
 
-    fn is_worth_a_worker(&self, bytes: u64) -> bool {
-        let is_alone = !self.workers.is_busy() && self.bytes_in_flight() == 0;
+    fn is_worth_a_worker(&self, bytes: u64, own_bytes: u64) -> bool {
+        let is_alone = !self.workers.is_busy() && self.bytes_in_flight() <= own_bytes;
         self.workers.take(bytes) && !is_alone
     }
 

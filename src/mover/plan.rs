@@ -57,6 +57,37 @@ impl Taken {
     pub(super) fn permit(&mut self) -> Permit {
         self.permit.take().expect("its plan has taken one")
     }
+
+    /// Takes what a transfer needs, as far as it is to be had now; what is missing then.
+    ///
+    /// A slot before bytes to be read, which a movement may wait for with its slot: it is as urgent as the callers that
+    /// wait for a host slot. Bytes to be written before a disk slot: background writes get none while awaited reads
+    /// wait, and must not hold a slot that a store waits for.
+    pub(super) fn take(
+        &mut self,
+        state: &mut Locked<'_>,
+        Needs(tier, kind): Needs,
+        purpose: Purpose<'_>,
+    ) -> Option<Missing> {
+        let mut wanted = [tier.map(Missing::Slot), kind.map(Missing::Permit)];
+        if kind == Some(Kind::Write) {
+            wanted.reverse();
+        }
+        let is_missing = |missing: &Missing| match *missing {
+            Missing::Slot(tier) => {
+                self.slot = self.slot.take().or_else(|| state.acquire(tier));
+                self.slot.is_none()
+            }
+            Missing::Permit(kind) => {
+                let (urgency, shared) = (state.holder_urgency(purpose), state.shared());
+                let bytes = shared.config.slot_bytes() as u64;
+                let take = || shared.in_flight.take_now(kind, urgency, bytes);
+                self.permit = self.permit.take().or_else(take);
+                self.permit.is_none()
+            }
+        };
+        wanted.into_iter().flatten().find(is_missing)
+    }
 }
 
 /// What a transfer needs: a slot to fill, and bytes in flight.
@@ -216,7 +247,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Some(Hop::DeviceToHost) => (Needs(Some(Tier::Host), None), Tier::Device),
             Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
         };
-        if let Some(missing) = self.take(state, &mut trip.taken, needs, purpose(&trip.key, trip.flight)) {
+        if let Some(missing) = trip.taken.take(state, needs, purpose(&trip.key, trip.flight)) {
             return Step::Wait(missing);
         }
         let id = state.index.find(&trip.key);
@@ -281,37 +312,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Takes what a transfer needs, as far as it is to be had now; what is missing then.
-    ///
-    /// A slot before bytes to be read, which a movement may wait for with its slot: it is as urgent as the callers that
-    /// wait for a host slot. Bytes to be written before a disk slot: background writes get none while awaited reads
-    /// wait, and must not hold a slot that a store waits for.
-    pub(super) fn take(
-        &self,
-        state: &mut Locked<'_>,
-        taken: &mut Taken,
-        Needs(tier, kind): Needs,
-        purpose: Purpose<'_>,
-    ) -> Option<Missing> {
-        let mut wanted = [tier.map(Missing::Slot), kind.map(Missing::Permit)];
-        if kind == Some(Kind::Write) {
-            wanted.reverse();
-        }
-        let is_missing = |missing: &Missing| match *missing {
-            Missing::Slot(tier) => {
-                taken.slot = taken.slot.take().or_else(|| state.acquire(tier));
-                taken.slot.is_none()
-            }
-            Missing::Permit(kind) => {
-                let (urgency, bytes) = (state.holder_urgency(purpose), self.shared.config.slot_bytes() as u64);
-                let take = || self.shared.in_flight.take_now(kind, urgency, bytes);
-                taken.permit = taken.permit.take().or_else(take);
-                taken.permit.is_none()
-            }
-        };
-        wanted.into_iter().flatten().find(is_missing)
-    }
-
     /// Begins a write by `begin`, under the lock under which it has taken all that it needs beside what it had. `begin`
     /// drops neither the permit nor the slot, which wake others.
     pub(super) async fn take_and_begin<T>(
@@ -324,7 +324,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             let missing = {
                 let mut state = self.shared.lock();
-                match self.take(&mut state, &mut taken, WRITE, purpose) {
+                match taken.take(&mut state, WRITE, purpose) {
                     Some(missing) => missing,
                     None => return Ok(begin(&mut state, taken.permit(), taken.slot())),
                 }

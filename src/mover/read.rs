@@ -139,7 +139,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn is_right<M: BlockMemory>(&self, memory: M, sum: Option<u64>, wanted: u64) -> (bool, M) {
         let (sum, memory) = match sum {
             Some(sum) => (sum, memory),
-            None => self.checksum_of(memory).await,
+            None => self.checksum_of(memory, 0).await,
         };
         (sum == wanted, memory)
     }

@@ -8,11 +8,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{
-    Mover, Serving,
-    pages::{CallPages, Waiter, Waiters},
-    results::of_task,
-};
+use super::{Mover, Serving, pages::Waiters, results::of_task};
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     device::CopyEngine,
@@ -27,43 +23,6 @@ use crate::{
 /// Pages written at once by `sync`.
 const STALE_BATCH: usize = 32;
 
-/// A block being written that shares the page of its record with other blocks of its call.
-pub(super) struct Sharing<S: Storage, C: CopyEngine> {
-    mover: Rc<Mover<S, C>>,
-    pages: Rc<CallPages>,
-    page: PageId,
-    left: bool,
-}
-
-impl<S: Storage, C: CopyEngine> Sharing<S, C> {
-    pub(super) fn new(mover: &Rc<Mover<S, C>>, pages: &Rc<CallPages>, page: PageId) -> Self {
-        pages.enter(page);
-        Sharing { mover: Rc::clone(mover), pages: Rc::clone(pages), page, left: false }
-    }
-
-    fn leave(&mut self, waiter: Option<Waiter>) {
-        self.left = true;
-        self.mover.request_page(self.page, self.pages.leave(self.page, waiter));
-    }
-
-    /// Writes the record, whose payload is written, with those of the other blocks; as [`Mover::write_page`].
-    pub(super) async fn written(mut self) -> Result<()> {
-        let (sender, receiver) = oneshot::channel();
-        self.leave(Some(sender));
-        drop(self);
-        receiver.await.unwrap_or(Err(Error::Closed))
-    }
-}
-
-impl<S: Storage, C: CopyEngine> Drop for Sharing<S, C> {
-    /// A block without a record: its write failed or panicked, or it was removed meanwhile.
-    fn drop(&mut self) {
-        if !self.left {
-            self.leave(None);
-        }
-    }
-}
-
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes the page that holds the record of `slot`; resolves when a write that began after this
     /// call has ended.
@@ -74,22 +33,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     pub(super) async fn write_page(self: &Rc<Self>, page: PageId) -> Result<()> {
         let (sender, receiver) = oneshot::channel();
-        self.request_page(page, vec![sender]);
-        receiver.await.unwrap_or(Err(Error::Closed))
-    }
-
-    /// Writes the page for these waiters, with others that come before the write begins.
-    fn request_page(self: &Rc<Self>, page: PageId, waiters: Vec<Waiter>) {
-        if waiters.is_empty() {
-            return;
-        }
         match self.records.borrow_mut().0.entry(page) {
-            Entry::Occupied(mut present) => present.get_mut().next.extend(waiters),
+            Entry::Occupied(mut present) => present.get_mut().next.push(sender),
             Entry::Vacant(vacant) => {
-                vacant.insert(Waiters { next: waiters, ..Waiters::default() });
+                vacant.insert(Waiters { next: vec![sender], ..Waiters::default() });
                 tokio::task::spawn_local(Rc::clone(self).serve_page(page));
             }
         }
+        receiver.await.unwrap_or(Err(Error::Closed))
     }
 
     /// Waits until the page on the medium is up to date: for the end of its write, if it has not changed since that

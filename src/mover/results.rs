@@ -5,10 +5,42 @@ use std::{future::Future, panic::AssertUnwindSafe};
 use futures_util::FutureExt;
 use tokio::task::JoinError;
 
+use super::command::Reply;
 use crate::{
     error::{Error, Result},
     state::verify::panicked,
 };
+
+/// The results of a call, one of each block, and who gets them.
+pub(super) struct CallResults {
+    results: Vec<Option<Result<bool>>>,
+    /// Blocks without a result.
+    left: usize,
+    /// `None` once the call is answered.
+    reply: Option<Reply>,
+}
+
+impl CallResults {
+    pub(super) fn new(blocks: usize, reply: Reply) -> Self {
+        let results = std::iter::repeat_with(|| None).take(blocks).collect();
+        CallResults { results, left: blocks, reply: Some(reply) }
+    }
+
+    /// Notes results. After the last one: all of them, and who gets them, without a lock.
+    pub(super) fn note(
+        &mut self,
+        results: impl Iterator<Item = (usize, Result<bool>)>,
+    ) -> Option<(Reply, Vec<Result<bool>>)> {
+        for (number, result) in results {
+            let earlier = self.results[number].replace(result);
+            assert!(earlier.is_none(), "a block has one result");
+            self.left -= 1;
+        }
+        let reply = if self.left == 0 { self.reply.take() } else { None }?;
+        let results = std::mem::take(&mut self.results).into_iter();
+        Some((reply, results.map(|result| result.expect("none is left")).collect()))
+    }
+}
 
 /// The result of `work`, or the error of a panic: it calls subscribers of the log, which are users' code. Without an
 /// answer its caller would take the cache for closed.

@@ -138,16 +138,13 @@ impl Submitter {
         waiter: oneshot::Sender<Outcome>,
         (row, permit, slot): (&'static Row, Permit, Filling),
     ) -> Submission<'_> {
-        let shared = &self.ends.shared;
         let pin = state.pin(id, Tier::Disk, row.route).expect("the disk has it");
         assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
         let started = state.flights.begin_started(key, Tier::Host, id, class, waiters);
         let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
-        if !std::mem::replace(&mut state.is_watched, true) {
-            shared.watch.notify_one();
-        }
+        state.watch();
         let trip = Trip::read(key, row, slot, permit.with_urgency(urgency));
         let block = OnDisk::of(state, pin);
         let file = state.files[usize::from(block.file.0)].clone();

@@ -62,7 +62,7 @@ fn a_write_waits_for_its_bytes_without_a_disk_slot_and_a_read_with_its_host_slot
         [(WRITE, Tier::Disk, 2), (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Host, 1)]
     {
         let (mut state, mut taken) = (shared.lock(), Taken::default());
-        let missing = mover.take(&mut state, &mut taken, needs, Purpose::Call);
+        let missing = taken.take(&mut state, needs, Purpose::Call);
         assert!(matches!(missing, Some(Missing::Permit(_))), "{tier}");
         assert_eq!(state.free_slots(tier), slots_left, "{tier}");
         drop(state);

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use super::Shared;
+use super::{Locked, Shared};
 use crate::{block::Tier, shield::caught};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
@@ -56,5 +56,14 @@ impl Shared {
     /// True if a waiter since `looks` is past its deadline.
     pub(crate) fn is_overdue(&self, since: u64) -> bool {
         self.looks() - since > u64::from(LOOKS_PER_DEADLINE)
+    }
+}
+
+impl Locked<'_> {
+    /// A movement that no task of the reactor has begun is in flight from now on.
+    pub(crate) fn watch(&mut self) {
+        if !std::mem::replace(&mut self.is_watched, true) {
+            self.shared().watch.notify_one();
+        }
     }
 }

@@ -33,7 +33,7 @@ impl Shared {
 impl State {
     /// Notes the end of the write of `id`, whose flight has not ended; nothing if the block was removed meanwhile, also
     /// if another was stored under its key since, even one with the same id.
-    pub(super) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+    pub(crate) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
         if self.index.find(key) != Some(id) || self.flights.entry(key, Tier::Disk) != Some(id) {
             return;
         }

@@ -165,6 +165,43 @@ fn a_load_that_a_close_overtakes_is_answered_when_its_memory_is_free() {
     });
 }
 
+/// Stores from callers' memory, some of the same block, whose writes their callers submit or the reactor makes, while
+/// the I/O thread dies now and then. What was answered is there.
+#[test]
+fn a_store_that_a_close_overtakes_is_answered_when_its_memory_is_free() {
+    check(|| {
+        let world = World::new(config(0, 2, 6).bypass_host(true), 0, false);
+        let callers = [0, 1].map(|n| {
+            world.caller(async move |cache: Cache| {
+                let mut memory = AlignedBuf::zeroed(3 * BLOCK_BYTES);
+                let keys = [n, 2, 3 + n];
+                keys.iter()
+                    .zip(memory.chunks_mut(BLOCK_BYTES))
+                    .for_each(|(n, block)| block.copy_from_slice(&payload(*n)));
+                // SAFETY: the memory lives until the region is forgotten, and nobody writes to it before.
+                let lent = unsafe { Memory::host(memory.as_mut_ptr(), memory.len()) };
+                let Ok(region) = cache.register(lent).await else { return };
+                let places = [0, 1, 2].map(|at: usize| {
+                    vec![Segment { ptr: memory.as_ptr().wrapping_add(at * BLOCK_BYTES).cast_mut(), len: BLOCK_BYTES }]
+                });
+                let stored = cache.store_from(&keys.map(key), None, &places).await;
+                for (n, stored) in keys.into_iter().zip(stored.into_iter().flatten()) {
+                    match (stored, cache.fetch(&key(n)).await) {
+                        (Ok(true), Ok(lease)) => assert_is(&lease.expect("it was stored"), n),
+                        (Ok(true) | Err(Error::Closed), _) => {}
+                        other => panic!("{other:?}"),
+                    }
+                }
+                drop(cache.unregister(&region).await);
+                memory.fill(0);
+            })
+        });
+        block_on(world.cache.close()).expect("close");
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.ended();
+    });
+}
+
 /// A read may be on its way to an I/O thread when the cache is closed, or be ended by it.
 #[test]
 fn a_close_waits_for_nobody_for_ever() {

@@ -82,6 +82,34 @@ fn blocks_that_one_call_stores_share_the_writes_of_their_records() {
     assert!(by_workers > 8, "{by_workers} runs with workers");
 }
 
+/// With I/O threads, whoever stores blocks begins eight under a lock, and those of a page of records end together.
+#[test]
+fn blocks_that_one_call_stores_begin_and_end_under_one_lock() {
+    let mut by_callers = 0;
+    for seed in 0..32 {
+        let mut world = World::new(seed, sim::blank_files(&two_pages()));
+        world.deaths = 0.0;
+        let mut pages = Pages::filled();
+        sim::block_on(async {
+            let Simulated { cache, reactor } = sim::open(two_pages(), &world).await.expect("blank files open");
+            let _region = pages.register(&cache).await;
+            let places = pages.places();
+            let work_done = cache.stats().work_done;
+            let before = kvhoist::internals::seams::locks_taken();
+            let stored = cache.store_from(&keys(), None, &places).await.expect("asked");
+            let locks = kvhoist::internals::seams::locks_taken() - before;
+            assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
+            if cache.stats().work_done - work_done == BLOCKS as u64 {
+                by_callers += 1;
+                // Of each of two pages: its blocks enter the table, its records are encoded, and its blocks end.
+                assert_eq!(locks, (BLOCKS / 8 + 2 * 3) as u64, "seed {seed}");
+            }
+            scene::finish(cache, reactor).await;
+        });
+    }
+    assert!(by_callers > 8, "{by_callers} runs whose writes callers submitted");
+}
+
 #[test]
 fn a_block_that_is_not_written_keeps_no_other_of_its_call_from_its_record() {
     let mut by_workers = 0;

@@ -1,0 +1,299 @@
+//! Stores that callers submit themselves.
+//!
+//! A block that is resident nowhere, and that direct I/O writes from its caller's memory, needs the reactor only for
+//! its record. Whoever stores such blocks plans them under the lock, a few at a time, and queues their writes for the
+//! I/O threads, which checksum them first. The reactor writes the records, those of a call on one page together, makes
+//! the blocks visible and answers the call. It stores the others of the call, those whose write has failed or was lost,
+//! and those that must wait for something.
+
+use std::{io, sync::Arc};
+
+use tokio::{sync::mpsc, time::Instant};
+
+use super::{
+    Command, Urgent,
+    command::Reply,
+    load::PLANNED_PER_LOCK,
+    pages::CallPages,
+    plan::{Taken, WRITE},
+    region::{Job, RegionMemory},
+    results::CallResults,
+    route::{self, Hop, Row, Shape, View, Want},
+    submit::Submitter,
+};
+use crate::{
+    block::{OpKind, Tier},
+    config::WritePolicy,
+    error::Result,
+    io::{Asleep, OpenFile, Pool, Transfer, Transferred, Waiter},
+    state::{Class, Committed, DiskPlace, DiskWrite, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
+    sync::Mutex,
+    urgency::Urgency,
+};
+
+/// A call that stores blocks from its caller's memory.
+pub(crate) struct StoreCall {
+    shared: Arc<Shared>,
+    urgent: mpsc::UnboundedSender<Urgent>,
+    /// Its lock may be taken under the state's, never around it.
+    progress: Mutex<Progress>,
+}
+
+struct Progress {
+    results: CallResults,
+    /// Blocks that are being written, and those that are written and wait for others of their page.
+    pages: CallPages<EndedStore>,
+}
+
+/// The first step of a store.
+pub(super) enum StoreStep {
+    /// The block is resident already, or the disk tier, which is the last, does not take it.
+    Known(Committed),
+    /// It is written in place.
+    Begun(BegunStore),
+    /// It is written in place, by what it has taken and something that must be waited for.
+    Waits(Taken),
+    /// It goes through a slot of another tier.
+    Planned(&'static Row),
+}
+
+/// What the write of a block has taken, and its flight.
+pub(super) struct BegunStore {
+    pub(super) permit: Permit,
+    pub(super) write: DiskWrite,
+    pub(super) place: DiskPlace,
+    pub(super) started: Started,
+}
+
+/// A block of a call that is written from its caller's memory, with all that it needs.
+pub(crate) struct PlannedStore {
+    /// Which block of its call it is.
+    pub(super) number: usize,
+    pub(super) job: Box<Job>,
+    pub(super) began: Instant,
+    /// `None` once the write has ended.
+    pub(super) permit: Option<Permit>,
+    pub(super) write: DiskWrite,
+    pub(super) place: DiskPlace,
+    pub(super) started: Started,
+}
+
+/// A write by an I/O thread that has ended: with the checksum of the block, or why it failed. `None`: it was lost.
+pub(crate) type EndedStore = (PlannedStore, Option<io::Result<u64>>);
+
+/// A write that is queued, or about to be. Handed to the reactor when it is dropped before its end: the kernel is done
+/// with its memory then, and it is made again.
+pub(super) struct QueuedStore {
+    call: Arc<StoreCall>,
+    /// `None` once it has ended.
+    planned: Option<PlannedStore>,
+}
+
+/// The way of a block that is stored. `is_in_place`: direct I/O may write it from its place. `has_cufile`: libcufile
+/// may.
+fn store_row(state: &Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool) -> &'static Row {
+    let memory = Shape { is_device: job.memory() == RegionMemory::Device, is_in_place };
+    let mut view = View { memory, ..View::default() };
+    if memory != Shape::default() {
+        let (id, disk) = (state.index.find(&job.key), &state.shared().config.disk);
+        view.held = Tier::ALL.map(|tier| id.is_some_and(|id| state.index.slot(id, tier).is_some()));
+        view.is_moving = Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier));
+        view.has_cufile = has_cufile && state.cufile.writes();
+        view.writes_through =
+            disk.write_policy == WritePolicy::WriteThrough && !disk.paths.is_empty() && state.disk_service.writes();
+    }
+    route::choose(Want::Store, &view, None).expect("the last row applies always")
+}
+
+/// Begins the store of a block. The parameters are those of [`store_row`].
+pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool) -> Result<StoreStep> {
+    if let Some(committed) = state.store_known(&job.key, job.parent.as_ref())? {
+        return Ok(StoreStep::Known(committed));
+    }
+    let row = store_row(state, job, is_in_place, has_cufile);
+    if row.hops != [Hop::CallerToHost] && state.refuses(&job.key, job.parent.as_ref(), Tier::Disk) {
+        return Ok(StoreStep::Known(Committed::Done));
+    }
+    if row.hops != [Hop::CallerToDisk] {
+        return Ok(StoreStep::Planned(row));
+    }
+    job.check_is_there()?;
+    let mut taken = Taken::default();
+    match taken.take(state, WRITE, Purpose::Call) {
+        Some(_) => Ok(StoreStep::Waits(taken)),
+        None => Ok(StoreStep::Begun(BegunStore::new(state, job, (taken.permit(), taken.slot()), None))),
+    }
+}
+
+impl BegunStore {
+    /// Begins the write of a block that is resident nowhere and on no way, and its flight.
+    pub(super) fn new(
+        state: &mut Locked<'_>,
+        job: &Job,
+        (permit, filling): (Permit, Filling),
+        checksum: Option<u64>,
+    ) -> Self {
+        let id = state.index.insert(job.key, job.parent);
+        let place = state.begin_disk_write(id, &filling, checksum);
+        let place = place.expect("it is resident nowhere, and on no way");
+        // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
+        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Default::default());
+        state.watch();
+        BegunStore { permit, write: DiskWrite { id, filling }, place, started }
+    }
+}
+
+impl PlannedStore {
+    pub(super) fn new(number: usize, job: Box<Job>, began: Instant, begun: BegunStore) -> Self {
+        let BegunStore { permit, write, place, started } = begun;
+        PlannedStore { number, job, began, permit: Some(permit), write, place, started }
+    }
+}
+
+impl StoreCall {
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        urgent: &mpsc::UnboundedSender<Urgent>,
+        blocks: usize,
+        reply: Reply,
+    ) -> Arc<Self> {
+        let progress = Progress { results: CallResults::new(blocks, reply), pages: CallPages::new() };
+        Arc::new(StoreCall { shared: Arc::clone(shared), urgent: urgent.clone(), progress: Mutex::new(progress) })
+    }
+
+    /// Notes results. The last one answers the call.
+    pub(super) fn settle(&self, results: impl Iterator<Item = (usize, Result<bool>)>) {
+        let answer = self.progress.lock().results.note(results);
+        if let Some((reply, results)) = answer {
+            reply(results);
+        }
+    }
+
+    /// The end of a write by an I/O thread. The reactor hears of blocks that are written when all of their page are.
+    fn ended(self: &Arc<Self>, ended: EndedStore) {
+        let page = ended.0.place.page;
+        let (written, other) = if matches!(ended.1, Some(Ok(_))) { (Some(ended), None) } else { (None, Some(ended)) };
+        let together = self.progress.lock().pages.leave(page, written);
+        self.hand_over(together);
+        self.hand_over(other.into_iter().collect());
+    }
+
+    fn hand_over(self: &Arc<Self>, stores: Vec<EndedStore>) {
+        if !stores.is_empty() {
+            // Where the reactor is gone, the call ends as closed.
+            drop(self.urgent.send(Urgent::EndStores { call: Arc::clone(self), stores }));
+        }
+    }
+}
+
+impl Submitter {
+    /// Begins a store. What is left of it to the reactor, which the caller sends there.
+    pub(crate) fn begin_store(this: Option<&Self>, jobs: Vec<Job>, call: Arc<StoreCall>) -> Option<Command> {
+        let (mut known, mut rest) = (Vec::new(), Vec::new());
+        let this = this.filter(|this| this.is_worth_waking(&jobs, Kind::Write));
+        let mut jobs = jobs.into_iter().enumerate();
+        if let Some(this) = this {
+            call.progress.lock().pages.hold();
+            // Of a call whose blocks are elsewhere, the first few say so; after one that must wait, all others do.
+            while jobs.len() > 0
+                && this.begin_stores(&call, jobs.by_ref().take(PLANNED_PER_LOCK), &mut known, &mut rest)
+            {}
+            let together = call.progress.lock().pages.release();
+            together.into_iter().for_each(|stores| call.hand_over(stores));
+        }
+        rest.extend(jobs);
+        call.settle(known.into_iter());
+        (!rest.is_empty()).then_some(Command::StoreFrom { jobs: rest, call })
+    }
+
+    /// Begins some blocks of a call. Those that must wait for something, or take another way, join the `rest`. Whether
+    /// the next ones are worth a look.
+    fn begin_stores(
+        &self,
+        call: &Arc<StoreCall>,
+        jobs: impl Iterator<Item = (usize, Job)>,
+        known: &mut Vec<(usize, Result<bool>)>,
+        rest: &mut Vec<(usize, Job)>,
+    ) -> bool {
+        let (jobs, began): (Vec<_>, _) = (jobs.collect(), Instant::now());
+        let mut waits = false;
+        let mut state = self.ends.shared.lock();
+        let begin = |(_, job): &(usize, Job)| {
+            let step = if waits { None } else { self.begin_store_now(&mut state, job) };
+            waits |= matches!(step, Some(Ok(StoreStep::Waits(_))));
+            let file = match &step {
+                Some(Ok(StoreStep::Begun(begun))) => Some(state.files[usize::from(begun.place.file.0)].clone()),
+                _ => None,
+            };
+            (step, file)
+        };
+        let steps: Vec<_> = jobs.iter().map(begin).collect();
+        drop(state);
+        let left_before = (jobs.len(), rest.len());
+        for ((number, job), (step, file)) in jobs.into_iter().zip(steps) {
+            match (step, file) {
+                (Some(Ok(StoreStep::Begun(begun))), Some(file)) => {
+                    let planned = PlannedStore::new(number, Box::new(job), began, begun);
+                    QueuedStore::new(call, planned).queue(&self.pool, file).wake();
+                }
+                (Some(Ok(StoreStep::Known(_))), _) => known.push((number, Ok(true))),
+                (Some(Err(error)), _) => known.push((number, Err(error))),
+                _ => rest.push((number, job)),
+            }
+        }
+        !waits && rest.len() - left_before.1 < left_before.0
+    }
+
+    /// Begins the store of a block that is on disk, or goes there from its place. `None`: it is left to the reactor.
+    fn begin_store_now(&self, state: &mut Locked<'_>, job: &Job) -> Option<Result<StoreStep>> {
+        let id = state.index.find(&job.key);
+        let is_on_disk = id.is_some_and(|id| state.held(id)[Tier::Disk as usize]);
+        let is_resident = id.is_some_and(|id| state.index.best_tier(id).is_some());
+        let is_for_reactor = is_resident && !is_on_disk
+            || state.check_open().is_err()
+            || !self.reaches_in_place(job)
+            || state.flights.len() >= self.ends.shared.config.limits.movements_max as usize;
+        (!is_for_reactor).then(|| begin_store(state, job, job.is_kept_unchanged(), false))
+    }
+}
+
+impl QueuedStore {
+    pub(super) fn new(call: &Arc<StoreCall>, planned: PlannedStore) -> Self {
+        call.progress.lock().pages.enter(planned.place.page);
+        QueuedStore { call: Arc::clone(call), planned: Some(planned) }
+    }
+
+    /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
+    pub(super) fn queue(self, pool: &Pool, file: OpenFile) -> Asleep {
+        let PlannedStore { job, place, .. } = self.planned.as_ref().expect("it has not ended");
+        // SAFETY: nothing is written to it. The plan, in the waiter, keeps the disk slot.
+        let buf = unsafe { job.lend_place() };
+        let transfer = Transfer { kind: OpKind::Write, file, offset: place.offset, buf };
+        let waiter = Waiter::calling(self.call.shared.config.block_bytes, move |result| self.end(result));
+        pool.push_transfer(Urgency::Awaited, transfer, waiter)
+    }
+
+    /// The end of the write, on the thread that has made it.
+    fn end(mut self, result: Transferred) {
+        let mut planned = self.planned.take().expect("a write ends once");
+        let shared = &self.call.shared;
+        // Without a checksum, the reactor makes it again.
+        let result = result.transpose();
+        if result.is_some() {
+            drop(planned.permit.take());
+        }
+        if let Some(Ok(_)) = result {
+            shared.account(&shared.failures, planned.place.file, OpKind::Write, &Ok(()));
+            shared.metrics.work_done.add(1);
+        }
+        self.call.ended((planned, result));
+    }
+}
+
+impl Drop for QueuedStore {
+    fn drop(&mut self) {
+        if let Some(planned) = self.planned.take() {
+            self.call.ended((planned, None));
+        }
+    }
+}
