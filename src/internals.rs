@@ -15,7 +15,8 @@ pub mod service {
     pub use crate::{
         cache::{MemoryOwner, Parked, Ranges, ToldLayers},
         config::HeldFile,
-        fork::Home,
+        device::cuda::{Gpu, IPC_HANDLE_BYTES, ImportedMemory, discover, uuid_text},
+        fork::{Home, HomeBound},
         memory::{Guard, MemoryKind},
         shield::shield,
     };

@@ -5,7 +5,7 @@ use std::{ffi::CStr, fmt};
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute};
 use kvhoist_base::error::{self, Error};
 
-use super::driver::{CudaError, Driver, check};
+use super::driver::{CudaError, Driver, check, has};
 
 /// The GPUs of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +26,9 @@ pub struct Device {
     pub name: String,
     /// PCI address: domain, bus, device and function, such as `0000:9b:00.0`.
     pub pci_address: String,
+    /// The driver's identifier of the GPU, or of the part of a divided one, in every process; 0 with drivers that have
+    /// none (before CUDA 11.4).
+    pub uuid: [u8; 16],
     /// Memory in bytes.
     pub memory_bytes: u64,
     /// Compute capability, major and minor.
@@ -52,6 +55,29 @@ impl Discovery {
             Ok(_) => format!("the driver shows {} GPUs, numbered from 0", self.devices.len()),
         })
     }
+}
+
+impl Discovery {
+    /// The device with this identifier. The error says what is there instead.
+    pub fn device_of(&self, uuid: &[u8; 16]) -> Result<&Device, String> {
+        let found = self.devices.iter().find(|device| device.uuid == *uuid && *uuid != [0; 16]);
+        found.ok_or_else(|| {
+            let all: Vec<String> = self.devices.iter().map(|device| uuid_text(&device.uuid)).collect();
+            let found = match &self.driver {
+                Err(reason) => reason.clone(),
+                Ok(_) if all.is_empty() => "the driver shows no GPU to this process".into(),
+                Ok(_) => format!("the driver shows {}", all.join(", ")),
+            };
+            format!("found no GPU {}: {found}", uuid_text(uuid))
+        })
+    }
+}
+
+/// An identifier as NVIDIA's tools print it.
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let parts = [&uuid[..4], &uuid[4..6], &uuid[6..8], &uuid[8..10], &uuid[10..]].map(hex);
+    format!("GPU-{}", parts.join("-"))
 }
 
 impl fmt::Display for Device {
@@ -128,10 +154,16 @@ fn describe(ordinal: i32) -> Result<Device, CudaError> {
     check("cuDeviceGetPCIBusId", unsafe {
         sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, device)
     })?;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    if has("cuDeviceGetUuid_v2") {
+        // SAFETY: the function exists, and writes 16 bytes.
+        check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) })?;
+    }
     Ok(Device {
         ordinal: ordinal as u32,
         name: text(&name),
         pci_address: text(&pci).to_lowercase(),
+        uuid: uuid.bytes.map(|byte| byte as u8),
         memory_bytes: memory_bytes as u64,
         compute: (
             attribute(device, A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,

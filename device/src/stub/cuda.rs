@@ -21,6 +21,37 @@ pub enum CudaCopy {}
 /// Semaphores of streams of a CUDA device.
 pub enum Gates {}
 
+/// Device memory of another process.
+pub enum ImportedMemory {}
+
+pub const IPC_HANDLE_BYTES: usize = 64;
+
+/// A GPU: none in this build.
+#[derive(Debug, Clone)]
+pub struct Device {
+    pub ordinal: u32,
+    pub uuid: [u8; 16],
+}
+
+/// The GPUs of this machine: none that this build can use.
+pub struct Discovery;
+
+pub fn uuid_text(_uuid: &[u8; 16]) -> String {
+    "unknown".into()
+}
+
+pub fn discover() -> Discovery {
+    Discovery
+}
+
+impl Discovery {
+    /// # Errors
+    /// The feature's name.
+    pub fn device_of(&self, _uuid: &[u8; 16]) -> std::result::Result<&Device, String> {
+        Err(not_built("cuda"))
+    }
+}
+
 /// Whether the machine has a CUDA device that this build can use.
 pub fn has_device() -> bool {
     false
@@ -33,6 +64,27 @@ impl Gpu {
         Err(Error::unavailable("device", not_built("cuda")))
     }
 
+    pub fn device(&self) -> &Device {
+        match *self {}
+    }
+
+    /// # Errors
+    /// None: there is no value to call it on.
+    pub fn export_memory(&self, _start: usize, _len: usize) -> Result<([u8; IPC_HANDLE_BYTES], u64)> {
+        match *self {}
+    }
+
+    /// # Errors
+    /// None: there is no value to call it on.
+    pub fn import_memory(
+        self: &Arc<Self>,
+        _handle: &[u8; IPC_HANDLE_BYTES],
+        _offset: u64,
+        _len: u64,
+    ) -> Result<ImportedMemory> {
+        match **self {}
+    }
+
     pub fn open_pool(
         self: &Arc<Self>,
         _options: CudaCopyOptions,
@@ -40,6 +92,17 @@ impl Gpu {
         _bytes: usize,
     ) -> Result<(Box<dyn DeviceMemory>, CudaCopy)> {
         match **self {}
+    }
+}
+
+impl ImportedMemory {
+    pub fn start(&self) -> *mut u8 {
+        match *self {}
+    }
+
+    #[expect(clippy::len_without_is_empty, reason = "there is no value")]
+    pub fn len(&self) -> usize {
+        match *self {}
     }
 }
 

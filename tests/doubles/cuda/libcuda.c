@@ -11,6 +11,8 @@
  * DOUBLE_ORDERING is what the device says of the order of others' writes (default 0: none, they must be flushed; 100: they
  * are seen by their owner as they come). A dma-buf of it is a file that holds the address and the length of its memory,
  * for the double of libibverbs.
+ * Device memory can be mapped by other processes that have the double, once in each. DOUBLE_FAULT "ipc" makes it memory of
+ * which there is no handle.
  * double_stop() makes the device stop, as an illegal access by any kernel does.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
  */
@@ -24,11 +26,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
-       ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
+       ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
+       ALREADY_MAPPED = 208, INVALID_HANDLE = 400 };
 enum { FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
        ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
 
@@ -139,9 +143,93 @@ int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return SUCCESS; }
 int cuCtxSetCurrent(void *c) { (void)c; return SUCCESS; }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { *free_bytes = *total = 1ul << 30; return SUCCESS; }
-/* Device memory that has been given out. */
+/* What other processes map a memory by. */
+typedef struct { int pid, fd; uint64_t bytes, serial; } origin;
+typedef struct { char bytes[64]; } handle;
+/* Device memory that has been given out, and that of other processes: `origin.pid` is 0 for the first. */
 static pthread_mutex_t allocations_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct { uint64_t start, bytes; } allocations[ALLOCATIONS];
+static struct { uint64_t start, bytes; origin origin; } allocations[ALLOCATIONS];
+
+int cuDeviceGetUuid_v2(unsigned char *uuid, int d) { (void)d; memcpy(uuid, "the double's GPU", 16); return SUCCESS; }
+
+/* Maps a file at an address that is a multiple of a large page. */
+static uint64_t map_file(int fd, size_t n) {
+    char *room = mmap(NULL, n + LARGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (room == MAP_FAILED) return 0;
+    char *start = (char *)(((uint64_t)room + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE);
+    if (mmap(start, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) abort();
+    if (start > room) munmap(room, start - room);
+    if (start + n < room + n + LARGE_PAGE) munmap(start + n, room + LARGE_PAGE - start);
+    return (uint64_t)start;
+}
+static void add(uint64_t start, uint64_t bytes, origin from) {
+    int at = 0;
+    while (at < ALLOCATIONS && allocations[at].bytes) at++;
+    if (at == ALLOCATIONS) abort();
+    allocations[at].start = start;
+    allocations[at].bytes = bytes;
+    allocations[at].origin = from;
+}
+/* Takes out what begins there: 0 if that is nothing. The lock is held. */
+static int take(uint64_t start, int imported) {
+    for (int i = 0; i < ALLOCATIONS; i++)
+        if (allocations[i].bytes && allocations[i].start == start && !!allocations[i].origin.pid == imported) {
+            munmap((void *)start, allocations[i].bytes);
+            if (!imported) close(allocations[i].origin.fd);
+            allocations[i].start = allocations[i].bytes = 0;
+            return 1;
+        }
+    return 0;
+}
+int cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t p) {
+    int found = INVALID_VALUE;
+    pthread_mutex_lock(&allocations_lock);
+    for (int i = 0; i < ALLOCATIONS; i++)
+        if (allocations[i].bytes && p >= allocations[i].start && p < allocations[i].start + allocations[i].bytes) {
+            *start = allocations[i].start;
+            *bytes = allocations[i].bytes;
+            found = SUCCESS;
+        }
+    pthread_mutex_unlock(&allocations_lock);
+    return found;
+}
+int cuIpcGetMemHandle(handle *h, uint64_t p) {
+    int found = INVALID_VALUE;
+    pthread_mutex_lock(&allocations_lock);
+    for (int i = 0; i < ALLOCATIONS && !is_fault("ipc"); i++)
+        if (allocations[i].bytes && allocations[i].start == p && !allocations[i].origin.pid) {
+            origin from = allocations[i].origin;
+            from.pid = getpid();
+            memset(h, 0, sizeof *h);
+            memcpy(h, &from, sizeof from);
+            found = SUCCESS;
+        }
+    pthread_mutex_unlock(&allocations_lock);
+    return found;
+}
+int cuIpcOpenMemHandle_v2(uint64_t *p, handle h, unsigned flags) {
+    origin from;
+    memcpy(&from, &h, sizeof from);
+    if (flags != 1) return INVALID_VALUE;
+    if (from.pid == getpid()) return INVALID_CONTEXT;
+    char name[64];
+    snprintf(name, sizeof name, "/proc/%d/fd/%d", from.pid, from.fd);
+    int found = SUCCESS, fd = open(name, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return INVALID_HANDLE;
+    pthread_mutex_lock(&allocations_lock);
+    for (int i = 0; i < ALLOCATIONS; i++)
+        if (allocations[i].bytes && memcmp(&allocations[i].origin, &from, sizeof from) == 0) found = ALREADY_MAPPED;
+    if (found == SUCCESS) add(*p = map_file(fd, from.bytes), from.bytes, from);
+    pthread_mutex_unlock(&allocations_lock);
+    close(fd);
+    return found;
+}
+int cuIpcCloseMemHandle(uint64_t p) {
+    pthread_mutex_lock(&allocations_lock);
+    int found = take(p, 1) ? SUCCESS : INVALID_VALUE;
+    pthread_mutex_unlock(&allocations_lock);
+    return found;
+}
 
 /* True if all of a range lies in one piece of it. */
 int double_is_device(uint64_t p, size_t n) {
@@ -154,26 +242,22 @@ int double_is_device(uint64_t p, size_t n) {
 }
 int double_needs_flush(void) { return ordering() < TO_OWNER; }
 int cuMemAlloc_v2(uint64_t *p, size_t n) {
-    void *memory = NULL;
+    static uint64_t serial;
     /* Whole pages of the device, as its own memory is. */
     n = (n + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
-    if (is_fault("alloc") || posix_memalign(&memory, LARGE_PAGE, n)) return OUT_OF_MEMORY;
-    memset(memory, 0xdd, n);
-    *p = (uint64_t)memory;
+    int fd = memfd_create("memory of the double", MFD_CLOEXEC);
+    if (is_fault("alloc") || fd < 0 || ftruncate(fd, n)) return OUT_OF_MEMORY;
     pthread_mutex_lock(&allocations_lock);
-    int at = 0;
-    while (at < ALLOCATIONS && allocations[at].bytes) at++;
-    if (at == ALLOCATIONS) abort();
-    allocations[at].start = *p;
-    allocations[at].bytes = n;
+    *p = map_file(fd, n);
+    memset((void *)*p, 0xdd, n);
+    add(*p, n, (origin){ 0, fd, n, ++serial });
     pthread_mutex_unlock(&allocations_lock);
     return SUCCESS;
 }
 int cuMemFree_v2(uint64_t p) {
     pthread_mutex_lock(&allocations_lock);
-    for (int i = 0; i < ALLOCATIONS; i++) if (allocations[i].start == p) allocations[i].start = allocations[i].bytes = 0;
+    take(p, 0);
     pthread_mutex_unlock(&allocations_lock);
-    free((void *)p);
     return SUCCESS;
 }
 int cuMemGetHandleForAddressRange(void *handle, uint64_t p, size_t n, int type, unsigned long long flags) {
