@@ -324,7 +324,7 @@ class Client:
         block_bytes: int,
         sizes: tuple[int, int, int],
         deadlines_ms: tuple[int, int | None, int | None],
-        space: tuple[bool, str | None],
+        space: tuple[bool, str | None, int],
     ) -> Self: ...
     @property
     def block_bytes(self) -> int:
@@ -335,6 +335,9 @@ class Client:
     @property
     def socket(self) -> Path:
         """Where the service listens."""
+    @property
+    def device(self) -> str | None:
+        """The device whose memory it registers: ``"cuda"``, ``"simulated"`` or None."""
     @property
     def closed(self) -> bool:
         """True once `close` was called."""

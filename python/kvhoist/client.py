@@ -47,6 +47,7 @@ def connect(
     ask_ms: int | None = None,
     shared: bool = False,
     device: str | None = None,
+    device_ordinal: int = 0,
 ) -> "Client":
     """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
 
@@ -66,9 +67,10 @@ def connect(
     connection lasts.
 
     ``device``: the device whose memory the clients of the space register (`Client.register_device`), as the first client
-    since the service began says; only ``"simulated"``.
+    since the service began says: ``"cuda"``, the one of number ``device_ordinal`` in this process, or ``"simulated"``.
 
-    Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
+    Raises UnavailableError where no service answers, and for a device that this process or the service lacks; StoreError
+    where too little is left for a new space, ConfigError.
     """
     if not isinstance(space, str) or not 0 < len(space.encode(errors="surrogatepass")) <= 255:
         raise config_error("space", space, "a name of 1 to 255 bytes")
@@ -79,12 +81,15 @@ def connect(
         raise config_error("give_up_ms", give_up_ms, "1 to 86400000, or None")
     if ask_ms is not None and (type(ask_ms) is not int or not 0 < ask_ms <= 86_400_000):
         raise config_error("ask_ms", ask_ms, "1 to 86400000, or None")
-    if device not in (None, "simulated"):
-        raise config_error("device", device, "None or 'simulated'")
+    if device not in (None, "cuda", "simulated"):
+        raise config_error("device", device, "None, 'cuda' or 'simulated'")
+    if type(device_ordinal) is not int or not 0 <= device_ordinal < 1024:
+        raise config_error("device_ordinal", device_ordinal, "the number of a CUDA device, from 0")
     disk, memory = _share(capacity, "capacity"), _share(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
     socket = _native.default_socket() if socket is None else socket
-    return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), (shared, device))
+    deadlines, of_space = (deadline_ms, ask_ms, give_up_ms), (shared, device, device_ordinal)
+    return Client(socket, space, block_bytes, (disk, memory, bounce), deadlines, of_space)
 
 
 class Client(Calls, _native.Client):
@@ -136,11 +141,13 @@ class Client(Calls, _native.Client):
     def register_device(self, address: int, nbytes: int, *, fd: int | None = None) -> _native.Region:
         """Registers memory of the space's device, to be loaded into and stored from, as `Cache.register_device`.
 
-        The simulated device's memory is mapped from the memfd ``fd``, which is looked for where it is None.
+        Memory of a CUDA device is a range of one allocation of ``cudaMalloc``, which the service maps; not that of PyTorch's
+        expandable segments. It must stay allocated until ``Region.unregister`` or ``close`` has returned. The simulated
+        device's memory is mapped from the memfd ``fd``, which is looked for where it is None.
 
-        Raises ArgumentError without a device, and as `register_host`.
+        Raises ArgumentError without a device, for memory that the service cannot map, and as `register_host`.
         """
-        found = file_of(address, nbytes) if fd is None else None
+        found = file_of(address, nbytes) if fd is None and self.device == "simulated" else None
         try:
             place = _place(address, nbytes, found if fd is None else fd)
             return super().register_device(address, nbytes, place)

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{BlockKey, DeviceKind, Error, Segment, ServiceFault};
+use kvhoist::{BlockKey, Error, Segment, ServiceFault};
 use kvhoist_service::{Client, ClientOptions};
 use pyo3::{
     PyTraverseError, PyVisit,
@@ -45,6 +45,7 @@ pub struct PyClient {
     block_bytes: usize,
     namespace: String,
     socket: PathBuf,
+    device: Option<String>,
 }
 
 struct Opened {
@@ -120,24 +121,21 @@ impl PyClient {
         block_bytes: usize,
         sizes: (u64, u64, usize),
         deadlines_ms: (u64, Option<u64>, Option<u64>),
-        space: (bool, Option<String>),
+        space: (bool, Option<String>, u32),
     ) -> PyResult<Self> {
         let mut options = ClientOptions::new(namespace.clone(), block_bytes);
         (options.capacity_bytes, options.host_bytes, options.bounce_bytes) = sizes;
         let (deadline_ms, ask_ms, give_up_ms) = deadlines_ms;
         options.deadline = Duration::from_millis(deadline_ms);
         options.give_up = give_up_ms.map(Duration::from_millis);
-        let (shared, device) = space;
-        options.shared = shared;
-        options.device = device.map(|device| match &*device {
-            "simulated" => DeviceKind::Simulated,
-            _ => DeviceKind::Cuda,
-        });
+        let (shared, device, ordinal) = space;
+        (options.shared, options.device_ordinal) = (shared, ordinal);
+        options.device = device.as_deref().map(memory::device_kind);
         let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
         let client = connected.map_err(|error| errors::to_python(py, &error))?;
         let opened = Opened { client, registrations: Arc::default() };
         let (closed, ask_max) = (Arc::default(), ask_ms.map(Duration::from_millis));
-        Ok(PyClient { opened: ProcessLocal::new(opened), closed, ask_max, block_bytes, namespace, socket })
+        Ok(PyClient { opened: ProcessLocal::new(opened), closed, ask_max, block_bytes, namespace, socket, device })
     }
 
     /// Size of every block, bytes.
@@ -150,6 +148,12 @@ impl PyClient {
     #[getter]
     fn namespace(&self) -> &str {
         &self.namespace
+    }
+
+    /// The device whose memory it registers: ``"cuda"``, ``"simulated"`` or None.
+    #[getter]
+    fn device(&self) -> Option<&str> {
+        self.device.as_deref()
     }
 
     /// Where the service listens.

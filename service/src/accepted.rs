@@ -24,7 +24,7 @@ use tokio::{
 use super::{
     brief::Brief,
     socket,
-    wire::{Came, Coming, Descriptor, Lent, Wire},
+    wire::{self, Came, Coming, Descriptor, Lent, Wire},
 };
 
 /// Descriptors of one user that may be closing. The close of a file runs code of its file system, which a user may
@@ -169,14 +169,14 @@ impl Drop for Accepted {
         let Some(stream) = self.stream.take() else { return };
         // The peer sees the hang-up, however many others are closed first, and whoever holds this end besides
         // ([`LateClose`](super::late_close::LateClose)).
-        Wire::hang_up(&*stream);
+        wire::hang_up(&stream);
         self.aside.closes.run(move || drop(stream));
     }
 }
 
 impl Wire for Accepted {
-    fn send(&self, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
-        Wire::send(&***self, bytes, fd)
+    fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+        wire::send(self, bytes, fds)
     }
 
     fn receive(&self, buf: &mut [u8]) -> io::Result<Came> {
@@ -206,14 +206,14 @@ impl Wire for Accepted {
     }
 
     fn end(&self) {
-        Wire::end(&***self);
+        wire::end(self);
     }
 
     fn hang_up(&self) {
-        Wire::hang_up(&***self);
+        wire::hang_up(self);
     }
 
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
-        Wire::poll_ready(&***self, context, receive, send)
+        wire::poll_ready(self, context, receive, send)
     }
 }

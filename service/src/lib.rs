@@ -1,8 +1,8 @@
 //! One cache for all processes of a node: a service that owns the drives, and its clients.
 //!
 //! `kvhoist serve` runs a [`Server`]; a [`Client`] has the calls of [`Cache`](kvhoist::Cache) that move blocks. A
-//! client lends the service memory as memfds, and blocks go directly between it and the drives. docs/service.md is for
-//! operators, docs/protocol.md for authors of clients.
+//! client lends the service memory as memfds, and blocks go directly between it and the drives; or memory of a GPU.
+//! docs/service.md is for operators, docs/protocol.md for authors of clients.
 
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 

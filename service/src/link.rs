@@ -36,8 +36,8 @@ impl From<Malformed> for LinkError {
 struct Outgoing {
     bytes: Vec<u8>,
     sent: usize,
-    /// Goes with the first byte.
-    fd: Option<Arc<OwnedFd>>,
+    /// They go with the first byte.
+    fds: Vec<Arc<OwnedFd>>,
 }
 
 /// The receiving half of a connection's end.
@@ -79,16 +79,17 @@ impl Sender {
         self.outbox_bytes
     }
 
-    /// Appends bytes to the outbox; `fd` goes with the first of them.
-    pub(super) fn push(&mut self, bytes: Vec<u8>, fd: Option<Arc<OwnedFd>>) {
+    /// Appends bytes to the outbox; descriptors, two at most, go with the first of them.
+    pub(super) fn push(&mut self, bytes: Vec<u8>, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
         self.outbox_bytes += bytes.len();
+        let fds: Vec<_> = fds.into_iter().collect();
         let shared = self
             .outbox
             .back_mut()
-            .filter(|last| fd.is_none() && last.fd.is_none() && last.bytes.len() + bytes.len() <= SHARED_BYTES_MAX);
+            .filter(|last| fds.is_empty() && last.fds.is_empty() && last.bytes.len() + bytes.len() <= SHARED_BYTES_MAX);
         match shared {
             Some(last) => last.bytes.extend_from_slice(&bytes),
-            None => self.outbox.push_back(Outgoing { bytes, sent: 0, fd }),
+            None => self.outbox.push_back(Outgoing { bytes, sent: 0, fds }),
         }
     }
 
@@ -96,10 +97,10 @@ impl Sender {
     pub(super) fn flush(&mut self) -> Result<usize, LinkError> {
         let mut flushed = 0;
         while let Some(first) = self.outbox.front_mut() {
-            let fd = first.fd.as_ref().map(|fd| fd.as_fd());
-            match self.wire.send(&first.bytes[first.sent..], fd) {
+            let fds: Vec<_> = first.fds.iter().map(|fd| fd.as_fd()).collect();
+            match self.wire.send(&first.bytes[first.sent..], &fds) {
                 Ok(sent) => {
-                    first.fd = None;
+                    first.fds.clear();
                     first.sent += sent;
                     flushed += sent;
                     self.outbox_bytes -= sent;
@@ -172,6 +173,11 @@ impl Receiver {
     /// What came with the frame that was read.
     pub(super) fn take_lent(&mut self) -> Lent {
         self.lent.take().unwrap_or(Lent::Nothing)
+    }
+
+    /// The descriptors that have come since this was asked, in order: a client's [`Wire`] has them.
+    pub(super) fn descriptors(&self) -> Vec<OwnedFd> {
+        self.wire.descriptors()
     }
 
     /// Counts the bytes of long frames among those of other connections; the oldest frame of all is cut off where they

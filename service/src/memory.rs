@@ -1,12 +1,12 @@
-//! Clients' memory: memfds, mapped by the service.
+//! Clients' memory: memfds, and device memory, mapped by the service.
 //!
 //! An access to a mapping whose file has shrunk raises SIGBUS, which ends the process. So the service seals the files
 //! that it maps, and [guards](Guard) files that take no seal. It maps plain memory only: in a file system of
 //! huge pages a hole may be punched, and touched again when no huge page is left.
 
-use std::{io, os::fd::OwnedFd};
+use std::{cell::Cell, io, os::fd::OwnedFd};
 
-use kvhoist::internals::service::Guard;
+use kvhoist::internals::service::{Guard, ImportedMemory};
 use rustix::{
     fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs},
     io::Errno,
@@ -24,9 +24,21 @@ pub struct Mapped {
     len: usize,
     /// The guard of a file that can shrink.
     guard: Option<Guard>,
+    /// Device memory, which is unmapped when this is dropped.
+    imported: Cell<Option<ImportedMemory>>,
 }
 
 impl Mapped {
+    /// Memory of a client's GPU.
+    pub(super) fn imported(memory: ImportedMemory) -> Self {
+        Mapped { start: memory.start(), len: memory.len(), guard: None, imported: Cell::new(Some(memory)) }
+    }
+
+    /// The device memory, to be unmapped.
+    pub(super) fn take_imported(&self) -> Option<ImportedMemory> {
+        self.imported.take()
+    }
+
     /// Its first byte.
     pub fn start(&self) -> *mut u8 {
         self.start
@@ -88,7 +100,7 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let start = start.cast();
     let guard = if sealed { None } else { Some(Guard::new(start, bytes)) };
     match guard.transpose() {
-        Ok(guard) => Ok(Mapped { start, len: bytes, guard }),
+        Ok(guard) => Ok(Mapped { start, len: bytes, guard, imported: Cell::default() }),
         Err(error) => {
             // SAFETY: mapped above, and used nowhere.
             let _gone_with_the_process = unsafe { munmap(start.cast(), bytes) };

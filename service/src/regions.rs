@@ -1,22 +1,26 @@
-//! The regions of one connection, from the memfd to the end of the last movement.
+//! The regions of one connection, from the memfd or the handle to the end of the last movement.
 
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     os::fd::OwnedFd,
     rc::Rc,
+    sync::Arc,
 };
 
-use kvhoist::{Cache, Memory, Region, Segment, internals::service::MemoryOwner};
+use kvhoist::{
+    Cache, Memory, Region, Segment,
+    internals::service::{Gpu, IPC_HANDLE_BYTES, MemoryOwner},
+};
 use tokio::task::{JoinHandle, spawn_local};
 
 use super::{
     budget::{Account, Charge},
     memory::Mapped,
     protocol::{Failure, Place, RegionKind},
-    system::System,
+    system::{System, on_thread},
 };
-use crate::error::ServiceFault;
+use crate::error::{Error, ServiceFault};
 
 /// A client's memory, and what it takes of what all clients may lend.
 pub(super) struct Lent {
@@ -48,6 +52,8 @@ pub(super) struct Regions {
     lenders: Rc<Cell<u32>>,
     /// The client, which answers for what its memory does.
     owner: MemoryOwner,
+    /// The GPU whose memory it lends.
+    gpu: Option<Arc<Gpu>>,
     account: Rc<Account>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
     /// Regions that were taken out of use so far.
@@ -62,9 +68,10 @@ impl Regions {
         lenders: Rc<Cell<u32>>,
         client: String,
         account: Rc<Account>,
+        gpu: Option<Arc<Gpu>>,
     ) -> Self {
         let owner = cache.memory_owner(client);
-        Regions { cache, system, lenders, owner, account, held: RefCell::default(), departures: Cell::default() }
+        Regions { cache, system, lenders, owner, gpu, account, held: RefCell::default(), departures: Cell::default() }
     }
 
     /// The number of connections of the space that have regions.
@@ -87,7 +94,7 @@ impl Regions {
         self.held.borrow().contains_key(&number)
     }
 
-    /// Maps and registers a client's memory under a number that no region has.
+    /// Maps and registers a client's memfd under a number that no region has.
     pub(super) fn add(
         &self,
         number: u32,
@@ -99,18 +106,51 @@ impl Regions {
         // Before it is mapped: what is too much for all is never mapped.
         let charge = self.account.take(len)?;
         let mapped = self.system.map(fd, offset, len)?;
+        self.add_mapped(number, mapped, charge, kind == RegionKind::Simulated)
+    }
+
+    /// Maps and registers memory of the client's GPU under a number that no region has.
+    ///
+    /// # Cancel safety
+    /// It is not registered.
+    pub(super) async fn add_imported(
+        &self,
+        number: u32,
+        handle: [u8; IPC_HANDLE_BYTES],
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Failure> {
+        let Some(gpu) = self.gpu.clone() else {
+            let text =
+                "region: found memory of a GPU, expected other memory: the client attached without a CUDA device";
+            return Err(Failure::new(ServiceFault::Memory, text));
+        };
+        let charge = self.account.take(len)?;
+        // The driver takes up to a millisecond.
+        let import = on_thread(&*self.system, move || gpu.import_memory(&handle, offset, len));
+        let imported = import.await.unwrap_or(Err(Error::Closed));
+        let imported = imported.map_err(|error| Failure::new(ServiceFault::Memory, error.to_string()))?;
+        self.add_mapped(number, Mapped::imported(imported), charge, true)
+    }
+
+    fn add_mapped(&self, number: u32, mapped: Mapped, charge: Charge, on_device: bool) -> Result<(), Failure> {
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
         let memory = unsafe {
-            match kind {
-                RegionKind::Simulated => Memory::device(mapped.start(), mapped.len()),
-                RegionKind::Host | RegionKind::Device => Memory::host(mapped.start(), mapped.len()),
+            match on_device {
+                true => Memory::device(mapped.start(), mapped.len()),
+                false => Memory::host(mapped.start(), mapped.len()),
             }
         };
         let memory = memory.guarded(mapped.guard().cloned());
         let lent = Rc::new(Lent { mapped, _charge: charge });
-        match self.cache.add_region_of(memory, self.owner.clone()) {
+        let added = match self.has(number) {
+            // Another request for the number was quicker.
+            true => Err(taken(number)),
+            false => self.cache.add_region_of(memory, self.owner.clone()).map_err(|error| Failure::from(&error)),
+        };
+        match added {
             Ok(region) => {
                 let held = Held { lent, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
                 let mut all = self.held.borrow_mut();
@@ -120,10 +160,10 @@ impl Regions {
                 all.insert(number, Rc::new(held));
                 Ok(())
             }
-            Err(error) => {
+            Err(failure) => {
                 // SAFETY: no cache knows it, and it is unmapped here only.
-                drop(unsafe { unmap(&*self.system, lent) });
-                Err(Failure::from(&error))
+                drop(unsafe { unmap(&self.system, lent) });
+                Err(failure)
             }
         }
     }
@@ -189,7 +229,7 @@ impl Regions {
             }
             // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
             // naming it; and it was not unmapped before.
-            let unmapped = unsafe { unmap(&*self.system, Rc::clone(&held.lent)) };
+            let unmapped = unsafe { unmap(&self.system, Rc::clone(&held.lent)) };
             drop(unmapped.await);
         }
     }
@@ -226,6 +266,12 @@ fn segment(held: &BTreeMap<u32, Rc<Held>>, place: Place) -> Result<Segment, Fail
     }
 }
 
+/// The failure of a region whose number another one has.
+pub(super) fn taken(region: u32) -> Failure {
+    let text = format!("region: found {region}, which is registered, expected another number");
+    Failure::new(ServiceFault::Argument, text)
+}
+
 /// The failure of a region whose file has shrunk.
 pub(super) fn shrunk(region: u32) -> Failure {
     let text = format!("region {region}: found a file that has shrunk, expected one that keeps its size");
@@ -236,7 +282,15 @@ pub(super) fn shrunk(region: u32) -> Failure {
 ///
 /// # Safety
 /// Nothing uses the memory any longer, nothing will, and this was not called before.
-unsafe fn unmap(system: &dyn System, lent: Rc<Lent>) -> JoinHandle<()> {
+unsafe fn unmap(system: &Rc<dyn System>, lent: Rc<Lent>) -> JoinHandle<()> {
+    if let Some(imported) = lent.mapped.take_imported() {
+        let system = Rc::clone(system);
+        return spawn_local(async move {
+            // The driver may wait for the device.
+            on_thread(&*system, move || drop(imported)).await;
+            drop(lent);
+        });
+    }
     lent.mapped.end_guard();
     // SAFETY: `System::map` made it with this length; the caller promises that it is in use nowhere.
     let unmapping = unsafe { system.unmap(lent.mapped.start(), lent.mapped.len()) };

@@ -23,13 +23,19 @@ use rustix::{
 use super::{peers::own_uid, place::Place};
 use crate::error::{Error, Result};
 
-/// A header and one descriptor. The kernel puts another one into the padding, if it is told of that.
-const ONE_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<BorrowedFd<'_>>();
-const CONTROL_BYTES: usize = ONE_BYTES.next_multiple_of(align_of::<libc::cmsghdr>());
+/// Descriptors that a message has at most.
+const DESCRIPTORS_MAX: usize = 2;
+const CONTROL_BYTES: usize = control_bytes(DESCRIPTORS_MAX).next_multiple_of(align_of::<libc::cmsghdr>());
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 256;
 /// Bytes of a socket's name: the kernel wants a zero behind it.
 const NAME_BYTES_MAX: usize = 107;
+
+/// A header and so many descriptors. The kernel puts another one into the padding behind an odd number of them, if it
+/// is told of that.
+const fn control_bytes(descriptors: usize) -> usize {
+    size_of::<libc::cmsghdr>() + descriptors * size_of::<BorrowedFd<'_>>()
+}
 
 /// Room for descriptors, aligned as the kernel wants it.
 #[repr(C, align(8))]
@@ -58,25 +64,40 @@ pub(super) fn peek(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize,
 
 /// Receives as [`receive`], with room for one descriptor; whether there were more.
 pub(super) fn receive_one(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>, bool)> {
-    let mut control = Control::new();
-    let mut control = RecvAncillaryBuffer::new(&mut control.0[..ONE_BYTES]);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let received = recvmsg(socket, &mut [IoSliceMut::new(buf)], &mut control, flags)?;
     let mut fd = None;
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(came) = message {
-            fd = came.last();
-        }
-    }
-    Ok((received.bytes, fd, received.flags.contains(ReturnFlags::CTRUNC)))
+    let (bytes, lost) = receive_some(socket, buf, 1, |came| fd = Some(came))?;
+    Ok((bytes, fd, lost))
 }
 
-/// Sends as much as the socket takes without waiting; `fd` goes with the first byte.
-pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+/// Receives as [`receive`], with room for as many descriptors as a message has; there may have been more.
+pub(super) fn receive_all(socket: BorrowedFd<'_>, buf: &mut [u8], each: impl FnMut(OwnedFd)) -> io::Result<usize> {
+    Ok(receive_some(socket, buf, DESCRIPTORS_MAX, each)?.0)
+}
+
+fn receive_some(
+    socket: BorrowedFd<'_>,
+    buf: &mut [u8],
+    descriptors: usize,
+    mut each: impl FnMut(OwnedFd),
+) -> io::Result<(usize, bool)> {
+    let mut control = Control::new();
+    let mut control = RecvAncillaryBuffer::new(&mut control.0[..control_bytes(descriptors)]);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = recvmsg(socket, &mut [IoSliceMut::new(buf)], &mut control, flags)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(came) = message {
+            came.for_each(&mut each);
+        }
+    }
+    Ok((received.bytes, received.flags.contains(ReturnFlags::CTRUNC)))
+}
+
+/// Sends as much as the socket takes without waiting; the descriptors, two at most, go with the first byte.
+pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     let mut control = Control::new();
     let mut control = SendAncillaryBuffer::new(&mut control.0);
-    if fd.is_some() {
-        assert!(control.push(SendAncillaryMessage::ScmRights(fd.as_slice())), "there is room for one");
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room for {DESCRIPTORS_MAX}");
     }
     Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
 }
@@ -135,9 +156,9 @@ mod tests {
     fn bytes_and_descriptors_arrive_together() {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
         let file = tempfile::tempfile().expect("a file");
-        assert_eq!(send(ours.as_fd(), b"first", None).expect("room"), 5);
-        assert_eq!(send(ours.as_fd(), b"second", Some(file.as_fd())).expect("room"), 6);
-        assert_eq!(send(ours.as_fd(), b"third", None).expect("room"), 5);
+        assert_eq!(send(ours.as_fd(), b"first", &[]).expect("room"), 5);
+        assert_eq!(send(ours.as_fd(), b"second", &[file.as_fd()]).expect("room"), 6);
+        assert_eq!(send(ours.as_fd(), b"third", &[]).expect("room"), 5);
         let (mut bytes, mut fd, mut buf) = (Vec::<u8>::new(), None, [0; 100]);
         while bytes.len() < 16 {
             let (len, has_descriptor) = peek(theirs.as_fd(), &mut buf).expect("bytes");

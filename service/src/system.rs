@@ -10,6 +10,7 @@ use std::{
 };
 
 use kvhoist::{Cache, Config};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use tokio::sync::oneshot;
 
 use super::{
@@ -64,6 +65,15 @@ pub trait System {
     /// # Errors
     /// As [`map`].
     fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure>;
+
+    /// A descriptor that is readable once this process has ended, with all that its devices do; `None` where nothing
+    /// but its own thread moves blocks.
+    ///
+    /// # Errors
+    /// The system's.
+    fn process(&self) -> io::Result<Option<OwnedFd>> {
+        Ok(None)
+    }
 
     /// Unmaps memory of a client. The future is polled to its end.
     ///
@@ -152,6 +162,10 @@ impl System for Machine {
 
     fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
         map(fd, offset, len)
+    }
+
+    fn process(&self) -> io::Result<Option<OwnedFd>> {
+        Ok(Some(pidfd_open(getpid(), PidfdFlags::empty())?))
     }
 
     unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()> {

@@ -12,7 +12,7 @@ use std::{
     sync::Arc,
 };
 
-use kvhoist::{BlockKey, Cache, Segment};
+use kvhoist::{BlockKey, Cache, Segment, internals::service::Gpu};
 use tokio::{
     sync::{Notify, Semaphore},
     task::{JoinSet, yield_now},
@@ -69,14 +69,28 @@ pub(super) struct ClientTransfers {
 }
 
 impl ClientTransfers {
-    /// `client`: its name for the log. `account`: what the regions of the connection are charged to.
-    pub(super) fn new(space: &Space, bytes_in_flight_max: u64, client: String, account: Rc<Account>) -> Self {
+    /// `client`: its name for the log. `account`: what the regions of the connection are charged to. `gpu`: whose
+    /// memory the client lends.
+    pub(super) fn new(
+        space: &Space,
+        bytes_in_flight_max: u64,
+        client: String,
+        account: Rc<Account>,
+        gpu: Option<Arc<Gpu>>,
+    ) -> Self {
         let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         let movements_max = cache.config().limits.movements_max as usize;
         ClientTransfers {
-            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders), client, account),
+            regions: Regions::new(
+                cache.clone(),
+                Rc::clone(&space.system),
+                Rc::clone(&space.lenders),
+                client,
+                account,
+                gpu,
+            ),
             cache,
             permits: Arc::new(Semaphore::new(blocks)),
             per_call: BLOCKS_PER_CALL.min(blocks).min(movements_max),

@@ -6,6 +6,7 @@ use std::{
     ops::Deref,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     pin::Pin,
+    sync::{Mutex, PoisonError},
     task::{Context, Poll},
 };
 
@@ -70,11 +71,11 @@ debug_fields!(Descriptor, descriptor => fd: descriptor.as_raw_fd());
 /// One end of a stream between a client and a service: a Unix socket; in the simulation, a queue in memory. No call
 /// waits but [`receive_lent`](Wire::receive_lent), and no end of the stream is used by two tasks that wait at a time.
 pub trait Wire: Send + Sync {
-    /// Sends as much as the stream takes now; `fd` goes with the first byte.
+    /// Sends as much as the stream takes now; descriptors, two at most, go with the first byte.
     ///
     /// # Errors
     /// [`WouldBlock`](io::ErrorKind::WouldBlock) if it takes nothing now; any other if the peer has hung up.
-    fn send(&self, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize>;
+    fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize>;
 
     /// Receives available bytes into `buf`, unless a descriptor comes with them: they are in `buf` then, and stay in
     /// the stream.
@@ -91,6 +92,11 @@ pub trait Wire: Send + Sync {
         Box::pin(ready(Err(io::Error::new(io::ErrorKind::InvalidData, "descriptors, of which none is expected here"))))
     }
 
+    /// The descriptors that the service has sent since this was asked, in order. A client asks.
+    fn descriptors(&self) -> Vec<OwnedFd> {
+        Vec::new()
+    }
+
     /// Says that nothing more comes from here. The peer's bytes still arrive.
     fn end(&self);
 
@@ -101,16 +107,33 @@ pub trait Wire: Send + Sync {
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>>;
 }
 
-/// A client's end: the service sends no descriptors.
-impl Wire for UnixStream {
-    fn send(&self, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
-        self.try_io(Interest::WRITABLE, || socket::send(self.as_fd(), bytes, fd))
+/// A client's end. Descriptors that nobody asks for are closed with it.
+pub(super) struct Dialed {
+    stream: UnixStream,
+    came: Mutex<Vec<OwnedFd>>,
+}
+
+impl Dialed {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Dialed { stream, came: Mutex::default() }
+    }
+}
+
+impl Wire for Dialed {
+    fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+        send(&self.stream, bytes, fds)
     }
 
     fn receive(&self, buf: &mut [u8]) -> io::Result<Came> {
         let mut part = None;
-        let received = self.try_io(Interest::READABLE, || {
-            let len = socket::receive(self.as_fd(), buf)?;
+        let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
+        let keep = |fd| {
+            // A message has two, and one message is waited for.
+            came.truncate(1);
+            came.push(fd);
+        };
+        let received = self.stream.try_io(Interest::READABLE, || {
+            let len = socket::receive_all(self.stream.as_fd(), buf, keep)?;
             if len > 0 && len < buf.len() {
                 // The socket is empty, which another call would have to find out. More bytes wake the reactor again.
                 part = Some(Came::Bytes(len));
@@ -121,18 +144,43 @@ impl Wire for UnixStream {
         part.map_or(received, Ok)
     }
 
+    fn descriptors(&self) -> Vec<OwnedFd> {
+        std::mem::take(&mut *self.came.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn end(&self) {
-        let _gone_already = shutdown(self, Shutdown::Write);
+        end(&self.stream);
     }
 
     fn hang_up(&self) {
-        let _gone_already = shutdown(self, Shutdown::Both);
+        hang_up(&self.stream);
     }
 
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
-        if receive && let Poll::Ready(ready) = self.poll_read_ready(context) {
-            return Poll::Ready(ready);
-        }
-        if send { self.poll_write_ready(context) } else { Poll::Pending }
+        poll_ready(&self.stream, context, receive, send)
     }
+}
+
+pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    stream.try_io(Interest::WRITABLE, || socket::send(stream.as_fd(), bytes, fds))
+}
+
+pub(super) fn end(stream: &UnixStream) {
+    let _gone_already = shutdown(stream, Shutdown::Write);
+}
+
+pub(super) fn hang_up(stream: &UnixStream) {
+    let _gone_already = shutdown(stream, Shutdown::Both);
+}
+
+pub(super) fn poll_ready(
+    stream: &UnixStream,
+    context: &mut Context<'_>,
+    receive: bool,
+    send: bool,
+) -> Poll<io::Result<()>> {
+    if receive && let Poll::Ready(ready) = stream.poll_read_ready(context) {
+        return Poll::Ready(ready);
+    }
+    if send { stream.poll_write_ready(context) } else { Poll::Pending }
 }

@@ -117,15 +117,15 @@ fn segments_by_layer(layer_of: &[usize]) -> Result<Vec<Vec<usize>>> {
 }
 
 impl LayerLoad {
-    /// A load that another process makes, and tells of: in parts of so many blocks.
+    /// A load that another process makes, and tells of: in parts of so many blocks. Streams of `gpu` can wait for it.
     ///
     /// # Errors
     /// [`Error::Argument`] for layers without segments.
     #[doc(hidden)]
-    pub fn elsewhere(layer_of: &[usize], counts: &[usize]) -> Result<(Self, Arc<ToldLayers>)> {
+    pub fn elsewhere(layer_of: &[usize], counts: &[usize], gpu: Option<Arc<Gpu>>) -> Result<(Self, Arc<ToldLayers>)> {
         let layers = segments_by_layer(layer_of)?.len();
         let (progress, told) = ToldLayers::new(layers, counts);
-        Ok((LayerLoad { progress: HomeBound::new(progress), layers, gpu: HomeBound::new(None) }, told))
+        Ok((LayerLoad { progress: HomeBound::new(progress), layers, gpu: HomeBound::new(gpu) }, told))
     }
 
     /// How many layers it has.
@@ -205,7 +205,7 @@ impl LayerLoad {
 
     fn gates(&self) -> Result<Arc<Gates>> {
         let Some(gpu) = &*self.gpu else {
-            let reason = "a stream can wait for a CUDA device only, and this cache has none; await the layer";
+            let reason = "a stream can wait for a CUDA device only, and there is none; await the layer";
             return Err(Error::unavailable("device", reason));
         };
         self.progress.gates(|count| Gates::take(gpu, count))

@@ -55,8 +55,8 @@ impl Memory {
         Memory::of(start, len, MemoryKind::Host)
     }
 
-    /// Device memory, by device addresses; with a simulated device, host memory. A client of the service
-    /// refuses it.
+    /// Device memory, by device addresses; with a simulated device, host memory. A client of the service takes it for
+    /// memory of a CUDA device.
     ///
     /// # Safety
     /// As of [`Memory`], for device addresses.

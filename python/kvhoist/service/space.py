@@ -36,7 +36,9 @@ NOTHING_HELD = _NothingHeld()
 class ServiceSpace:
     """One space, found by its name. While the service is away nothing is there, and what is submitted fails."""
 
-    def __init__(self, config: StoreSettings, space: str, block_bytes: int, device: str | None = None) -> None:
+    def __init__(
+        self, config: StoreSettings, space: str, block_bytes: int, device: str | None = None, device_ordinal: int = 0
+    ) -> None:
         """Connects to the service of the settings, or starts it. `device`: whose memory is registered, too.
 
         Raises UnavailableError where none answers."""
@@ -44,6 +46,7 @@ class ServiceSpace:
         self._options: dict[str, Any] = dict(
             space=space, block_bytes=block_bytes, capacity=config.capacity, host_bytes=config.host_bytes,
             bounce_bytes=max(block_bytes, min(config.host_bytes, _BOUNCE_BYTES_MAX)), device=device,
+            device_ordinal=device_ordinal,
         )  # fmt: skip
         self._client = self._connect(config.deadline_ms)
         try:

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use kvhoist::{Error, Memory, ServiceFault, block_on};
+use kvhoist::{DeviceKind, Error, Memory, ServiceFault, block_on};
 use kvhoist_service::{Client, ClientRegion};
 use pyo3::prelude::*;
 
@@ -17,6 +17,11 @@ use crate::{
 pub(super) enum Kind {
     Host { pin: bool },
     Device,
+}
+
+/// The kind of a device that the Python half has checked.
+pub(super) fn device_kind(name: &str) -> DeviceKind {
+    if name == "simulated" { DeviceKind::Simulated } else { DeviceKind::Cuda }
 }
 
 impl PyClient {

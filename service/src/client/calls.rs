@@ -15,7 +15,7 @@ use std::{
 
 use kvhoist::{
     DeviceKind,
-    internals::service::{Home, shield},
+    internals::service::{Gpu, Home, HomeBound, shield},
 };
 use tokio::{
     net::UnixStream,
@@ -32,8 +32,8 @@ use super::{
 };
 use crate::{
     error::{Error, Result, ServiceFault},
-    protocol::{NAMESPACE_BYTES_MAX, Reply, Request},
-    wire::Wire,
+    protocol::{NAMESPACE_BYTES_MAX, Reply, Request, SpaceDevice},
+    wire::{Dialed, Wire},
 };
 
 /// The most calls of a client at a time, including those that wait for others.
@@ -79,6 +79,8 @@ pub(super) struct Inner {
     line: Arc<Line>,
     pub(super) places: Arc<Places>,
     pub(super) device: Option<DeviceKind>,
+    /// The CUDA device.
+    pub(super) gpu: HomeBound<Option<Arc<Gpu>>>,
     /// For blocks in memory that the service does not have. Made for the first of them.
     pub(super) bounce: OnceCell<Bounce>,
     pub(super) bounce_bytes: usize,
@@ -140,7 +142,7 @@ impl Client {
     pub async fn connect(socket: impl Into<PathBuf>, options: ClientOptions) -> Result<Client> {
         let socket = socket.into();
         let path = socket.clone();
-        let dial = async move || Ok(Arc::new(UnixStream::connect(&path).await?) as Arc<dyn Wire>);
+        let dial = async move || Ok(Arc::new(Dialed::new(UnixStream::connect(&path).await?)) as Arc<dyn Wire>);
         let on_thread = |worker, first| {
             let run = move || run(worker, first);
             thread::Builder::new().name("kvhoist-client".into()).spawn(run).map(drop).map_err(not_started)
@@ -165,11 +167,17 @@ impl Client {
             ));
         }
         let (block_bytes, bounce_bytes, device) = (options.block_bytes, options.bounce_bytes, options.device);
-        if device.is_some_and(|device| device != DeviceKind::Simulated) {
-            return Err(Error::unavailable("device", "a service moves blocks to simulated devices only"));
-        }
+        let (space_device, gpu) = match device {
+            None => (SpaceDevice::None, None),
+            Some(DeviceKind::Simulated) => (SpaceDevice::Simulated, None),
+            Some(DeviceKind::Cuda) => {
+                let gpu = Gpu::open(options.device_ordinal)?;
+                (SpaceDevice::Cuda(gpu.device().uuid), Some(gpu))
+            }
+            Some(other) => return Err(Error::argument("device", format!("{other:?}"), "Cuda, Simulated or none")),
+        };
         let line = Arc::new(Line::new(socket.display().to_string(), options.deadline, options.give_up));
-        let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line), dial };
+        let worker = Worker { socket: socket.clone(), options, device: space_device, line: Arc::clone(&line), dial };
         let (first, connected) = oneshot::channel();
         run(worker, first)?;
         let inner = Inner {
@@ -178,6 +186,7 @@ impl Client {
             line,
             places: Arc::default(),
             device,
+            gpu: HomeBound::new(gpu),
             bounce: OnceCell::new(),
             bounce_bytes,
             calls: Arc::default(),

@@ -5,6 +5,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 use tokio::time::timeout;
 
 use super::{
+    device_end::DeviceEnd,
     options::ClientOptions,
     places::Lent,
     worker::{Dial, Worker, away, nonsense},
@@ -20,16 +21,25 @@ use crate::{
 const ONLY_ID: u64 = 1;
 
 impl<D: Dial> Worker<D> {
-    /// Connects, attaches, and registers memory that was registered before. It has a deadline.
-    pub(super) async fn connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
+    /// Connects, attaches, and registers memory that was registered before. It has a deadline. `device_end`: what says
+    /// when the service has let go of device memory, also if this fails.
+    pub(super) async fn connect(
+        &self,
+        lent: &[Lent],
+        device_end: &mut Option<DeviceEnd>,
+    ) -> Result<(Receiver, Sender, Limits)> {
         let deadline = self.options.deadline;
-        match timeout(deadline, self.try_to_connect(lent)).await {
+        match timeout(deadline, self.try_to_connect(lent, device_end)).await {
             Ok(connected) => connected,
             Err(_) => Err(away(&self.socket, format!("it did not answer for {deadline:?}"))),
         }
     }
 
-    async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
+    async fn try_to_connect(
+        &self,
+        lent: &[Lent],
+        device_end: &mut Option<DeviceEnd>,
+    ) -> Result<(Receiver, Sender, Limits)> {
         let failed = |error: std::io::Error| match error.kind() {
             std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
             _ => away(&self.socket, found(&error)),
@@ -45,22 +55,26 @@ impl<D: Dial> Worker<D> {
         if welcome.answer.is_err() {
             return Err(refused(&welcome, self.reply(&mut link).await.ok().map(|(_, reply)| Ok(reply))));
         }
-        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, shared, device, .. } = &self.options;
+        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, shared, .. } = &self.options;
         let attach = Request::Attach {
             namespace: namespace.clone(),
             block_bytes: *block_bytes as u64,
             capacity_bytes: *capacity_bytes,
             host_bytes: *host_bytes,
             shared: *shared,
-            device: device.map_or(SpaceDevice::None, |_| SpaceDevice::Simulated),
+            device: self.device,
         };
         match self.ask(&mut link, &attach, None).await? {
             Reply::Attached { block_bytes, .. } if block_bytes == self.options.block_bytes as u64 => {}
             Reply::Failed(failure) => return Err(failure.into()),
             other => return Err(nonsense(&format!("{other:?} to an attach request"))),
         }
+        *device_end = DeviceEnd::new(link.receiver.descriptors())?;
+        if matches!(self.device, SpaceDevice::Cuda(_)) && device_end.is_none() {
+            return Err(nonsense("no descriptors that say when device memory is free again"));
+        }
         for lent in lent {
-            match self.ask(&mut link, &register(lent), Some(Arc::clone(&lent.fd))).await? {
+            match self.ask(&mut link, &lent.request(), lent.fd()).await? {
                 Reply::Registered { .. } => {}
                 Reply::Failed(failure) => {
                     tracing::warn!(reason = %failure.text, "the service refused memory that it had before");
@@ -111,9 +125,4 @@ impl<D: Dial> Worker<D> {
         };
         moved.await.map_err(|error| self.broken(error))
     }
-}
-
-/// How memory is registered.
-pub(super) fn register(lent: &Lent) -> Request {
-    Request::Register { region: lent.number, kind: lent.kind, pin: lent.pin, offset: lent.offset, len: lent.len as u64 }
 }

@@ -100,7 +100,7 @@ impl Client {
         }
         let parts = runs(&found, 1);
         let counts: Vec<usize> = parts.iter().map(ExactSizeIterator::len).collect();
-        let (load, told) = LayerLoad::elsewhere(layer_of, &counts)?;
+        let (load, told) = LayerLoad::elsewhere(layer_of, &counts, self.inner.gpu.clone())?;
         let layers: Vec<u16> = layer_of.iter().map(|&layer| layer as u16).collect();
         for (at, run) in parts.into_iter().enumerate() {
             let places: Vec<&[Place]> = found[run.clone()].iter().map(Found::places).collect();

@@ -2,7 +2,7 @@
 
 use std::{
     ops::Range,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     ptr,
     sync::{Arc, Weak, atomic::Ordering},
 };
@@ -15,9 +15,8 @@ use kvhoist::{
 use super::{
     bounce::Bounce,
     calls::{Client, Inner, unexpected},
-    connect::register,
     order::What,
-    places::{Lent, LentForCalls, Places, Users},
+    places::{Lent, LentForCalls, Passed, Places, Users},
 };
 use crate::{
     error::{Error, Result},
@@ -136,17 +135,17 @@ impl Client {
         let at = range.addresses("region")?;
         match kind {
             MemoryKind::Shared(memory) => {
-                let range = (memory.as_fd(), 0, RegionKind::Host);
-                self.register_range(at, range, pinned, Some(Arc::clone(&memory))).await
+                let passed = memfd(memory.as_fd(), 0, pinned, RegionKind::Host)?;
+                self.register_passed(at, passed, Some(Arc::clone(&memory))).await
             }
             MemoryKind::Memfd { fd, offset } => {
-                self.register_range(at, (fd.as_fd(), offset, RegionKind::Host), pinned, None).await
+                self.register_passed(at, memfd(fd.as_fd(), offset, pinned, RegionKind::Host)?, None).await
             }
             MemoryKind::Host => self.register_copied(at),
             MemoryKind::Device => Err(Error::argument(
                 "memory",
                 "device memory",
-                "host memory; load into it, and copy from there to the device",
+                "host memory; device memory is registered by `register_device`",
             )),
         }
     }
@@ -155,11 +154,12 @@ impl Client {
     /// source and target of blocks as memory of [`register`](Client::register) is. Blocks reach it through the
     /// service's host memory, where other clients of the space find them.
     ///
-    /// The simulated device's memory is [`SharedMemory`] or that of a [memfd](Memory::memfd).
+    /// The memory of a CUDA device is named by its [address](Memory::device): memory of `cudaMalloc`, of one
+    /// allocation. The simulated device's memory is [`SharedMemory`] or that of a [memfd](Memory::memfd).
     ///
     /// # Errors
-    /// As [`register`](Client::register); [`Error::Argument`] for memory that is not the device's, and where the client
-    /// has connected without a device.
+    /// As [`register`](Client::register); [`Error::Argument`] for memory that is not the device's, that no other
+    /// process can map, and where the client has connected without a device.
     ///
     /// # Cancel safety
     /// As [`register`](Client::register).
@@ -183,12 +183,19 @@ impl Client {
                 let expected = "a client that was connected with the option `device`";
                 Err(Error::argument("device", "a client without a device", expected))
             }
+            MemoryKind::Device if let Some(gpu) = &*self.inner.gpu => {
+                let (handle, offset) = gpu.export_memory(at.start, at.len())?;
+                self.register_passed(at, Passed::Device { handle, offset }, None).await
+            }
+            _ if self.inner.gpu.is_some() => {
+                Err(Error::argument("memory", "host memory", "an address of the CUDA device"))
+            }
             MemoryKind::Shared(memory) => {
-                let range = (memory.as_fd(), 0, RegionKind::Simulated);
-                self.register_range(at, range, false, Some(Arc::clone(&memory))).await
+                let passed = memfd(memory.as_fd(), 0, false, RegionKind::Simulated)?;
+                self.register_passed(at, passed, Some(Arc::clone(&memory))).await
             }
             MemoryKind::Memfd { fd, offset } => {
-                self.register_range(at, (fd.as_fd(), offset, RegionKind::Simulated), false, None).await
+                self.register_passed(at, memfd(fd.as_fd(), offset, false, RegionKind::Simulated)?, None).await
             }
             MemoryKind::Host | MemoryKind::Device => {
                 Err(Error::argument("memory", "memory that is no memfd", "a memfd, for a simulated device"))
@@ -263,18 +270,16 @@ impl Client {
         &self.inner.places
     }
 
-    async fn register_range(
+    async fn register_passed(
         &self,
         at: Range<usize>,
-        (fd, offset, kind): (BorrowedFd<'_>, u64, RegionKind),
-        pin: bool,
+        passed: Passed,
         memory: Option<Arc<SharedMemory>>,
     ) -> Result<ClientRegion> {
         self.check_free(&at)?;
-        let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let lent = Lent { number, start: at.start, len: at.len(), offset, pin, kind, fd: Arc::new(fd) };
-        match self.call(register(&lent), What::Register(lent.clone()), None).await? {
+        let lent = Lent { number, start: at.start, len: at.len(), passed };
+        match self.call(lent.request(), What::Register(lent.clone()), None).await? {
             Reply::Registered { pinned } => {
                 self.inner.places.add(&lent, memory);
                 Ok(self.region(number, at.start, pinned, Kept::Shared))
@@ -323,4 +328,10 @@ impl Client {
         let request = Request::Unregister { region: region.number };
         self.call(request, What::Unregister(region.number), None).await.map(drop)
     }
+}
+
+/// Memory of a memfd, as it is passed.
+fn memfd(fd: BorrowedFd<'_>, offset: u64, pin: bool, kind: RegionKind) -> Result<Passed> {
+    let fd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
+    Ok(Passed::Memfd { fd: Arc::new(fd), offset, pin, kind })
 }

@@ -3,6 +3,7 @@
 mod bounce;
 mod calls;
 mod connect;
+mod device_end;
 mod hints;
 mod layers;
 mod lending;

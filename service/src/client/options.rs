@@ -21,9 +21,12 @@ pub struct ClientOptions {
     /// Host memory for the space, bytes, if this client is the first since the service started. 0: all that is left.
     pub host_bytes: u64,
     /// The device whose memory clients of the space register ([`register_device`](super::Client::register_device)), or
-    /// `None`. The first client since the service started decides. Only
-    /// [`DeviceKind::Simulated`](kvhoist::DeviceKind::Simulated): shared memory that plays a device's.
+    /// `None`. The first client since the service started decides.
+    /// [`DeviceKind::Cuda`](kvhoist::DeviceKind::Cuda), or [`DeviceKind::Simulated`](kvhoist::DeviceKind::Simulated):
+    /// shared memory that plays a device's.
     pub device: Option<DeviceKind>,
+    /// The ordinal of the CUDA device in this process.
+    pub device_ordinal: u32,
     /// After this calls are answered with [`ServiceFault::Timeout`](kvhoist::ServiceFault::Timeout). Loads and
     /// stores of registered memory begin no more blocks then, and wait for those that the service is moving.
     pub deadline: Duration,
@@ -51,6 +54,7 @@ impl ClientOptions {
             capacity_bytes: 0,
             host_bytes: 0,
             device: None,
+            device_ordinal: 0,
             deadline: Duration::from_secs(60),
             give_up: Some(Duration::from_secs(60)),
             bounce_bytes: 64 << 20,

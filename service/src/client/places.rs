@@ -7,12 +7,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use kvhoist::{Segment, SharedMemory, internals::service::Ranges};
+use kvhoist::{
+    Segment, SharedMemory,
+    internals::service::{IPC_HANDLE_BYTES, Ranges},
+};
 use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 use crate::{
     error::{Error, Result, ServiceFault},
-    protocol::{PLACES_MAX, Place, RegionKind},
+    protocol::{PLACES_MAX, Place, RegionKind, Request},
 };
 
 /// Memory that a client has registered.
@@ -21,11 +24,33 @@ pub(super) struct Lent {
     pub(super) number: u32,
     pub(super) start: usize,
     pub(super) len: usize,
-    /// Where in the memfd it begins.
-    pub(super) offset: u64,
-    pub(super) pin: bool,
-    pub(super) kind: RegionKind,
-    pub(super) fd: Arc<OwnedFd>,
+    pub(super) passed: Passed,
+}
+
+/// How memory is passed to the service, and where in what is passed it begins.
+#[derive(Clone)]
+pub(super) enum Passed {
+    Memfd { fd: Arc<OwnedFd>, offset: u64, pin: bool, kind: RegionKind },
+    Device { handle: [u8; IPC_HANDLE_BYTES], offset: u64 },
+}
+
+impl Lent {
+    /// How it is registered.
+    pub(super) fn request(&self) -> Request {
+        let (region, len) = (self.number, self.len as u64);
+        match self.passed {
+            Passed::Memfd { offset, pin, kind, .. } => Request::Register { region, kind, pin, offset, len },
+            Passed::Device { handle, offset } => Request::RegisterDevice { region, offset, len, handle },
+        }
+    }
+
+    /// What goes with the request.
+    pub(super) fn fd(&self) -> Option<Arc<OwnedFd>> {
+        match &self.passed {
+            Passed::Memfd { fd, .. } => Some(Arc::clone(fd)),
+            Passed::Device { .. } => None,
+        }
+    }
 }
 
 /// Memory that calls may name.
@@ -189,7 +214,8 @@ mod tests {
 
     fn lent(number: u32, start: usize, len: usize) -> Lent {
         let fd: OwnedFd = std::fs::File::open("/dev/null").expect("there").into();
-        Lent { number, start, len, offset: 0, pin: false, kind: RegionKind::Host, fd: fd.into() }
+        let passed = Passed::Memfd { fd: fd.into(), offset: 0, pin: false, kind: RegionKind::Host };
+        Lent { number, start, len, passed }
     }
 
     fn at(address: usize, len: usize) -> Segment {

@@ -11,7 +11,7 @@ use super::{line::Line, options::ClientOptions};
 use crate::{
     error::{Error, Result, ServiceFault},
     link::{LinkError, Receiver},
-    protocol::Reply,
+    protocol::{Reply, SpaceDevice},
     wire::Wire,
 };
 
@@ -27,6 +27,8 @@ pub(crate) struct Worker<D> {
     pub(super) dial: D,
     pub(super) socket: PathBuf,
     pub(super) options: ClientOptions,
+    /// Whose memory the client registers.
+    pub(super) device: SpaceDevice,
     pub(super) line: Arc<Line>,
 }
 
@@ -36,7 +38,8 @@ impl<D: Dial> Worker<D> {
         let mut first = Some(first);
         let mut backoff = BACKOFF_MIN;
         while let Some(lent) = self.line.connect() {
-            let why = match self.connect(&lent).await {
+            let mut device_end = None;
+            let why = match self.connect(&lent, &mut device_end).await {
                 Ok((receiver, sender, limits)) => {
                     self.line.connected(sender, &limits);
                     if first.take().is_some_and(|first| first.send(Ok(())).is_err()) {
@@ -53,6 +56,9 @@ impl<D: Dial> Worker<D> {
                     None => error,
                 },
             };
+            if let Some(end) = &device_end {
+                self.device_memory_is_free(end, &why).await;
+            }
             if !self.line.lost(&why) {
                 self.pause(Instant::now() + backoff).await;
                 backoff = (backoff * 2).min(self.options.backoff_max);

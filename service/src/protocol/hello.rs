@@ -9,9 +9,9 @@ use crate::error::ServiceFault;
 /// The first bytes of both ends.
 pub const MAGIC: [u8; 8] = *b"kvhoist\n";
 /// The oldest version that this build speaks.
-pub const VERSION_MIN: u16 = 3;
+pub const VERSION_MIN: u16 = 4;
 /// The newest version that this build speaks.
-pub const VERSION_MAX: u16 = 3;
+pub const VERSION_MAX: u16 = 4;
 
 /// A client's first bytes: the versions that it speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

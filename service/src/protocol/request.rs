@@ -1,6 +1,11 @@
 //! Requests of a client.
 
-use kvhoist::BlockKey;
+use std::fmt;
+
+use kvhoist::{
+    BlockKey,
+    internals::service::{IPC_HANDLE_BYTES, uuid_text},
+};
 
 use super::{
     places::BlockPlaces,
@@ -75,6 +80,18 @@ pub enum Request {
         offset: u64,
         /// Its bytes.
         len: u64,
+    },
+    /// Lends memory of the client's GPU, of which the service makes a mapping of its own.
+    RegisterDevice {
+        /// The client's number for it, which no other region of the connection has.
+        region: u32,
+        /// Where in the allocation it begins, bytes.
+        offset: u64,
+        /// Its bytes.
+        len: u64,
+        /// The allocation, as the client's driver names it to that of another process.
+        #[cfg_attr(test, proptest(strategy = "super::tests::handle()"))]
+        handle: [u8; IPC_HANDLE_BYTES],
     },
     /// Takes memory back. The reply comes when nothing uses it any longer.
     Unregister {
@@ -215,22 +232,31 @@ pub enum SpaceDevice {
     None,
     /// Host memory plays a device's.
     Simulated,
+    /// The GPU that the driver knows by this identifier.
+    Cuda([u8; 16]),
 }
 
-/// Kinds of memory that a client can lend.
+impl fmt::Display for SpaceDevice {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SpaceDevice::None => to.write_str("no device"),
+            SpaceDevice::Simulated => to.write_str("a simulated device"),
+            SpaceDevice::Cuda(uuid) => write!(to, "the GPU {}", uuid_text(uuid)),
+        }
+    }
+}
+
+/// Kinds of memory that a client can lend as a memfd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub enum RegionKind {
-    /// Host memory: a memfd.
+    /// Host memory.
     Host,
-    /// Memory of a GPU: a handle that the client's driver has exported as a descriptor. No service takes it yet; it is
-    /// refused with [`ServiceFault::Memory`](kvhoist::ServiceFault::Memory).
-    Device,
     /// A memfd that plays a device's memory, in a space with a simulated device.
     Simulated,
 }
 
-messages!(Request("kind of request", "1 to 22") {
+messages!(Request("kind of request", "1 to 23") {
     1 => Attach { block_bytes, capacity_bytes, host_bytes, shared, device, namespace <= NAMESPACE_BYTES_MAX },
     2 => Register { region, pin as u16, kind, offset, len },
     3 => Unregister { region },
@@ -253,6 +279,7 @@ messages!(Request("kind of request", "1 to 22") {
     20 => LetGo { hold },
     21 => LoadLayers { layer_of, blocks },
     22 => Pin { most, keys },
+    23 => RegisterDevice { region, offset, len, handle },
 });
 
 impl Wire for RegionKind {
@@ -263,23 +290,31 @@ impl Wire for RegionKind {
     fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
         match u16::get(reader, what)? {
             0 => Ok(RegionKind::Host),
-            1 => Ok(RegionKind::Device),
-            2 => Ok(RegionKind::Simulated),
-            kind => Err(malformed(what, kind, "0 (host), 1 (device) or 2 (simulated device)")),
+            1 => Ok(RegionKind::Simulated),
+            kind => Err(malformed(what, kind, "0 (host) or 1 (simulated device)")),
         }
     }
 }
 
 impl Wire for SpaceDevice {
     fn put(&self, writer: &mut Writer) {
-        (*self as u16).put(writer);
+        let code: u16 = match self {
+            SpaceDevice::None => 0,
+            SpaceDevice::Simulated => 1,
+            SpaceDevice::Cuda(_) => 2,
+        };
+        code.put(writer);
+        if let SpaceDevice::Cuda(uuid) = self {
+            uuid.put(writer);
+        }
     }
 
     fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
         match u16::get(reader, what)? {
             0 => Ok(SpaceDevice::None),
             1 => Ok(SpaceDevice::Simulated),
-            device => Err(malformed(what, device, "0 (none) or 1 (simulated)")),
+            2 => Ok(SpaceDevice::Cuda(Wire::get(reader, what)?)),
+            device => Err(malformed(what, device, "0 (none), 1 (simulated) or 2 (CUDA)")),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Every frame comes back as it was written, and no bytes make a decoder panic.
 
-use kvhoist::{BlockKey, Stats, Tier};
+use kvhoist::{BlockKey, Stats, Tier, internals::service::IPC_HANDLE_BYTES};
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use super::*;
@@ -32,6 +32,10 @@ pub(super) fn maybe_key() -> impl Strategy<Value = Option<BlockKey>> {
 
 pub(super) fn fault() -> impl Strategy<Value = ServiceFault> {
     select(&ServiceFault::ALL[..])
+}
+
+pub(super) fn handle() -> impl Strategy<Value = [u8; IPC_HANDLE_BYTES]> {
+    vec(any::<u8>(), IPC_HANDLE_BYTES).prop_map(|bytes| bytes.try_into().expect("as many as that"))
 }
 
 pub(super) fn tiers() -> impl Strategy<Value = Vec<Tier>> {

@@ -1,5 +1,6 @@
 //! One client's connection, from its hello to its hang-up.
 
+mod attached;
 mod requests;
 #[cfg(test)]
 mod tests;
@@ -13,9 +14,10 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
+use self::attached::{DeviceEnd, Entered};
 use super::{
     link::{Link, LinkError, Received},
-    protocol::{FRAME_BYTES_MAX, Failure, Header, Hello, Reply, Request, Welcome},
+    protocol::{Failure, Header, Hello, Reply, Request, SpaceDevice, Welcome},
     seldom::Seldom,
     spaces::{Space, files::Hold},
     state::{Connection, ServiceState},
@@ -68,7 +70,7 @@ struct Ended {
 
 enum Outcome {
     Reply(Reply),
-    Attached(Result<Rc<Space>, Failure>),
+    Attached(Result<Entered, Failure>),
     Held(Result<Hold, Failure>),
 }
 
@@ -84,6 +86,9 @@ struct Session {
     /// The client's space and its transfers, once it is attached.
     attached: Option<(Rc<Space>, Rc<ClientTransfers>)>,
     attaching: bool,
+    /// Whose memory it lends beside host memory.
+    device: SpaceDevice,
+    device_end: Option<DeviceEnd>,
     /// Files that the client holds, by the ids of its requests.
     held: BTreeMap<u64, Hold>,
     /// Blocks that it has pinned, by the ids of its requests.
@@ -110,6 +115,8 @@ pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, w
         request_bytes: BTreeMap::new(),
         attached: None,
         attaching: false,
+        device: SpaceDevice::None,
+        device_end: None,
         held: BTreeMap::new(),
         pinned: BTreeMap::new(),
         layers: unbounded_channel(),
@@ -288,12 +295,12 @@ impl Session {
         self.reply_with(id, reply, None);
     }
 
-    /// Replies with a descriptor.
-    fn reply_with(&mut self, id: u64, reply: &Reply, fd: Option<Arc<OwnedFd>>) {
+    /// Replies with descriptors.
+    fn reply_with(&mut self, id: u64, reply: &Reply, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
         if self.link.sender.bytes() == 0 {
             self.taken = Instant::now();
         }
-        self.link.sender.push(reply.encode(id), fd);
+        self.link.sender.push(reply.encode(id), fds);
     }
 
     /// Answers a request whose task has ended; `None`: it panicked.
@@ -310,7 +317,12 @@ impl Session {
         self.connection.requests.set(self.requests.len() as u32);
         let reply = match result {
             Outcome::Reply(reply) => reply,
-            Outcome::Attached(Ok(space)) => self.enter(space),
+            Outcome::Attached(Ok(entered)) => {
+                let reply = self.enter(entered);
+                let fds: Vec<_> = self.device_end.iter().flat_map(DeviceEnd::descriptors).collect();
+                self.reply_with(id, &reply, fds);
+                return Ok(());
+            }
             Outcome::Attached(Err(failure)) => {
                 self.attaching = false;
                 Reply::Failed(failure)
@@ -327,27 +339,6 @@ impl Session {
             self.state.spaces.balance(space);
         }
         Ok(())
-    }
-
-    /// Attaches the client to a space.
-    fn enter(&mut self, space: Rc<Space>) -> Reply {
-        let client = format!("process {} of user {}", self.connection.pid, self.connection.uid);
-        let (bytes_max, account) = (self.state.config.bytes_in_flight_max, Rc::clone(&self.connection.account));
-        let transfers = Rc::new(ClientTransfers::new(&space, bytes_max, client, account));
-        space.clients.set(space.clients.get() + 1);
-        self.connection.namespace.borrow_mut().clone_from(&space.namespace);
-        *self.connection.transfers.borrow_mut() = Some(Rc::clone(&transfers));
-        let Space { block_bytes, capacity_bytes, .. } = *space;
-        let host_bytes = space.host_bytes();
-        self.link.receiver.frame_bytes_max = FRAME_BYTES_MAX;
-        static ATTACHED: Seldom = Seldom::at_most(LOGGED_A_SECOND);
-        if let Some(others) = ATTACHED.turn() {
-            let (id, pid, uid, space) =
-                (self.connection.id(), self.connection.pid, self.connection.uid, &space.namespace);
-            tracing::info!(id, pid, uid, space, block_bytes, others, "a client has attached");
-        }
-        self.attached = Some((space, transfers));
-        Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }
 
     /// Sends the reason, unmaps the client's memory, and hangs up.
@@ -387,6 +378,7 @@ impl Session {
                 tracing::info!(id, pid, space, clients, others, "a client has gone");
             }
         }
+        self.device_end.iter().for_each(DeviceEnd::tell);
         self.link.hang_up();
     }
 }

@@ -5,11 +5,12 @@ use std::{rc::Rc, time::Duration};
 use kvhoist::{BlockKey, Cache, Lease};
 use kvhoist_files::FileIdentity;
 
-use super::{End, Ended, Outcome, Session};
+use super::{End, Ended, Outcome, Session, attached::Entered};
 use crate::{
     error::ServiceFault,
     peers::own_uid,
     protocol::{Blocks, Failure, RegionKind, Reply, Request, SpaceDevice, Way},
+    regions::taken,
     spaces::{Wanted, files::WantedFile},
     transfers::{Cancel, ClientTransfers},
     wire::Lent,
@@ -118,12 +119,20 @@ impl Session {
         let (transfers, cache, none) = (Rc::clone(transfers), transfers.cache().clone(), Cancel::default());
         match request {
             Request::Register { region, kind, pin, offset, len } => {
-                check_kind(kind, self.device())?;
+                check_kind(kind, self.device)?;
                 self.register(&transfers, (region, offset, len), kind, &lent)?;
                 if !pin || kind != RegionKind::Host || !self.state.config.pin {
                     return Ok(Some(Reply::Registered { pinned: false }));
                 }
                 self.spawn(id, async move { Reply::Registered { pinned: transfers.regions.pin(region).await } }, none);
+            }
+            Request::RegisterDevice { region, offset, len, handle } => {
+                self.check_room(&transfers, region, len)?;
+                let add = async move {
+                    let added = transfers.regions.add_imported(region, handle, offset, len).await;
+                    added.map_or_else(Reply::Failed, |()| Reply::Registered { pinned: false })
+                };
+                self.spawn(id, add, none);
             }
             Request::Unregister { region } => {
                 let release = async move {
@@ -157,7 +166,8 @@ impl Session {
         self.attaching = true;
         self.requests.insert(id, Cancel::default());
         let spaces = Rc::clone(&self.state.spaces);
-        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Attached(spaces.attach(wanted).await) } });
+        let entered = async move { Ended { id, result: Outcome::Attached(Entered::new(&spaces, wanted).await) } };
+        self.tasks.spawn_local(entered);
         Ok(())
     }
 
@@ -181,11 +191,6 @@ impl Session {
         let spaces = Rc::clone(&self.state.spaces);
         self.tasks.spawn_local(async move { Ended { id, result: Outcome::Held(spaces.hold(wanted).await) } });
         Ok(())
-    }
-
-    /// The device of the client's space.
-    fn device(&self) -> SpaceDevice {
-        self.attached.as_ref().map_or(SpaceDevice::None, |(space, _)| space.device)
     }
 
     /// Pins blocks in host memory for the client, as far as they are there and the space has room for pins.
@@ -213,7 +218,6 @@ impl Session {
         kind: RegionKind,
         lent: &Lent,
     ) -> Result<(), Failure> {
-        let (regions, config) = (&transfers.regions, &self.state.config);
         let fd = match lent {
             Lent::Memory(fd) => fd,
             Lent::Nothing => {
@@ -224,9 +228,15 @@ impl Session {
                 return Err(Failure::new(ServiceFault::Memory, text));
             }
         };
+        self.check_room(transfers, region, len)?;
+        transfers.regions.add(region, kind, fd, offset, len)
+    }
+
+    /// Refuses a region whose number another has, and one beyond the limits of a connection.
+    fn check_room(&self, transfers: &ClientTransfers, region: u32, len: u64) -> Result<(), Failure> {
+        let (regions, config) = (&transfers.regions, &self.state.config);
         if regions.has(region) {
-            let text = format!("region: found {region}, which is registered, expected another number");
-            return Err(Failure::new(ServiceFault::Argument, text));
+            return Err(taken(region));
         }
         if regions.count() >= config.regions_max as usize {
             let text = format!("busy: {} regions are registered, which is the limit", config.regions_max);
@@ -240,7 +250,7 @@ impl Session {
             );
             return Err(Failure::new(ServiceFault::Busy, text));
         }
-        regions.add(region, kind, fd, offset, len)
+        Ok(())
     }
 
     fn move_blocks(&mut self, id: u64, transfers: Rc<ClientTransfers>, way: Way, blocks: Blocks) {
@@ -285,16 +295,13 @@ fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failu
     }))
 }
 
-/// Refuses memory that the service cannot map, or that is not of the space's device.
+/// Refuses a memfd that plays a device's memory where the client's device is another.
 fn check_kind(kind: RegionKind, device: SpaceDevice) -> Result<(), Failure> {
-    let text = match (kind, device) {
-        (RegionKind::Host, _) | (RegionKind::Simulated, SpaceDevice::Simulated) => return Ok(()),
-        (RegionKind::Device, _) => "region: found device memory of a GPU, expected a memfd",
-        (RegionKind::Simulated, SpaceDevice::None) => {
-            "region: found memory of a simulated device, expected host memory: the space was attached to without a \
-             device"
-        }
-    };
+    if kind == RegionKind::Host || device == SpaceDevice::Simulated {
+        return Ok(());
+    }
+    let text = "region: found memory of a simulated device, expected other memory: the client attached without such a \
+                device";
     Err(Failure::new(ServiceFault::Memory, text))
 }
 

@@ -72,7 +72,7 @@ impl Ends {
 }
 
 impl Wire for Ends {
-    fn send(&self, bytes: &[u8], _fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+    fn send(&self, bytes: &[u8], _fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
         let mut stream = self.lock();
         if !stream.takes {
             return Err(io::ErrorKind::WouldBlock.into());

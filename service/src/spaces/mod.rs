@@ -150,6 +150,10 @@ impl Spaces {
         Ok(Spaces { disk, host, tables, files, file_turn, entries, config, system, moving, move_ended })
     }
 
+    pub(super) fn system(&self) -> &dyn System {
+        &*self.system
+    }
+
     /// The number of spaces, closed ones included.
     pub(super) fn count(&self) -> usize {
         self.entries.borrow().len()
@@ -169,8 +173,8 @@ impl Spaces {
         if wanted.device == SpaceDevice::None || wanted.device == space.device {
             return Ok(space);
         }
-        let text = format!("space: found device {:?}, as its first client has asked for", space.device);
-        let text = format!("{text}, expected {:?}: end the service, or use another name", wanted.device);
+        let text = format!("space: found {}, as its first client has asked for", space.device);
+        let text = format!("{text}, expected {}: end the service, or use another name", wanted.device);
         Err(Failure::new(ServiceFault::Argument, text))
     }
 

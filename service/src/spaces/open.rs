@@ -6,7 +6,7 @@
 
 use std::{cell::Cell, rc::Rc, time::Duration};
 
-use kvhoist::{Cache, Capacity, Config, DeviceKind, DiskPath};
+use kvhoist::{Cache, Capacity, Config, DeviceKind, DiskPath, internals::service::discover};
 
 use super::{Space, Spaces, State, host::HostShare, manifest::SpaceManifest, pool::Grant};
 use crate::{
@@ -65,7 +65,13 @@ impl Spaces {
         is_new: bool,
     ) -> Result<Rc<Space>, Failure> {
         let slot_bytes = self.config.cache.clone().block_bytes(manifest.block_bytes as usize).slot_bytes() as u64;
-        let grant = self.reserve_host(manifest.of(), slot_bytes, host_bytes)?;
+        let mut grant = self.reserve_host(manifest.of(), slot_bytes, host_bytes)?;
+        if let SpaceDevice::Cuda(_) = device {
+            // Pinned for the GPU, its memory cannot be another's: others give theirs up before, and it gives up none.
+            let claimed = self.claim_host(manifest.of(), &grant).await;
+            let claimed = claimed.inspect_err(|_| self.host.give_back(manifest.of(), grant.bytes))?;
+            grant.keep(claimed);
+        }
         let cache = match self.open_cache(manifest, &grant, device, is_new).await {
             Ok(cache) => cache,
             Err(error) => {
@@ -112,9 +118,21 @@ impl Spaces {
         is_new: bool,
     ) -> Result<Cache> {
         let mut config = self.cache_config(manifest, grant)?;
-        if device == SpaceDevice::Simulated {
+        let kind = match device {
+            SpaceDevice::None => None,
+            SpaceDevice::Simulated => Some(DeviceKind::Simulated),
+            SpaceDevice::Cuda(uuid) => {
+                let discovery = discover();
+                let gpu = discovery.device_of(&uuid).map_err(|reason| Error::unavailable("device", reason))?;
+                config = config.device_ordinal(gpu.ordinal);
+                config.host.parks = false;
+                config.host.capacity = Capacity::Blocks(slots(grant.total(), config.slot_bytes() as u64)?);
+                Some(DeviceKind::Cuda)
+            }
+        };
+        if let Some(kind) = kind {
             // Blocks reach the device through host memory, where others find them. No slot is used: none may be 0.
-            config = config.device_blocks(1).device(DeviceKind::Simulated).bypass_host(false);
+            config = config.device_blocks(1).device(kind).bypass_host(false);
         }
         config.validate()?;
         self.tables.take(&manifest.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;

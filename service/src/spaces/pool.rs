@@ -42,6 +42,12 @@ impl Grant {
     pub(super) fn total(&self) -> u64 {
         self.bytes + self.missing
     }
+
+    /// Of what was missing so much was had: with that it is the space's for good.
+    pub(super) fn keep(&mut self, claimed: u64) {
+        self.bytes += claimed;
+        (self.missing, self.floor) = (0, self.bytes);
+    }
 }
 
 impl Spaces {

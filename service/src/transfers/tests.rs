@@ -26,7 +26,7 @@ fn key(block: u8) -> BlockKey {
 /// A client with room for all blocks.
 fn client(space: &Space) -> Rc<ClientTransfers> {
     let budget = Rc::new(Budget::new(&ServerConfig::new("unused")));
-    let transfers = ClientTransfers::new(space, 1 << 20, "a client".into(), budget.account(1));
+    let transfers = ClientTransfers::new(space, 1 << 20, "a client".into(), budget.account(1), None);
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
     transfers.regions.add(1, RegionKind::Host, &fd, 0, pool.len() as u64).expect("registered");
@@ -128,7 +128,7 @@ async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
     let run = async {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
         let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
-        let transfers = ClientTransfers::new(&space, 1 << 20, "a client".into(), budget.account(1));
+        let transfers = ClientTransfers::new(&space, 1 << 20, "a client".into(), budget.account(1), None);
         let pool = SharedMemory::new(16 << 10).expect("memory");
         let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
         for _ in 0..100 {

@@ -1,5 +1,7 @@
 //! What the tests run as processes of their own.
 
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::{
     files, guest, hung, killed, limits,
     node::{self, ROLE},
@@ -16,6 +18,10 @@ fn child() {
         ["holds", socket] => files::serve(socket),
         ["rank", socket, path, seed] => files::rank(socket, path, seed.parse().expect("a number")),
         ["direct", ..] => killed::run(&words[1..]),
+        #[cfg(feature = "cuda")]
+        ["cuda", ..] => cuda::run(&words[1..]),
+        #[cfg(feature = "cuda")]
+        ["cuda-load", socket] => cuda::ends::load_for_ever(socket),
         ["twin", ..] => twins::run(&words[1..]),
         ["limited", ..] => limits::run(&words[1..]),
         ["store", socket] => guest::store_all(socket),

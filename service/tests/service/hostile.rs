@@ -64,10 +64,10 @@ fn memory_that_is_not_as_it_was_said_is_refused() {
     failed(raw.ask_with(6, &register(1, 0, 4096), tempfile::tempfile().expect("a file").as_fd()), Memory);
     failed(raw.ask_with(7, &register(1, 0, 4096), raw.stream.try_clone().expect("a copy").as_fd()), Memory);
     failed(raw.ask(8, &register(1, 0, 4096)), Argument);
-    // Memory of a GPU, which no service takes yet.
-    let device = Request::Register { region: 1, kind: RegionKind::Device, pin: false, offset: 0, len: 4096 };
-    let Reply::Failed(refused) = raw.ask_with(21, &device, good.as_fd()) else { panic!("device memory was taken") };
-    assert!(refused.fault == Memory && refused.text.contains("device memory"), "{refused:?}");
+    // Memory of a GPU, and no client of one.
+    let device = Request::RegisterDevice { region: 1, offset: 0, len: 4096, handle: [7; 64] };
+    let Reply::Failed(refused) = raw.ask(21, &device) else { panic!("device memory was taken") };
+    assert!(refused.fault == Memory && refused.text.contains("without a CUDA device"), "{refused:?}");
     // More than one client may have.
     failed(raw.ask_with(9, &register(1, 0, 65 << 20), good.as_fd()), Busy);
     failed(raw.ask_with(10, &register(1, 0, u64::MAX), good.as_fd()), Busy);
@@ -196,14 +196,14 @@ fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
         let mut raw = Raw::connect(&shared.node.socket());
         raw.send(bytes);
         let welcome = raw.welcome();
-        assert_eq!((welcome.version_min, welcome.version_max), (3, 3));
+        assert_eq!((welcome.version_min, welcome.version_max), (4, 4));
         let fault = welcome.answer.expect_err("refused");
         let why = raw.goodbye();
         assert!(why.starts_with(&format!("{fault:?}: ")), "{why}");
         fault
     };
-    assert_eq!(refused(&Hello { version_min: 4, version_max: 900 }.encode()), ServiceFault::Version);
-    assert_eq!(refused(&Hello { version_min: 0, version_max: 2 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(&Hello { version_min: 5, version_max: 900 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(&Hello { version_min: 0, version_max: 3 }.encode()), ServiceFault::Version);
     assert_eq!(refused(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), ServiceFault::Protocol);
     assert_eq!(refused(b"kvhois"), ServiceFault::Timeout, "no whole hello within the patience");
     shared.check();

@@ -7,8 +7,11 @@ mod attach;
 mod calls;
 mod changed_memory;
 mod child;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod deaths;
 mod descriptors;
+mod device_end;
 mod drawn;
 mod files;
 mod frames;

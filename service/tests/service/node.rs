@@ -59,9 +59,15 @@ pub struct Process {
 
 impl Process {
     pub fn start(role: &str) -> Self {
+        Process::start_with(role, &[])
+    }
+
+    /// With these variables in its environment.
+    pub fn start_with(role: &str, variables: &[(&str, &str)]) -> Self {
         let mut child = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "child::child", "--nocapture", "--test-threads", "1"])
             .env(ROLE, role)
+            .envs(variables.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -10,7 +10,7 @@ mod thread;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Mutex, MutexGuard},
 };
 
 use tokio::{
@@ -235,7 +235,7 @@ impl Line {
             let Some(pending) = next else { continue };
             let Some(frame) = pending.frame.take() else { continue };
             let fd = match &pending.what {
-                What::Register(lent) => Some(Arc::clone(&lent.fd)),
+                What::Register(lent) => lent.fd(),
                 _ => None,
             };
             sender.push(frame, fd);

@@ -25,12 +25,12 @@ use super::Line;
 use crate::{
     client::{
         order::{Answer, Call, Counted, What},
-        places::Lent,
+        places::{Lent, Passed},
     },
     error::Result,
     link::Link,
     protocol::{HEADER_BYTES, Limits, RegionKind, Reply, Request},
-    wire::{Came, Wire},
+    wire::{Came, Dialed, Wire},
 };
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -75,7 +75,7 @@ async fn sends_a_frame_in_parts() {
     let (ours, mut theirs) = narrow();
     let line = Line::new("a test".into(), PATIENCE, None);
     assert!(line.connect().is_some_and(|lent| lent.is_empty()));
-    let Link { mut receiver, sender } = Link::new(Arc::new(ours));
+    let Link { mut receiver, sender } = Link::new(Arc::new(Dialed::new(ours)));
     receiver.ready(true).await.expect("connected");
     line.connected(sender, &Limits::new(8, 8, 0));
 
@@ -128,7 +128,7 @@ struct Narrow {
 }
 
 impl Wire for Narrow {
-    fn send(&self, bytes: &[u8], _fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+    fn send(&self, bytes: &[u8], _fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
         let len = bytes.len().min(self.room.load(Ordering::Relaxed));
         if len == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -197,7 +197,7 @@ async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests
     }
     let line = Line::new("a test".into(), PATIENCE, None);
     assert!(line.connect().is_some_and(|lent| lent.is_empty()));
-    let Link { receiver, sender } = Link::new(Arc::new(AsyncStream::from_std(ours).expect("a reactor")));
+    let Link { receiver, sender } = Link::new(Arc::new(Dialed::new(AsyncStream::from_std(ours).expect("a reactor"))));
     receiver.ready(true).await.expect("connected");
     line.connected(sender, &Limits::new(1, 8, 0));
     let memory = SharedMemory::new(4096).expect("memory");
@@ -206,10 +206,7 @@ async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests
         number: 7,
         start: memory.as_ptr() as usize,
         len: 4096,
-        offset: 0,
-        pin: false,
-        kind: RegionKind::Host,
-        fd,
+        passed: Passed::Memfd { fd, offset: 0, pin: false, kind: RegionKind::Host },
     };
     let register = Request::Register { region: 7, kind: RegionKind::Host, pin: false, offset: 0, len: 4096 };
     drop(begin_as(&line, 2, &register, What::Register(lent)));

@@ -129,6 +129,14 @@ impl Line {
         };
     }
 
+    /// The service has hung up, or this process does, and device memory may be in use yet.
+    pub(in crate::client) fn hung_up(&self, why: Error) {
+        self.parting(why);
+        if let Phase::Parting(sender) = &self.lock().phase {
+            sender.end();
+        }
+    }
+
     /// Before the thread waits for replies.
     pub(in crate::client) fn wait(&self) -> Wait {
         let mut state = self.lock();

@@ -68,7 +68,7 @@ impl Hostile {
         let (mut sent, mut fd) = (0, fd);
         while sent < bytes.len() {
             poll_fn(|context| self.end.poll_ready(context, false, true)).await.ok()?;
-            match self.end.send(&bytes[sent..], fd) {
+            match self.end.send(&bytes[sent..], fd.as_slice()) {
                 Ok(len) => (sent, fd) = (sent + len, None),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(_) => return None,
@@ -197,8 +197,10 @@ impl Hostile {
             8 => {
                 let len = pick(&mut self.rng, &[LENT_BYTES as u64, LENT_BYTES as u64 + 1, u64::MAX, 0]);
                 let offset = pick(&mut self.rng, &[0, 0, 1, 4096, u64::MAX]);
-                let kind = if self.rng.chance(0.9) { RegionKind::Host } else { RegionKind::Device };
-                let register = Request::Register { region: 1, kind, pin: false, offset, len };
+                if self.rng.chance(0.1) {
+                    return self.ask(&Request::RegisterDevice { region: 1, offset, len, handle: [7; 64] }).await;
+                }
+                let register = Request::Register { region: 1, kind: RegionKind::Host, pin: false, offset, len };
                 self.next_id += 1;
                 let fd = self.rng.chance(0.7).then(|| self.memory.as_fd());
                 self.send(&register.encode(self.next_id), fd).await

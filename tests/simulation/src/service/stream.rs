@@ -238,18 +238,18 @@ pub fn pair(rng: &mut Rng, delivery: Delivery) -> (Arc<End>, Arc<End>, Arc<Mutex
 }
 
 impl Wire for End {
-    fn send(&self, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+    fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
         let mut way = lock(&self.out.0);
         if way.broken || way.ended {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         let room = way.room.saturating_sub(way.bytes.len());
         // A message as short as that is taken whole or not at all.
-        let len = bytes.len().min(if fd.is_some() && room > 0 { room.max(WHOLE_BYTES) } else { room });
+        let len = bytes.len().min(if !fds.is_empty() && room > 0 { room.max(WHOLE_BYTES) } else { room });
         if len == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        if let Some(fd) = fd {
+        if let Some(fd) = fds.first() {
             let at = way.received + way.bytes.len() as u64;
             way.fds.push_back((at, fd.try_clone_to_owned()?));
         }

@@ -1,0 +1,126 @@
+//! Services and clients that are killed in the middle of copies.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use kvhoist::{
+    Segment, block_on,
+    internals::gpu::{DeviceBuffer, Gpu},
+    internals::memory::DeviceMemory,
+};
+use kvhoist_service::Client;
+
+use super::{BLOCKS, Engine, House, block_bytes, lent, options, pool_bytes, wait_until_connected, with_gpu};
+use crate::{
+    common::{Rng, key, seed},
+    guest::is_away,
+    killed::{a_moment, kills},
+    node::{HANG, Process, Stopped, say},
+};
+
+/// What a client writes to its memory after the hang-up.
+const MINE: u8 = 0x6b;
+/// Far longer than a device takes for what it was asked before the kill.
+const WAIT: Duration = Duration::from_millis(200);
+
+#[test]
+fn a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told() {
+    with_gpu("ends::a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told", || {
+        let (mut house, mut rng) = (House::new(), Rng(seed()));
+        let engine = Engine::new(&house);
+        engine.store(0);
+        let (keys, places): (Vec<_>, _) = ((0..BLOCKS).map(key).collect(), engine.places());
+        for kill in 0..kills() {
+            wait_until_connected(&engine.client);
+            let ended = std::thread::scope(|scope| {
+                let (client, keys, places) = (&engine.client, &keys, &places);
+                let load = move || loop {
+                    match block_on(client.load_into(keys, places)) {
+                        Ok(results) if results.iter().all(|result| result.as_ref().is_ok_and(|there| *there)) => {}
+                        Err(error) if is_away(&error) => return,
+                        other => panic!("{other:?}"),
+                    }
+                };
+                let loads: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
+                std::thread::sleep(Duration::from_millis(20));
+                a_moment(&mut rng);
+                house.service.send_kill();
+                loads.into_iter().for_each(|load| load.join().expect("away"));
+                Instant::now()
+            });
+            // From here on it is the client's.
+            engine.fill(MINE);
+            std::thread::sleep(WAIT);
+            let wrong = engine.read(&engine.pool).iter().filter(|byte| **byte != MINE).count();
+            assert_eq!(wrong, 0, "bytes that were written {:?} after the end was told, kill {kill}", ended.elapsed());
+            house.service.kill();
+            house.restart();
+        }
+        wait_until_connected(&engine.client);
+        engine.load(0);
+    });
+}
+
+#[test]
+fn a_stream_that_waits_for_a_killed_service_goes_on() {
+    with_gpu("ends::a_stream_that_waits_for_a_killed_service_goes_on", || {
+        let mut house = House::new();
+        let engine = Engine::new(&house);
+        engine.store(0);
+        let stopped = Stopped::new(house.service.pid());
+        let load = engine.begin_layers(0);
+        engine.look_at(&load, 0);
+        house.service.send_kill();
+        drop(stopped);
+        engine.synchronize();
+        let (leading, error) = block_on(load.layer(0)).expect("there is such a layer");
+        assert!(leading == 0 && error.is_some(), "{leading}: {error:?}");
+        assert!(block_on(load.blocks()).iter().all(Result::is_err));
+        house.service.kill();
+        house.restart();
+        wait_until_connected(&engine.client);
+        engine.load_layers(0);
+    });
+}
+
+/// A client's process that loads until it is killed.
+pub fn load_for_ever(socket: &str) {
+    let house = Path::new(socket);
+    let client = block_on(Client::connect(house, options())).expect("a service with the GPU");
+    let gpu = Gpu::open(0).expect("a GPU");
+    let pool = DeviceBuffer::new(gpu, pool_bytes()).expect("memory");
+    let _region = block_on(client.register_device(lent(&pool, 0, pool_bytes()))).expect("registered");
+    let place = |n: u64| {
+        vec![Segment { ptr: pool.base().as_ptr().wrapping_add(n as usize * block_bytes()), len: block_bytes() }]
+    };
+    let (keys, places): (Vec<_>, Vec<_>) = (0..BLOCKS).map(|n| (key(n), place(n))).unzip();
+    loop {
+        let loaded = block_on(client.load_into(&keys, &places)).expect("a service");
+        assert!(loaded.iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
+        say("next");
+    }
+}
+
+#[test]
+fn a_service_survives_clients_that_are_killed_in_the_middle_of_copies() {
+    with_gpu("ends::a_service_survives_clients_that_are_killed_in_the_middle_of_copies", || {
+        let (house, mut rng) = (House::new(), Rng(seed()));
+        let engine = Engine::new(&house);
+        engine.store(0);
+        for _ in 0..kills() {
+            let mut other = Process::start(&format!("cuda-load {}", house.socket().display()));
+            (0..3).for_each(|_| assert_eq!(other.word().as_deref(), Some("next")));
+            a_moment(&mut rng);
+            other.kill();
+            engine.load_layers(0);
+            engine.load(0);
+        }
+        let hang = Instant::now() + HANG;
+        while kvhoist_service::status(&house.socket()).expect("alive").clients.len() > 2 {
+            assert!(Instant::now() < hang, "its memory stays mapped");
+            std::thread::yield_now();
+        }
+    });
+}

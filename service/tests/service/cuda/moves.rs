@@ -1,0 +1,132 @@
+//! Blocks between the service and GPUs of its clients, and memory that is refused.
+
+use kvhoist::{
+    BlockKey, Error, Memory, Segment, ServiceFault, Tier, block_on,
+    internals::gpu::{DeviceBuffer, Gpu},
+    internals::memory::DeviceMemory,
+};
+use kvhoist_service::Client;
+
+use super::{BLOCKS, Engine, House, block_bytes, is_real, lent, options, pool_bytes, wait_until_connected, with_gpu};
+use crate::common::{key, payload};
+
+#[test]
+fn blocks_move_between_the_service_and_a_gpu_of_its_client() {
+    with_gpu("moves::blocks_move_between_the_service_and_a_gpu_of_its_client", || {
+        let mut house = House::new();
+        let engine = Engine::new(&house);
+        assert!(!engine.region.is_pinned());
+        engine.store(0);
+        engine.load(0);
+        engine.load_layers(0);
+        house.service.end();
+        house.restart();
+        wait_until_connected(&engine.client);
+        let keys: Vec<BlockKey> = (0..BLOCKS).map(key).collect();
+        let tiers = block_on(engine.client.match_prefix(&keys)).expect("a service");
+        assert_eq!(tiers, [Tier::Disk; BLOCKS as usize], "the region is registered again");
+        engine.load_layers(0);
+        engine.load(0);
+        block_on(engine.client.unregister(&engine.region)).expect("its own");
+        let refused = block_on(engine.client.load_into(&keys, &engine.places())).expect_err("not registered");
+        assert!(matches!(refused, Error::Argument { .. }), "{refused}");
+    });
+}
+
+#[test]
+fn two_clients_on_a_gpu_share_what_one_has_stored() {
+    with_gpu("moves::two_clients_on_a_gpu_share_what_one_has_stored", || {
+        let house = House::new();
+        let [one, other] = [(); 2].map(|()| Engine::new(&house));
+        one.store(0);
+        other.store(BLOCKS);
+        std::thread::scope(|scope| {
+            for (engine, first) in [(&one, BLOCKS), (&other, 0)] {
+                let engine = Apart(engine);
+                scope.spawn(move || {
+                    let Apart(engine) = { engine };
+                    for _ in 0..4 {
+                        engine.load_layers(first);
+                        engine.load(first);
+                    }
+                });
+            }
+        });
+        drop(one.client);
+        other.load(0);
+    });
+}
+
+/// A reference for one other thread.
+struct Apart<'a>(&'a Engine);
+
+// SAFETY: a stream may be used from any thread, and an engine is used by one at a time.
+unsafe impl Send for Apart<'_> {}
+
+#[test]
+fn ranges_of_one_allocation_are_registered_one_by_one() {
+    with_gpu("moves::ranges_of_one_allocation_are_registered_one_by_one", || {
+        let house = House::new();
+        let engine = Engine::new(&house);
+        engine.store(0);
+        let (client, len) = (&engine.client, block_bytes());
+        let register = |offset, len| block_on(client.register_device(lent(&engine.seen, offset, len)));
+        let [first, second] = [len, 3 * len].map(|offset| register(offset, len).expect("beside the other"));
+        register(len + 1, 16).expect_err("part of it is registered");
+        let refused = register(pool_bytes() - len, len + (4 << 20)).expect_err("past its end").to_string();
+        assert!(refused.contains("one allocation"), "{refused}");
+        block_on(client.unregister(&first)).expect("its own");
+        let place = vec![Segment { ptr: engine.seen.base().as_ptr().wrapping_add(3 * len), len }];
+        let loaded = block_on(client.load_into(&[key(7)], &[place])).expect("a service");
+        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+        assert!(engine.read(&engine.seen)[3 * len..4 * len] == payload(7, len), "WRONG BYTES");
+        block_on(client.unregister(&second)).expect("its own");
+        // Nothing of it is mapped any more, and it is mapped anew.
+        let again = register(0, pool_bytes()).expect("all of it");
+        block_on(client.unregister(&again)).expect("its own");
+    });
+}
+
+#[test]
+fn memory_that_other_processes_cannot_map_is_refused_with_what_to_set() {
+    with_gpu("moves::memory_that_other_processes_cannot_map_is_refused_with_what_to_set", || {
+        let house = House::new();
+        let mut plain = options();
+        plain.device = None;
+        let gpu = Gpu::open(0).expect("a GPU");
+        let memory = DeviceBuffer::new(gpu, 1 << 20).expect("memory");
+        // The space has no device for a client that asks for none.
+        let client = block_on(Client::connect(house.socket(), plain)).expect("a service");
+        let refused = block_on(client.register_device(lent(&memory, 0, 4096))).expect_err("no device").to_string();
+        assert!(refused.contains("without a device"), "{refused}");
+        drop(client);
+        let house = House::new();
+        let client = block_on(Client::connect(house.socket(), options())).expect("a service");
+        let mut host = vec![0_u8; 4096];
+        // SAFETY: nothing is moved there.
+        let lent_host = unsafe { Memory::device(host.as_mut_ptr(), 4096) };
+        let refused = block_on(client.register_device(lent_host)).expect_err("no device memory").to_string();
+        assert!(refused.contains("device memory of this process"), "{refused}");
+        if !is_real() {
+            // SAFETY: no other thread of this process reads its environment now.
+            unsafe { std::env::set_var("DOUBLE_FAULT", "ipc") };
+            let refused = block_on(client.register_device(lent(&memory, 0, 4096))).expect_err("no handle").to_string();
+            assert!(refused.contains("expandable_segments:False"), "{refused}");
+        }
+    });
+}
+
+#[test]
+fn a_service_without_the_gpu_says_so() {
+    with_gpu("moves::a_service_without_the_gpu_says_so", || {
+        let house = House::with(&[("DOUBLE_FAULT", "none"), ("CUDA_VISIBLE_DEVICES", "")]);
+        let refused = block_on(Client::connect(house.socket(), options())).expect_err("no GPU");
+        assert!(matches!(refused, Error::Service { fault: ServiceFault::Unavailable, .. }), "{refused}");
+        let refused = refused.to_string();
+        assert!(refused.contains("GPU-") && refused.contains("run the service where"), "{refused}");
+        // A space of another kind is served.
+        let mut plain = options();
+        plain.device = None;
+        block_on(Client::connect(house.socket(), plain)).expect("a service");
+    });
+}
