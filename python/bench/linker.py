@@ -3,14 +3,15 @@
 
     python bench/linker.py --path /mnt/nvme0/kv [--sizes 64,1024] [--repeats 7] [--copy-blocks 16]
     python bench/linker.py --path /tmp/kv --device simulated --sizes 2      # without a GPU: that it works
-    python bench/linker.py --path /tmp/kv --device simulated --service      # through a node's service, beside in process
+    python bench/linker.py --path /mnt/nvme0/kv --service                   # through a node's service, beside in process
 
 For each geometry of a model, pages of 64 tokens are stored from the layers' buffers, then loaded into other places of
 them: out of host memory, and out of the drive after a restart. In the first load of each kind, kernels that wait for
 their layer only compare every byte; it is not timed. A row has the medians of the others: the whole load over one copy
 from pinned memory, the first layer's share of the load, the time of the calling thread to begin and in all waits, and
 from a drive the load over 16 threads of `pread`. With `--service` each size is loaded out of host memory in process and
-through a service in turn; a row has the time in process over that through the service.
+through a service in turn; a row has the times in process over those through the service, of the whole load and of the
+first layer.
 """
 
 from __future__ import annotations
@@ -118,10 +119,11 @@ class Model:
 
     def beside_service(self, path: str, sizes: list[int], repeats: int) -> None:
         """Loads out of host memory in process and through a service, in turn."""
-        for buffer in self.buffers:
+        for buffer in self.buffers if not self.clock.cuda else ():
             self.lent.append(SharedMemory(buffer.nbytes))
             shared = torch.frombuffer(self.lent[-1].view, dtype=torch.uint8).view(buffer.shape).copy_(buffer)
             buffer.set_(shared)
+        self.clock.wait()
         room = int(self.count * 1.2) + 16
         disk, memory = (self.count + 8) * self.page_bytes * 2, room * self.page_bytes * 2
         shared_path = os.path.join(path, "service")
@@ -140,11 +142,14 @@ class Model:
                 keys = self.keys[: size * MIB // self.page_bytes]
                 for pages in (own, through):
                     self.load(pages, keys, compare=True)
-                both = [[self.load(pages, keys, compare=False)[0] for pages in (own, through)] for _ in range(repeats)]
-                ratios = sorted(mine / theirs for mine, theirs in both)
-                mine, theirs = (statistics.median(column) for column in zip(*both))
-                row = f"{self.name}, {size} MiB from host memory: in process {mine:.3f} ms, through a service {theirs:.3f} ms"
-                print(f"{row}, {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+                both = [[self.load(pages, keys, compare=False) for pages in (own, through)] for _ in range(repeats)]
+                row = f"{self.name}, {size} MiB from host memory"
+                for at, what in enumerate(("the load", "its first layer")):
+                    ratios = sorted(mine[at] / theirs[at] for mine, theirs in both)
+                    mine, theirs = (statistics.median(one[at] for one in column) for column in zip(*both))
+                    row += f"; {what}: in process {mine:.3f} ms, through a service {theirs:.3f} ms"
+                    row += f", {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                print(row, flush=True)
 
     def run(self, path: str, sizes: list[int], repeats: int) -> None:
         """All rows."""
@@ -222,10 +227,8 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(GEOMETRIES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "simulated"])
     parser.add_argument("--copy-blocks", type=int, default=16, help="most thread blocks of the copy kernel")
-    parser.add_argument("--service", action="store_true", help="beside a node's service; with --device simulated")
+    parser.add_argument("--service", action="store_true", help="beside a node's service")
     given = parser.parse_args()
-    if given.service and given.device != "simulated":
-        sys.exit("--service: found --device cuda, expected simulated: a service moves blocks to simulated devices only")
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device: found no CUDA device, expected one; give --device simulated")
     settings = {"device": given.device, "copy_blocks_max": given.copy_blocks}

@@ -8,7 +8,6 @@ from typing import Any, Mapping
 
 from .._store_settings import StoreSettings
 from .._stores import Place, open_store
-from .._values import config_error
 from ..cache import Cache
 from ..service.space import ServiceSpace
 from .device_pools import memory_of, pieces_of
@@ -70,10 +69,8 @@ def _open(
             part, place, nbytes, bypass_host=False, device="simulated" if device is None else "cuda",
             device_ordinal=device or 0, device_blocks=1, copy_blocks_max=settings.copy_blocks_max,
         )  # fmt: skip
-    if device is not None:
-        expected = "'off' with pools on a CUDA device: a service moves pages of simulated devices only"
-        raise config_error("service", part.service, expected)
-    return ServiceSpace(part, place.namespace(), nbytes, "simulated")
+    kind = "simulated" if device is None else "cuda"
+    return ServiceSpace(part, place.namespace(), nbytes, kind, device or 0)
 
 
 def _share(config: StoreSettings, name: str, names: list[str]) -> float:

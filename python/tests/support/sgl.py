@@ -18,6 +18,9 @@ from engines.stand_ins import add_blank
 
 ROOT = os.environ.get("KVHOIST_SGLANG", "")
 
+#: Where device pools are: ``cuda`` runs the linker's tests on a GPU.
+DEVICE = os.environ.get("KVHOIST_SGLANG_DEVICE", "cpu")
+
 
 def missing() -> str | None:
     """Why these tests cannot run here, if they cannot."""
@@ -115,7 +118,7 @@ DEEPSEEK_V3 = Geometry(kind="mla", layers=61, lora=512, rope=64, page_tokens=64)
 
 
 def device_pool(geometry: Geometry, pages: int, dtype=None):
-    """SGLang's device pool, on the CPU."""
+    """SGLang's device pool."""
     import torch
 
     modules = boot()
@@ -123,11 +126,11 @@ def device_pool(geometry: Geometry, pages: int, dtype=None):
     tokens = pages * geometry.page_tokens
     if geometry.kind == "mha":
         return modules.memory_pool.MHATokenToKVPool(
-            tokens, geometry.page_tokens, dtype, geometry.heads, geometry.head_dim, geometry.layers, "cpu", False,
+            tokens, geometry.page_tokens, dtype, geometry.heads, geometry.head_dim, geometry.layers, DEVICE, False,
             start_layer=geometry.first, end_layer=geometry.first + geometry.layers,
         )  # fmt: skip
     return modules.memory_pool.MLATokenToKVPool(
-        tokens, geometry.page_tokens, dtype, geometry.lora, geometry.rope, geometry.layers, "cpu", False,
+        tokens, geometry.page_tokens, dtype, geometry.lora, geometry.rope, geometry.layers, DEVICE, False,
         start_layer=geometry.first, end_layer=geometry.first + geometry.layers,
     )  # fmt: skip
 

@@ -20,8 +20,8 @@ def await_(condition, what):
 
 
 def device_noise(device, seed):
-    generator = torch.Generator().manual_seed(seed)
     buffers = device.k_buffer + device.v_buffer if hasattr(device, "k_buffer") and device.k_buffer else device.kv_buffer
+    generator = torch.Generator(buffers[0].device).manual_seed(seed)
     for buffer in buffers:
         raw(buffer).random_(0, 256, generator=generator)
     return buffers

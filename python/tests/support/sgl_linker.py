@@ -1,4 +1,4 @@
-"""SGLang's unified radix cache over the external linker, on the CPU. 0.5.23 and later.
+"""SGLang's unified radix cache over the external linker, on the CPU or a GPU. 0.5.23 and later.
 
 Real are the radix tree, the linker's wrapper, the pools and the allocators. A stand-in plays the device's events.
 """
@@ -25,7 +25,8 @@ def boot() -> SimpleNamespace:
     modules = sgl_buffer.boot()
     from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
 
-    unified_cache_linker.device_module = SimpleNamespace(__name__="none", Event=_Event)
+    stand_in = SimpleNamespace(__name__="none", Event=_Event)
+    unified_cache_linker.device_module = torch.cuda if sgl.DEVICE == "cuda" else stand_in
     sgl_models.prepare()
     modules.factory, modules.linker = linker_factory, unified_cache_linker
     return modules
@@ -34,7 +35,8 @@ def boot() -> SimpleNamespace:
 def extra_config(path, **more) -> dict:
     """What an operator writes on the command line."""
     sizes = {"capacity": "64MiB", "host_bytes": "8MiB"}
-    return {"path": str(path), **sizes, "direct_io": "prefer", "device": "simulated", **more}
+    device = "auto" if sgl.DEVICE == "cuda" else "simulated"
+    return {"path": str(path), **sizes, "direct_io": "prefer", "device": device, **more}
 
 
 def tokens_of(geometry, pages: int, first: int = 1000) -> list[int]:
@@ -81,7 +83,7 @@ class Rank:
         )  # fmt: skip
         self.tree = modules.tree.UnifiedRadixCache(self.params)
         args = SimpleNamespace(model_path="meta/tiny", **arguments)
-        if extra.get("service", "off") != "off":
+        if extra.get("service", "off") != "off" and sgl.DEVICE == "cpu":
             self.lent = share_pools(found, self.params, set(self.tree.components))
         found.kept = sgl_models.kept(geometry.kind, found)
         self.linker = modules.factory.create_unified_cache_linker(

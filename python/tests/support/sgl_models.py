@@ -71,7 +71,7 @@ def pools(modules, geometry, pages: int, dtype=None) -> SimpleNamespace:
     """The pools of a model, their allocators, the components of its tree, and further parameters of it."""
     kind, page = geometry.kind, geometry.page_tokens
     components = modules.ComponentType
-    requests = modules.memory_pool.ReqToTokenPool(REQUESTS, 512, "cpu", False)
+    requests = modules.memory_pool.ReqToTokenPool(REQUESTS, 512, sgl.DEVICE, False)
     found = SimpleNamespace(requests=requests, components=[components.FULL], more={})
     if "mamba" in kind:
         found.requests = _states(modules)
@@ -81,18 +81,18 @@ def pools(modules, geometry, pages: int, dtype=None) -> SimpleNamespace:
         found.cache = sgl.device_pool(geometry, pages, dtype)
     elif kind == "dsa":
         found.cache = modules.memory_pool.DSATokenToKVPool(
-            pages * page, page, 96, torch.bfloat16, 32, geometry.layers, "cpu", 128, False, 128
+            pages * page, page, 96, torch.bfloat16, 32, geometry.layers, sgl.DEVICE, 128, False, 128
         )
     elif kind == "mamba":
         found.cache = modules.memory_pool.HybridLinearKVPool(
-            pages * page, torch.bfloat16, page, 1, 32, [0, 1, 3], "cpu", found.requests.mamba_pool, use_mla=True,
+            pages * page, torch.bfloat16, page, 1, 32, [0, 1, 3], sgl.DEVICE, found.requests.mamba_pool, use_mla=True,
             kv_lora_rank=96, qk_rope_head_dim=32,
         )  # fmt: skip
     else:
         found.cache = _windowed(geometry, pages)
         found.components.insert(1, components.SWA)
         found.more["sliding_window_size"] = WINDOW
-    named = dict(page_size=page, dtype=torch.bfloat16, device="cpu", kvcache=found.cache, need_sort=False)
+    named = dict(page_size=page, dtype=torch.bfloat16, device=sgl.DEVICE, kvcache=found.cache, need_sort=False)
     if "swa" in kind:
         from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
@@ -109,7 +109,7 @@ def _states(modules):
         dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32), is_kda=False,
     )  # fmt: skip
     return modules.memory_pool.HybridReqToTokenPool(
-        size=REQUESTS, mamba_size=STATES, mamba_spec_state_size=0, max_context_len=512, device="cpu",
+        size=REQUESTS, mamba_size=STATES, mamba_spec_state_size=0, max_context_len=512, device=sgl.DEVICE,
         enable_memory_saver=False, cache_params=params, mamba_layer_ids=[2], enable_mamba_extra_buffer=True,
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ def _windowed(geometry, pages: int):
 
     full = [layer for layer in range(LAYERS) if layer not in WINDOWED and not ("mamba" in geometry.kind and layer == 2)]
     tokens = pages * geometry.page_tokens
-    return SWAKVPool(tokens, tokens, geometry.page_tokens, torch.bfloat16, 2, 32, list(WINDOWED), full, "cpu")
+    return SWAKVPool(tokens, tokens, geometry.page_tokens, torch.bfloat16, 2, 32, list(WINDOWED), full, sgl.DEVICE)
 
 
 def states_of(pools) -> list:
