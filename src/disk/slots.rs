@@ -35,7 +35,7 @@ use crate::{
     memory::huge,
 };
 
-/// Record pages (of each member) among which successive stores rotate.
+/// Record pages, of all members together, among which successive stores rotate; at least one of each member.
 const PAGES_AT_ONCE: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,8 +143,9 @@ impl DiskSlots {
 
     /// The slot at which the search continues after `slot`.
     fn after(&self, slot: u32) -> u32 {
-        let page = RECORDS_PER_PAGE as u32 * self.stripe.members().len() as u32;
-        let group = page * PAGES_AT_ONCE;
+        let members = self.stripe.members().len() as u32;
+        let page = RECORDS_PER_PAGE as u32 * members;
+        let group = page * (PAGES_AT_ONCE / members).max(1);
         let within = slot % group;
         match (within + page < group, within % page + 1) {
             (true, _) => slot.saturating_add(page),
