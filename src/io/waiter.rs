@@ -14,7 +14,8 @@ pub(super) type Answer = Box<dyn FnOnce() + Send>;
 /// requested.
 pub(crate) type Transferred = io::Result<Option<u64>>;
 
-/// The end of a transfer with its checksum; `None` where it was lost with its thread. The kernel is done with its memory.
+/// The end of a transfer with its checksum; `None` where it was lost with its thread. The kernel is done with its
+/// memory.
 pub(crate) type Summed = Option<io::Result<u64>>;
 
 /// Receiver of a block that is being transferred.

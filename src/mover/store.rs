@@ -26,7 +26,7 @@ use crate::{
     config::WritePolicy,
     error::Result,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
-    state::{Class, Committed, DiskPlace, DiskWrite, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
+    state::{Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -129,7 +129,7 @@ impl BegunStore {
         let place = state.begin_disk_write(id, &filling, checksum);
         let place = place.expect("it is resident nowhere, and on no way");
         // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Default::default());
+        let started = state.flights.begin((&job.key, Tier::Disk), id, Class::Awaited, Few::default(), true);
         state.watch();
         BegunStore { permit, write: DiskWrite { id, filling }, place, started }
     }

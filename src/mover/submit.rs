@@ -101,7 +101,7 @@ impl Submitter {
         let this = this.filter(|_| tier == Tier::Host);
         let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, id, class)?))) else {
             let room = room()?;
-            state.flights.begin(key, tier, id, class, waiter);
+            state.flights.begin((key, tier), id, class, Few::one(waiter), false);
             return Some(Begun::Command(room));
         };
         Some(Begun::Read(this.begin_read(state, (key, id), class, waiter, taken)))
@@ -135,7 +135,7 @@ impl Submitter {
         assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
-        let started = state.flights.begin_started(key, Tier::Host, id, class, waiters);
+        let started = state.flights.begin((key, Tier::Host), id, class, waiters, true);
         let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
         state.watch();
         let trip = Trip::read(key, row, slot, permit.with_urgency(urgency));
