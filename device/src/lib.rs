@@ -37,7 +37,12 @@ pub use status::{GdrState, GdrStatus};
 
 use std::{any::Any, future::Future, sync::Arc, time::Duration};
 
-use kvhoist_base::{block::Segment, error::Result};
+use kvhoist_base::{
+    block::Segment,
+    error::{Error, Result},
+};
+
+use cuda::Gpu;
 
 /// The cargo features of the engines, and whether this build has them.
 pub const ENGINES: [(&str, bool); 3] =
@@ -197,6 +202,15 @@ pub trait CopyEngine: 'static {
     /// Why the engine can no longer copy to and from the device, once it cannot.
     fn fault(&self) -> Option<String> {
         None
+    }
+
+    /// Copies to and from memory of this GPU, too, from now on. Blocks the thread for some 300 ms, the first time.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`](kvhoist_base::error::Error::Unavailable) with the reason.
+    fn add_gpu(&self, gpu: &Arc<Gpu>) -> Result<()> {
+        let _ = gpu;
+        Err(Error::unavailable("device", "this cache was opened without a CUDA device"))
     }
 
     /// Drops the engine's registration of a region. The region may be unmapped once this resolves. No batch in the

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::{Cache, CompletionQueue, MemoryOwner, OpenCache, ranges::Ranges};
 use crate::{
     block::{BlockKey, Segment},
-    device::GdrState,
+    device::{GdrState, cuda::Gpu},
     error::{Error, Result},
     fork::HomeBound,
     memory::{Memory, MemoryKind, huge},
@@ -260,6 +260,21 @@ impl Cache {
         let (reply, receiver) = oneshot::channel();
         shield(self.inner.commands.send(Command::Register { region: held, reply })).await.map_err(|_| Error::Closed)?;
         shield(receiver).await.map_err(|_| Error::Closed)
+    }
+
+    /// Copies to and from registered memory of this GPU, too, from now on. The reactor opens it, which takes some 300
+    /// ms the first time.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] for a cache without a CUDA device, and with the driver's error. [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// It is opened all the same.
+    #[doc(hidden)]
+    pub async fn add_gpu(&self, gpu: Arc<Gpu>) -> Result<()> {
+        let (reply, receiver) = oneshot::channel();
+        shield(self.inner.commands.send(Command::AddGpu { gpu, reply })).await.map_err(|_| Error::Closed)?;
+        shield(receiver).await.map_err(|_| Error::Closed)?
     }
 
     /// Takes memory back: no call that is polled for the first time from now on uses it. Resolves when no movement uses

@@ -1,19 +1,32 @@
 //! The copy engine chosen at run time, with an optional RDMA device beside it.
 
-use std::{any::Any, cell::Cell, sync::Arc, time::Duration};
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    sync::Arc,
+    time::Duration,
+};
 
-use super::{CopyBatch, CopyEngine, CopyRegion, Memcpy, Offered, cuda::CudaCopy, gdr::GdrCopy};
+use super::{
+    CopyBatch, CopyEngine, CopyRegion, CudaCopyOptions, Memcpy, Offered,
+    cuda::{CudaCopy, Gpu, device_of},
+    gdr::GdrCopy,
+};
 use crate::{
     block::{Direction, Segment},
     config::{CopyPrefer, EngineMode},
-    error::Result,
+    error::{Error, Result},
+    memory::Arena,
     metrics::CopyMetrics,
 };
 
 /// The engines used in production, chosen when a cache is opened.
 pub struct AnyCopy {
-    /// A CUDA device; without one, and with a simulated one, the processor makes all copies.
-    cuda: Option<CudaCopy>,
+    /// CUDA devices, the one with the slots first; without one, and with a simulated one, the processor makes all
+    /// copies.
+    cuda: RefCell<Vec<CudaCopy>>,
+    /// What further devices are opened with.
+    opening: Option<(Arc<Arena>, CudaCopyOptions)>,
     /// Makes the copies within host memory.
     processor: Memcpy,
     in_flight: Cell<u64>,
@@ -29,9 +42,17 @@ struct Gdr {
 }
 
 impl AnyCopy {
-    /// The processor alone, or beside a CUDA device.
-    pub(crate) fn new(cuda: Option<CudaCopy>, processor: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
-        AnyCopy { cuda, processor, in_flight: Cell::new(0), gdr: None, metrics }
+    /// The processor alone.
+    pub(crate) fn new(processor: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
+        let cuda = RefCell::default();
+        AnyCopy { cuda, opening: None, processor, in_flight: Cell::new(0), gdr: None, metrics }
+    }
+
+    /// Adds a CUDA device, which was opened with these.
+    #[must_use]
+    pub(crate) fn with_cuda(self, cuda: CudaCopy, arena: &Arc<Arena>, options: CudaCopyOptions) -> Self {
+        self.cuda.borrow_mut().push(cuda);
+        AnyCopy { opening: Some((Arc::clone(arena), options)), ..self }
     }
 
     /// Adds an RDMA device, which takes the copies that `mode` and `prefer` select.
@@ -40,9 +61,24 @@ impl AnyCopy {
         AnyCopy { gdr: Some(Gdr { engine, mode, prefer, in_flight: Cell::new(0) }), ..self }
     }
 
-    /// The CUDA device, if it makes this copy where the RDMA device does not.
-    fn cuda(&self, batch: &CopyBatch) -> Option<&CudaCopy> {
-        self.cuda.as_ref().filter(|_| batch.direction() != Direction::HostToHost)
+    /// The CUDA device, if one makes this copy where the RDMA device does not.
+    fn cuda(&self, batch: &CopyBatch) -> Option<CudaCopy> {
+        let on_device = batch.ops().first().map(|op| match batch.direction() {
+            Direction::DeviceToHost => op.src,
+            _ => op.dst.cast_const(),
+        });
+        if batch.direction() == Direction::HostToHost { None } else { self.cuda_of(on_device) }
+    }
+
+    /// The CUDA device that an address belongs to.
+    fn cuda_of(&self, address: Option<*const u8>) -> Option<CudaCopy> {
+        let all = self.cuda.borrow();
+        let ordinal = if all.len() > 1 { address.and_then(device_of) } else { None };
+        all.iter().find(|cuda| Some(cuda.ordinal()) == ordinal).or(all.first()).cloned()
+    }
+
+    fn has_cuda(&self) -> bool {
+        !self.cuda.borrow().is_empty()
     }
 
     fn base_cost(&self, batch: &CopyBatch) -> Duration {
@@ -54,7 +90,7 @@ impl AnyCopy {
         let gdr = self.gdr.as_ref()?;
         // With a CUDA device the processor makes host-to-host copies; with a simulated device all copies are such
         // copies.
-        let on_processor = self.cuda.is_some() && batch.direction() == Direction::HostToHost;
+        let on_processor = self.has_cuda() && batch.direction() == Direction::HostToHost;
         if on_processor || !gdr.engine.is_up() {
             return None;
         }
@@ -109,7 +145,7 @@ impl Drop for InFlight<'_> {
 
 impl CopyEngine for AnyCopy {
     fn name(&self) -> &'static str {
-        self.cuda.as_ref().map_or_else(|| self.processor.name(), CopyEngine::name)
+        self.cuda.borrow().first().map_or_else(|| self.processor.name(), CopyEngine::name)
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
@@ -145,6 +181,18 @@ impl CopyEngine for AnyCopy {
         (result, batch)
     }
 
+    fn add_gpu(&self, gpu: &Arc<Gpu>) -> Result<()> {
+        let Some((arena, options)) = &self.opening else {
+            return Err(Error::unavailable("device", "this cache was opened without a CUDA device"));
+        };
+        let ordinal = gpu.device().ordinal;
+        if !self.cuda.borrow().iter().any(|cuda| cuda.ordinal() == ordinal) {
+            let cuda = CudaCopy::new(gpu, arena, *options)?;
+            self.cuda.borrow_mut().push(cuda);
+        }
+        Ok(())
+    }
+
     async fn forget(&self, region: &CopyRegion) {
         if let Some(gdr) = &self.gdr {
             gdr.engine.forget(region).await;
@@ -152,16 +200,17 @@ impl CopyEngine for AnyCopy {
     }
 
     fn checksums(&self) -> bool {
-        self.cuda.as_ref().is_some_and(CopyEngine::checksums)
+        self.has_cuda() && self.cuda.borrow().iter().all(CopyEngine::checksums)
     }
 
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        let cuda = self.cuda_of(segments.first().map(|segment| segment.ptr.cast_const()))?;
         // SAFETY: the caller upholds the same contract.
-        unsafe { self.cuda.as_ref()?.checksum(segments, owner) }.await
+        unsafe { cuda.checksum(segments, owner) }.await
     }
 
     fn fault(&self) -> Option<String> {
-        self.cuda.as_ref()?.fault()
+        self.cuda.borrow().iter().find_map(CopyEngine::fault)
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {

@@ -92,7 +92,7 @@ fn open_base(
     metrics: &Arc<CopyMetrics>,
     host_copies: Memcpy,
 ) -> Result<Base> {
-    let simulated = || Ok((simulated(config)?, None, AnyCopy::new(None, host_copies.clone(), Arc::clone(metrics))));
+    let simulated = || Ok((simulated(config)?, None, AnyCopy::new(host_copies.clone(), Arc::clone(metrics))));
     if config.device_slots() == 0 || config.device.kind == DeviceKind::Simulated {
         return simulated();
     }
@@ -102,9 +102,10 @@ fn open_base(
             let layout = PoolLayout::new(config.device_slots(), layout(config)?)?;
             let page = if gdr == EngineMode::Off { 1 } else { DEVICE_PAGE_BYTES };
             let bytes = layout.bytes().next_multiple_of(page);
-            let (memory, copy) = gpu.open_pool(options, arena, bytes)?;
+            let (memory, cuda) = gpu.open_pool(options, arena, bytes)?;
             let pool = DevicePool::new(memory, layout)?;
-            Ok((Some(pool), Some(gpu), AnyCopy::new(Some(copy), host_copies, Arc::clone(metrics))))
+            let copy = AnyCopy::new(host_copies, Arc::clone(metrics)).with_cuda(cuda, arena, options);
+            Ok((Some(pool), Some(gpu), copy))
         }
         Err(error) if config.device.kind == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");

@@ -12,8 +12,9 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Tier},
+    device::cuda::Gpu,
     error::Result,
-    io::Summed,
+    io::Transferred,
     state::{PendingWrite, Pin},
 };
 
@@ -29,6 +30,8 @@ pub(crate) enum Command {
     StoreFrom { jobs: Vec<(usize, Job)>, call: Arc<StoreCall> },
     /// Register a region with the storage; the answer says whether the kernel has pinned it.
     Register { region: RegionUse, reply: oneshot::Sender<bool> },
+    /// Copy to and from memory of this GPU, too.
+    AddGpu { gpu: Arc<Gpu>, reply: oneshot::Sender<Result<()>> },
     /// Write the record pages that name a block that was removed, or all that are out of date.
     Forget { key: Option<BlockKey>, reply: oneshot::Sender<Result<()>> },
     /// Flush what is written.
@@ -45,7 +48,7 @@ pub(crate) enum Urgent {
     /// Make the storage and the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
-    EndRead(Box<PlannedRead>, Summed),
+    EndRead(Box<PlannedRead>, Option<Transferred>),
     /// End stores whose writes a caller had submitted.
     EndStores { call: Arc<StoreCall>, stores: Vec<EndedStore> },
     /// Load blocks whose reads to their caller's memory have failed.

@@ -55,7 +55,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 call.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
             }
             Command::LoadLayers(load) => load.refuse(&error),
-            Command::Register { .. } => self.start(command),
+            Command::Register { .. } | Command::AddGpu { .. } => self.start(command),
             Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
                 drop(reply.send(Err(error)));
             }

@@ -243,6 +243,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.register(&region);
                 let _ = reply.send(region.is_fixed() && self.storage.registered());
             }
+            Command::AddGpu { gpu, reply } => drop(reply.send(self.copy.add_gpu(&gpu))),
             Command::Forget { key, reply } => self.spawn(async move {
                 drop(reply.send(or_panicked(this.forget_records(key.as_ref())).await));
             }),

@@ -2,7 +2,7 @@
 
 use std::{ffi::CStr, fmt};
 
-use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute};
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute, CUpointer_attribute, CUresult};
 use kvhoist_base::error::{self, Error};
 
 use super::driver::{CudaError, Driver, check, has};
@@ -120,6 +120,17 @@ pub fn discover() -> Discovery {
         Ok(devices) => Discovery { driver: Ok(driver.version), devices },
         Err(fault) => Discovery { driver: Err(fault.to_string()), devices: Vec::new() },
     }
+}
+
+/// The ordinal of the device that an address of device memory belongs to; `None` for other addresses.
+pub fn device_of(address: *const u8) -> Option<u32> {
+    let mut ordinal = 0_i32;
+    let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    let found = has("cuPointerGetAttribute").then(|| {
+        // SAFETY: the function exists, and writes one integer; the address is looked up and not read.
+        unsafe { sys::cuPointerGetAttribute((&raw mut ordinal).cast(), which, address.expose_provenance() as u64) }
+    })?;
+    if found == CUresult::CUDA_SUCCESS { u32::try_from(ordinal).ok() } else { None }
 }
 
 /// The driver's handle of a device.

@@ -24,7 +24,7 @@ mod stream;
 pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
 pub use copy::CudaCopy;
-pub use discover::{Device, Discovery, discover, uuid_text};
+pub use discover::{Device, Discovery, device_of, discover, uuid_text};
 pub use dma_buf::WriteFlush;
 pub use gates::Gates;
 pub use ipc::{IPC_HANDLE_BYTES, ImportedMemory};

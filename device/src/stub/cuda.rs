@@ -16,7 +16,24 @@ use crate::{CopyBatch, CopyEngine, CudaCopyOptions, not_built};
 pub enum Gpu {}
 
 /// The copy engine of a CUDA device.
+#[derive(Clone)]
 pub enum CudaCopy {}
+
+impl CudaCopy {
+    /// # Errors
+    /// None: there is no device to call it with.
+    pub fn new(gpu: &Arc<Gpu>, _arena: &Arc<Arena>, _options: CudaCopyOptions) -> Result<Self> {
+        match **gpu {}
+    }
+
+    pub fn ordinal(&self) -> u32 {
+        match *self {}
+    }
+}
+
+pub fn device_of(_address: *const u8) -> Option<u32> {
+    None
+}
 
 /// Semaphores of streams of a CUDA device.
 pub enum Gates {}

@@ -236,6 +236,18 @@ pub enum SpaceDevice {
     Cuda([u8; 16]),
 }
 
+impl SpaceDevice {
+    /// Whether a space with this device serves clients of the other one.
+    pub fn serves(self, wanted: SpaceDevice) -> bool {
+        match (self, wanted) {
+            (_, SpaceDevice::None) => true,
+            // Each GPU has a copy engine of its own.
+            (SpaceDevice::Cuda(_), SpaceDevice::Cuda(_)) => true,
+            (own, wanted) => own == wanted,
+        }
+    }
+}
+
 impl fmt::Display for SpaceDevice {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -44,7 +44,12 @@ impl Entered {
         let (device, uid) = (wanted.device, wanted.uid);
         let gpu = open_gpu(spaces.system(), device, uid).await?;
         let end = if device == SpaceDevice::None { None } else { DeviceEnd::new(spaces.system())? };
-        Ok(Entered { space: spaces.attach(wanted).await?, device, gpu, end })
+        let space = spaces.attach(wanted).await?;
+        if let Some(gpu) = &gpu {
+            // The space's own, or another one.
+            space.cache.add_gpu(Arc::clone(gpu)).await.map_err(|error| Failure::from(&error))?;
+        }
+        Ok(Entered { space, device, gpu, end })
     }
 }
 

@@ -170,7 +170,7 @@ impl Spaces {
             return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
         }
         let space = self.begin(&wanted)?.await.unwrap_or_else(|_| Err(ending()))?;
-        if wanted.device == SpaceDevice::None || wanted.device == space.device {
+        if space.device.serves(wanted.device) {
             return Ok(space);
         }
         let text = format!("space: found {}, as its first client has asked for", space.device);

@@ -11,6 +11,7 @@
  * DOUBLE_ORDERING is what the device says of the order of others' writes (default 0: none, they must be flushed; 100: they
  * are seen by their owner as they come). A dma-buf of it is a file that holds the address and the length of its memory,
  * for the double of libibverbs.
+ * DOUBLE_DEVICES is the number of devices (default 1). A stream copies to and from memory of its own device only.
  * Device memory can be mapped by other processes that have the double, once in each. DOUBLE_FAULT "ipc" makes it memory of
  * which there is no handle.
  * double_stop() makes the device stop, as an illegal access by any kernel does.
@@ -33,13 +34,13 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
        ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
        ALREADY_MAPPED = 208, INVALID_HANDLE = 400 };
-enum { FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
+enum { DEVICE_ORDINAL = 9, FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
        ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
 
 typedef struct { uint64_t address, bytes, after; } piece;
 /* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
 typedef struct work { struct work *next; void *dst; const void *src; size_t len; const piece *pieces; } work;
-typedef struct { work *first, **last; } stream;
+typedef struct { work *first, **last; int device; } stream;
 typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
@@ -59,8 +60,12 @@ static int is_fault(const char *name) {
     return fault && strcmp(fault, name) == 0;
 }
 
+static int device_of(uint64_t p);
+
 static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
     if (dead) return ILLEGAL_ADDRESS;
+    int from = device_of(src), to = device_of(dst);
+    if ((dst && from >= 0 && from != s->device) || (to >= 0 && to != s->device)) return INVALID_VALUE;
     work *w = malloc(sizeof *w);
     *w = (work){ NULL, (void *)dst, (const void *)src, len, NULL };
     *s->last = w;
@@ -122,10 +127,11 @@ int cuInit(unsigned flags) {
 int cuDriverGetVersion(int *v) { *v = 13000; return SUCCESS; }
 int cuGetErrorName(int e, const char **s) { *s = e == ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OF_THE_DOUBLE"; return SUCCESS; }
 int cuGetErrorString(int e, const char **s) { static char text[32]; snprintf(text, sizeof text, "error %d", e); *s = text; return SUCCESS; }
-int cuDeviceGetCount(int *n) { *n = is_fault("none") ? 0 : 1; return SUCCESS; }
-int cuDeviceGet(int *d, int ordinal) { *d = ordinal; return ordinal == 0 ? SUCCESS : NO_DEVICE; }
+static int devices(void) { const char *value = getenv("DOUBLE_DEVICES"); return value ? atoi(value) : 1; }
+int cuDeviceGetCount(int *n) { *n = is_fault("none") ? 0 : devices(); return SUCCESS; }
+int cuDeviceGet(int *d, int ordinal) { *d = ordinal; return ordinal < devices() ? SUCCESS : NO_DEVICE; }
 int cuDeviceGetName(char *s, int n, int d) { (void)d; snprintf(s, n, "double"); return SUCCESS; }
-int cuDeviceGetPCIBusId(char *s, int n, int d) { (void)d; snprintf(s, n, "0000:00:00.0"); return SUCCESS; }
+int cuDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:00:%02x.0", d); return SUCCESS; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; *n = 1ul << 30; return SUCCESS; }
 static int ordering(void) { const char *value = getenv("DOUBLE_ORDERING"); return value ? atoi(value) : 0; }
 int cuDeviceGetAttribute(int *v, int which, int d) {
@@ -138,9 +144,11 @@ int cuDeviceGetAttribute(int *v, int which, int d) {
     }
     return SUCCESS;
 }
-int cuDevicePrimaryCtxRetain(void **c, int d) { (void)d; *c = (void *)1; return SUCCESS; }
+/* The current device of this thread. */
+static __thread int current;
+int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(uint64_t)(1 + d); return SUCCESS; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return SUCCESS; }
-int cuCtxSetCurrent(void *c) { (void)c; return SUCCESS; }
+int cuCtxSetCurrent(void *c) { current = (int)(uint64_t)c - 1; return SUCCESS; }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { *free_bytes = *total = 1ul << 30; return SUCCESS; }
 /* What other processes map a memory by. */
@@ -148,9 +156,23 @@ typedef struct { int pid, fd; uint64_t bytes, serial; } origin;
 typedef struct { char bytes[64]; } handle;
 /* Device memory that has been given out, and that of other processes: `origin.pid` is 0 for the first. */
 static pthread_mutex_t allocations_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct { uint64_t start, bytes; origin origin; } allocations[ALLOCATIONS];
+static struct { uint64_t start, bytes; origin origin; int device; } allocations[ALLOCATIONS];
 
-int cuDeviceGetUuid_v2(unsigned char *uuid, int d) { (void)d; memcpy(uuid, "the double's GPU", 16); return SUCCESS; }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int d) { memcpy(uuid, "the double's GPU", 16); uuid[15] = d; return SUCCESS; }
+/* -1 for host memory. */
+static int device_of(uint64_t p) {
+    int device = -1;
+    pthread_mutex_lock(&allocations_lock);
+    for (int i = 0; i < ALLOCATIONS; i++)
+        if (allocations[i].bytes && p >= allocations[i].start && p < allocations[i].start + allocations[i].bytes)
+            device = allocations[i].device;
+    pthread_mutex_unlock(&allocations_lock);
+    return device;
+}
+int cuPointerGetAttribute(int *value, int which, uint64_t p) {
+    if (which != DEVICE_ORDINAL || (*value = device_of(p)) < 0) return INVALID_VALUE;
+    return SUCCESS;
+}
 
 /* Maps a file at an address that is a multiple of a large page. */
 static uint64_t map_file(int fd, size_t n) {
@@ -169,6 +191,7 @@ static void add(uint64_t start, uint64_t bytes, origin from) {
     allocations[at].start = start;
     allocations[at].bytes = bytes;
     allocations[at].origin = from;
+    allocations[at].device = current;
 }
 /* Takes out what begins there: 0 if that is nothing. The lock is held. */
 static int take(uint64_t start, int imported) {
@@ -285,6 +308,7 @@ int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
     (void)flags; (void)priority;
     *s = calloc(1, sizeof **s);
     (*s)->last = &(*s)->first;
+    (*s)->device = current;
     return SUCCESS;
 }
 int cuStreamDestroy_v2(stream *s) { run(s, NULL); free(s); return SUCCESS; }
@@ -369,6 +393,8 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
         const piece *pieces = *(const piece **)params[0];
         for (unsigned i = 0; i < *(unsigned *)params[1]; i++)
             if (pieces[i].address % 16 || pieces[i].bytes % 512) return INVALID_VALUE;
+        int at = device_of(pieces[0].address);
+        if (at >= 0 && at != s->device) return INVALID_VALUE;
         int result = put(s, *(uint64_t *)params[2], 0, *(unsigned *)params[1]);
         if (result == SUCCESS) ((work *)((char *)s->last - offsetof(work, next)))->pieces = pieces;
         if (result == SUCCESS) launches++;

@@ -61,6 +61,7 @@ const LINGER: Duration = Duration::from_micros(30);
 type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
 
 /// Copies between host memory and a device, both ways. Refuses copies within host memory with [`Error::Copy`].
+#[derive(Clone)]
 pub struct CudaCopy(Rc<Inner>);
 
 struct Inner {
@@ -160,6 +161,11 @@ impl CudaCopy {
         if !self.0.polling.replace(true) {
             tokio::task::spawn_local(Rc::clone(&self.0).poll());
         }
+    }
+
+    /// The ordinal of its device.
+    pub fn ordinal(&self) -> u32 {
+        self.0.gpu.device().ordinal
     }
 
     /// The measurements.

@@ -136,7 +136,7 @@ impl House {
 
 fn options() -> ClientOptions {
     let mut options = ClientOptions::new("tests", block_bytes());
-    options.capacity_bytes = 2 * pool_bytes() as u64;
+    options.capacity_bytes = 3 * pool_bytes() as u64;
     options.host_bytes = 2 * pool_bytes() as u64;
     options.deadline = HANG;
     options.device = Some(DeviceKind::Cuda);
@@ -155,8 +155,15 @@ struct Engine {
 
 impl Engine {
     fn new(house: &House) -> Self {
-        let client = block_on(Client::connect(house.socket(), options())).expect("a service with the GPU");
-        let gpu = Gpu::open(0).expect("a GPU");
+        Engine::on(house, 0)
+    }
+
+    /// On the device of this ordinal.
+    fn on(house: &House, ordinal: u32) -> Self {
+        let mut options = options();
+        options.device_ordinal = ordinal;
+        let client = block_on(Client::connect(house.socket(), options)).expect("a service with the GPU");
+        let gpu = Gpu::open(ordinal).expect("a GPU");
         let [pool, seen] = [(); 2].map(|()| DeviceBuffer::new(Arc::clone(&gpu), pool_bytes()).expect("memory"));
         let region = block_on(client.register_device(lent(&pool, 0, pool_bytes()))).expect("registered");
         assert!(region.is_shared());

@@ -57,6 +57,40 @@ fn two_clients_on_a_gpu_share_what_one_has_stored() {
     });
 }
 
+#[test]
+fn clients_on_two_gpus_share_a_space() {
+    with_gpu("moves::clients_on_two_gpus_share_a_space", || {
+        // SAFETY: no other thread of this process reads its environment now.
+        unsafe { std::env::set_var("DOUBLE_DEVICES", "2") };
+        if Gpu::open(1).is_err() {
+            return crate::common::skip::skipped("one GPU, and two are needed");
+        }
+        let mut house = House::new();
+        let engines = [0, 1].map(|ordinal| Engine::on(&house, ordinal));
+        for (engine, first) in engines.iter().zip([0, BLOCKS]) {
+            engine.store(first);
+        }
+        let each = |what: fn(&Engine, u64)| {
+            std::thread::scope(|scope| {
+                for (engine, first) in engines.iter().map(Apart).zip([BLOCKS, 0]) {
+                    scope.spawn(move || {
+                        let Apart(engine) = { engine };
+                        (0..3).for_each(|_| what(engine, first));
+                    });
+                }
+            });
+        };
+        each(Engine::load_layers);
+        each(Engine::load);
+        // Out of the drive, and with the other GPU as the space's first.
+        house.service.end();
+        house.restart();
+        engines.iter().for_each(|engine| wait_until_connected(&engine.client));
+        each(Engine::load);
+        each(Engine::load_layers);
+    });
+}
+
 /// A reference for one other thread.
 struct Apart<'a>(&'a Engine);
 
