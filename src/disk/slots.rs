@@ -35,16 +35,18 @@ use crate::{
     memory::huge,
 };
 
-/// Record pages (of each member) among which successive stores rotate.
+/// Record pages, of all members together, among which successive stores rotate; at least one of each member.
 const PAGES_AT_ONCE: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum SlotState {
     Free,
     Filling,
     Full,
     Quarantined,
 }
+
+use SlotState::{Filling, Free, Full, Quarantined};
 
 /// The content of a full slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,12 +58,12 @@ pub struct SlotMeta {
     /// The index entry of the block.
     pub entry: u32,
     // Here and not in tables of their own: they lie in the padding, so that a slot takes 24 bytes.
-    state: State,
+    state: SlotState,
     origin: Origin,
 }
 
 impl SlotMeta {
-    const FREE: Self = SlotMeta { checksum: 0, generation: 0, entry: 0, state: State::Free, origin: Origin::OURS };
+    const FREE: Self = SlotMeta { checksum: 0, generation: 0, entry: 0, state: Free, origin: Origin::OURS };
 }
 
 /// The slot table of a store. 24.2 bytes per slot.
@@ -122,7 +124,7 @@ impl DiskSlots {
     /// If the slot is not free or out of range.
     pub fn restore(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
         assert!(self.free.remove(slot), "restored slot {slot} is {:?}", self.state(slot));
-        self.slots[slot as usize].state = State::Filling;
+        self.slots[slot as usize].state = Filling;
         self.fill(slot, entry, checksum, generation);
     }
 
@@ -132,19 +134,17 @@ impl DiskSlots {
     /// a store seldom has to wait for a write of its page that is in flight.
     pub fn alloc(&mut self) -> Option<u32> {
         let slot = self.free.next(self.cursor).or_else(|| self.free.next(0))?;
-        assert!(
-            self.free.remove(slot) && self.state(slot) == State::Free,
-            "the set of free slots agrees with the states"
-        );
-        self.slots[slot as usize].state = State::Filling;
+        assert!(self.free.remove(slot) && self.state(slot) == Free, "the set of free slots agrees with the states");
+        self.slots[slot as usize].state = Filling;
         self.cursor = self.after(slot);
         Some(slot)
     }
 
     /// The slot at which the search continues after `slot`.
     fn after(&self, slot: u32) -> u32 {
-        let page = RECORDS_PER_PAGE as u32 * self.stripe.members().len() as u32;
-        let group = page * PAGES_AT_ONCE;
+        let members = self.stripe.members().len() as u32;
+        let page = RECORDS_PER_PAGE as u32 * members;
+        let group = page * (PAGES_AT_ONCE / members).max(1);
         let within = slot % group;
         match (within + page < group, within % page + 1) {
             (true, _) => slot.saturating_add(page),
@@ -158,10 +158,10 @@ impl DiskSlots {
     /// # Panics
     /// If the slot is free or full.
     pub fn release(&mut self, slot: u32) {
-        if self.state(slot) == State::Quarantined {
+        if self.state(slot) == Quarantined {
             return;
         }
-        self.expect(slot, State::Filling);
+        self.expect(slot, Filling);
         self.slots[slot as usize] = SlotMeta::FREE;
         assert!(self.free.insert(slot), "a filling slot is not in the set of free slots");
     }
@@ -198,8 +198,8 @@ impl DiskSlots {
     /// # Panics
     /// If the slot is not full.
     pub fn clear(&mut self, slot: u32, key: &BlockKey) {
-        self.expect(slot, State::Full);
-        self.slots[slot as usize] = SlotMeta { state: State::Filling, ..SlotMeta::FREE };
+        self.expect(slot, Full);
+        self.slots[slot as usize] = SlotMeta { state: Filling, ..SlotMeta::FREE };
         self.full -= 1;
         self.mark_leftover(self.stripe.page_of(slot), Some(key));
     }
@@ -210,11 +210,11 @@ impl DiskSlots {
     /// # Panics
     /// If the slot is free or quarantined.
     pub fn quarantine(&mut self, slot: u32, key: &BlockKey) -> (FileId, u32) {
-        if self.state(slot) == State::Full {
+        if self.state(slot) == Full {
             self.clear(slot, key);
         }
-        self.expect(slot, State::Filling);
-        self.slots[slot as usize] = SlotMeta { state: State::Quarantined, ..SlotMeta::FREE };
+        self.expect(slot, Filling);
+        self.slots[slot as usize] = SlotMeta { state: Quarantined, ..SlotMeta::FREE };
         self.quarantined += 1;
         let (file, _) = self.stripe.locate(slot);
         let of_member = &mut self.quarantined_of[usize::from(file.0)];
@@ -228,7 +228,7 @@ impl DiskSlots {
     /// If the store has no such slot.
     pub fn meta(&self, slot: u32) -> Option<&SlotMeta> {
         let meta = &self.slots[slot as usize];
-        (meta.state == State::Full).then_some(meta)
+        (meta.state == Full).then_some(meta)
     }
 
     /// Offset of the block in `slot`.
@@ -369,8 +369,7 @@ impl DiskSlots {
         if let Some(page) = self.leftovers.pending().find(|page| !self.stale.contains(page.0)) {
             return Err(format!("{page:?} has records left over, and is not stale"));
         }
-        let counted =
-            [(State::Free, self.free.len()), (State::Full, self.full), (State::Quarantined, self.quarantined)];
+        let counted = [(Free, self.free.len()), (Full, self.full), (Quarantined, self.quarantined)];
         for (state, kept) in counted {
             let found = self.slots.iter().filter(|meta| meta.state == state).count() as u32;
             if found != kept {
@@ -384,16 +383,16 @@ impl DiskSlots {
     }
 
     fn fill(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
-        self.expect(slot, State::Filling);
-        self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: State::Full, origin: Origin::OURS };
+        self.expect(slot, Filling);
+        self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: Full, origin: Origin::OURS };
         self.full += 1;
     }
 
-    fn state(&self, slot: u32) -> State {
+    fn state(&self, slot: u32) -> SlotState {
         self.slots[slot as usize].state
     }
 
-    fn expect(&self, slot: u32, state: State) {
+    fn expect(&self, slot: u32, state: SlotState) {
         assert_eq!(self.state(slot), state, "slot {slot}");
     }
 }

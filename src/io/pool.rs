@@ -113,9 +113,9 @@ pub enum Step {
     End,
 }
 
-/// What a worker takes from the queue.
+/// What a worker takes from the queue at once.
 #[derive(Default)]
-struct Taken {
+struct Batch {
     transfers: Vec<Queued>,
     unsummed: Option<Queued>,
     work: Option<Work>,
@@ -130,10 +130,10 @@ fn weight((transfer, waiter): &Queued) -> u64 {
 /// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
 impl Queue {
     /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
-    fn take(&mut self, room: Room, wants_work: bool) -> Taken {
+    fn take(&mut self, room: Room, wants_work: bool) -> Batch {
         let part = |line: &Line<Queued>| line.len().div_ceil(self.rings.max(1) as usize);
         let (reads, writes) = (part(&self.reads).min(room.reads), part(&self.writes));
-        let mut taken = Taken::default();
+        let mut taken = Batch::default();
         taken.transfers.extend((0..reads).map_while(|_| self.reads.pop()).map(|(_, queued)| queued));
         let writes = writes.min(self.writes_for(room));
         for _ in 0..writes {
@@ -287,7 +287,7 @@ impl Pool {
 
     /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the driver has to submit transfers.
     pub fn step(&self, worker: u32, driver: &mut impl Driver, unsubmitted: &mut bool) -> Step {
-        let Taken { transfers, unsummed, work } = self.take(driver);
+        let Batch { transfers, unsummed, work } = self.take(driver);
         *unsubmitted |= !transfers.is_empty();
         transfers.into_iter().for_each(|(transfer, waiter)| driver.start(transfer, waiter));
         // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
@@ -346,9 +346,9 @@ impl Pool {
     }
 
     /// What the worker takes from the queue, whose lock it takes only where something may be queued.
-    fn take(&self, driver: &impl Driver) -> Taken {
+    fn take(&self, driver: &impl Driver) -> Batch {
         if !self.any_queued.load(Ordering::Relaxed) {
-            return Taken::default();
+            return Batch::default();
         }
         let mut queue = self.lock();
         let taken = queue.take(Room::of(driver), !driver.has_completed());

@@ -14,6 +14,10 @@ pub(super) type Answer = Box<dyn FnOnce() + Send>;
 /// requested.
 pub(crate) type Transferred = io::Result<Option<u64>>;
 
+/// The end of a transfer with its checksum; `None` where it was lost with its thread. The kernel is done with its
+/// memory.
+pub(crate) type Summed = Option<io::Result<u64>>;
+
 /// Receiver of a block that is being transferred.
 pub struct Waiter {
     /// Bytes to checksum: after a read, before a write. 0: none.
@@ -28,7 +32,25 @@ enum End {
     /// On the reactor.
     Reactor(oneshot::Sender<Transferred>),
     /// On the thread that has made it.
-    Here(Box<dyn FnOnce(Transferred) + Send>),
+    Here(Called),
+}
+
+/// Called once, when it is dropped at the latest.
+struct Called(Option<Box<dyn FnOnce(Summed) + Send>>);
+
+impl Called {
+    fn call(&mut self, result: Summed) {
+        if let Some(end) = self.0.take() {
+            // A panic is of this block alone.
+            _ = caught(|| end(result));
+        }
+    }
+}
+
+impl Drop for Called {
+    fn drop(&mut self) {
+        self.call(None);
+    }
 }
 
 impl Waiter {
@@ -37,10 +59,9 @@ impl Waiter {
         (Waiter { sum_bytes, sum: None, end: End::Reactor(answer) }, answered)
     }
 
-    /// Calls `end` on the thread that has made the transfer; drops it, when the kernel is done with the memory, if that
-    /// thread dies.
-    pub(crate) fn calling(sum_bytes: usize, end: impl FnOnce(Transferred) + Send + 'static) -> Waiter {
-        Waiter { sum_bytes, sum: None, end: End::Here(Box::new(end)) }
+    /// Calls `end` on the thread that has made the transfer, or that has lost it.
+    pub(crate) fn calling(sum_bytes: usize, end: impl FnOnce(Summed) + Send + 'static) -> Waiter {
+        Waiter { sum_bytes, sum: None, end: End::Here(Called(Some(Box::new(end)))) }
     }
 
     /// Whether its end is told on the thread that has made the transfer.
@@ -90,9 +111,8 @@ pub(super) fn answer(ended: Completed<Waiter>) -> Option<Answer> {
     match end {
         // The movement may be gone.
         End::Reactor(answer) => Some(Box::new(move || drop(answer.send(result)))),
-        End::Here(end) => {
-            // A panic is of this block alone.
-            _ = caught(|| end(result));
+        End::Here(mut end) => {
+            end.call(result.transpose());
             None
         }
     }

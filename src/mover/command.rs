@@ -14,7 +14,7 @@ use crate::{
     block::{BlockKey, Tier},
     device::cuda::Gpu,
     error::Result,
-    io::Transferred,
+    io::Summed,
     state::{PendingWrite, Pin},
 };
 
@@ -48,7 +48,7 @@ pub(crate) enum Urgent {
     /// Make the storage and the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
-    EndRead(Box<PlannedRead>, Option<Transferred>),
+    EndRead(Box<PlannedRead>, Summed),
     /// End stores whose writes a caller had submitted.
     EndStores { call: Arc<StoreCall>, stores: Vec<EndedStore> },
     /// Load blocks whose reads to their caller's memory have failed.

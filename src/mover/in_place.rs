@@ -10,7 +10,7 @@ use super::{
     plan::{OnDisk, Taken, Trip},
     region::Job,
     results::or_panicked,
-    store::{BegunStore, EndedStore, PlannedStore, QueuedStore, StoreCall},
+    store::{BegunStore, EndedStore, PlannedStore, StoreCall},
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
@@ -75,7 +75,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             && is_one
             && self.is_worth_a_transfer(bytes, self.bytes_in_flight())
         {
-            QueuedStore::new(call, planned).queue(pool, file).wake();
+            call.queue(planned, pool, file).wake();
             return Ok(None);
         }
         Box::pin(self.store_here(planned)).await.map(|()| Some(true))

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     block::{OpKind, Route, Tier},
     error::{Error, Result},
-    io::{OpenFile, Transfer, Transferred, Waiter},
+    io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
     state::{Kind, Locked, Permit},
     sync::Mutex,
@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// Blocks planned under one lock, for which other callers wait: some microseconds.
-pub(super) const PLANNED_PER_LOCK: usize = 8;
+const PLANNED_PER_LOCK: usize = 8;
 
 /// Blocks whose slots are given back under one lock.
 const ENDED_PER_LOCK: usize = 16;
@@ -65,12 +65,18 @@ enum Ended {
     Failed(Error),
 }
 
-/// A read that is queued. It counts as failed when it is dropped before its end: the kernel is done with its memory
-/// then.
-struct QueuedLoad {
-    load: Arc<Load>,
-    /// `None` once it has ended.
-    planned: Option<(PlannedLoad, Permit)>,
+/// A block of a call, with its number there.
+pub(super) type Numbered = (usize, Job);
+
+/// Begins the blocks of a call, a few at a time, for as long as `begin` says so. Returns those that it does not take.
+pub(super) fn begin_in_parts(
+    jobs: Vec<Job>,
+    mut begin: impl FnMut(Vec<Numbered>, &mut Vec<Numbered>) -> bool,
+) -> Vec<Numbered> {
+    let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
+    while jobs.len() > 0 && begin(jobs.by_ref().take(PLANNED_PER_LOCK).collect(), &mut rest) {}
+    rest.extend(jobs);
+    rest
 }
 
 impl Submitter {
@@ -80,19 +86,16 @@ impl Submitter {
         let Some(this) = this else { return Some(Command::Load { jobs, reply }) };
         let progress = Progress { results: CallResults::new(jobs.len(), reply), reading: 0, ended: Vec::new() };
         let load = Arc::new(Load { ends: Arc::clone(&this.ends), progress: Mutex::new(progress) });
-        let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
-        while jobs.len() > 0 {
-            let part: Vec<_> = jobs.by_ref().take(PLANNED_PER_LOCK).collect();
-            let planned = this.plan_loads(part, &mut rest);
-            if planned.is_empty() {
-                // Of a call whose blocks are elsewhere, the first few say so.
-                rest.extend(jobs.by_ref());
-            }
+        let rest = begin_in_parts(jobs, |part, rest| {
+            let planned = this.plan_loads(part, rest);
             load.progress.lock().reading += planned.len();
+            // Of a call whose blocks are elsewhere, the first few say so.
+            let is_going_on = !planned.is_empty();
             for (planned, permit, file) in planned {
                 this.queue_load(&load, planned, permit, file);
             }
-        }
+            is_going_on
+        });
         if rest.is_empty() {
             return None;
         }
@@ -116,11 +119,7 @@ impl Submitter {
     }
 
     /// Plans some blocks of a call. Those that must wait for something, or take another way, join the `rest`.
-    fn plan_loads(
-        &self,
-        jobs: Vec<(usize, Job)>,
-        rest: &mut Vec<(usize, Job)>,
-    ) -> Vec<(PlannedLoad, Permit, OpenFile)> {
+    fn plan_loads(&self, jobs: Vec<Numbered>, rest: &mut Vec<Numbered>) -> Vec<(PlannedLoad, Permit, OpenFile)> {
         let mut planned = Vec::with_capacity(jobs.len());
         let began = Instant::now();
         let mut state = self.ends.shared.lock();
@@ -160,48 +159,37 @@ impl Submitter {
         // SAFETY: it is filled by this read alone.
         let buf = unsafe { planned.job.lend_place() };
         let transfer = Transfer { kind: OpKind::Read, file, offset: planned.block.offset, buf };
-        let queued = QueuedLoad { load: Arc::clone(load), planned: Some((planned, permit)) };
-        let waiter = Waiter::calling(self.ends.shared.config.block_bytes, move |result| queued.end(result));
+        let load = Arc::clone(load);
+        let end = move |result| load.ended(planned, permit, result);
+        let waiter = Waiter::calling(self.ends.shared.config.block_bytes, end);
         self.pool.push_transfer(Urgency::Awaited, transfer, waiter).wake();
     }
 }
 
-impl QueuedLoad {
-    /// The end of the read, on the thread that has made it.
-    fn end(mut self, result: Transferred) {
-        let (planned, permit) = self.planned.take().expect("a read ends once");
+impl Load {
+    /// The end of a read, on the thread that has made it. One that was lost is made again: the kernel is done with its
+    /// memory.
+    fn ended(self: &Arc<Self>, planned: PlannedLoad, permit: Permit, result: Summed) {
         drop(permit);
-        let shared = &self.load.ends.shared;
+        let shared = &self.ends.shared;
         let file = planned.block.file;
         let ended = match result {
-            Ok(sum) => {
+            Some(Ok(sum)) => {
                 shared.account(&shared.failures, file, OpKind::Read, &Ok(()));
                 shared.metrics.work_done.add(1);
-                let is_right = sum == Some(planned.block.checksum);
-                if is_right { Ended::Right } else { Ended::Again }
+                if sum == planned.block.checksum { Ended::Right } else { Ended::Again }
             }
             // The memory is not mapped writable: the processor could not write to it either.
-            Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+            Some(Err(source)) if source.raw_os_error() == Some(libc::EFAULT) => {
                 shared.metrics.looked_up(Some(Tier::Disk));
                 let path = shared.config.disk.paths[usize::from(file.0)].path.clone();
                 Ended::Failed(Error::io("read into the caller's memory from", path, source))
             }
-            Err(_) => Ended::Again,
+            Some(Err(_)) | None => Ended::Again,
         };
-        self.load.end(planned, ended);
+        self.end(planned, ended);
     }
-}
 
-impl Drop for QueuedLoad {
-    fn drop(&mut self) {
-        if let Some((planned, permit)) = self.planned.take() {
-            drop(permit);
-            self.load.end(planned, Ended::Again);
-        }
-    }
-}
-
-impl Load {
     fn end(self: &Arc<Self>, planned: PlannedLoad, ended: Ended) {
         let ended = {
             let mut progress = self.progress.lock();

@@ -14,7 +14,7 @@ use crate::{
     device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Class, Filling, Kind, Locked, Outcome, Permit, Pin, Promotion, Purpose, Use},
+    state::{Class, Few, Filling, Kind, Locked, Outcome, Permit, Pin, Promotion, Purpose, Use},
     urgency::Urgency,
 };
 
@@ -275,7 +275,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         usage: Use,
     ) -> Result<Step<S, C>> {
         let begin = |state: &mut Locked<'_>, id, waiter| {
-            state.flights.begin(key, Tier::Host, id, class, waiter);
+            state.flights.begin((key, Tier::Host), id, class, Few::one(waiter), false);
             Some(())
         };
         let (promotion, source) = state.promote(key, Tier::Host, (class, usage), begin)?;

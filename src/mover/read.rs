@@ -20,7 +20,7 @@ use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
     device::CopyEngine,
     error::{Error, Result},
-    io::{Storage, Transferred},
+    io::{Storage, Summed, Transferred},
     state::{Filling, Outcome, Pin, Unverified, blames_disk, verify::Fault},
 };
 
@@ -66,14 +66,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a read that a caller had submitted: by what came of it, or reads the block again.
-    pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Option<Transferred>) {
+    pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Summed) {
         let PlannedRead { mut trip, started, block, began } = *read;
         let guard = FlightGuard::new(&self, &trip.key, Tier::Host, Some(started));
         let Some(result) = result else {
             return self.fill_host(Fill { guard, trip, step: Step::OnDisk(block) }, None).await;
         };
         drop(trip.taken.permit());
-        match self.read_ended(block.file, block.checksum, (result, block.pin, trip.taken.slot()), began) {
+        match self.read_ended(block.file, block.checksum, (result.map(Some), block.pin, trip.taken.slot()), began) {
             Ok(unverified) => self.verify_here(&trip.key, unverified).await,
             Err(error) => self.end_flight(&trip.key, Tier::Host, Err(error)),
         }

@@ -6,14 +6,14 @@
 //! the blocks visible and answers the call. It stores the others of the call, those whose write has failed or was lost,
 //! and those that must wait for something.
 
-use std::{io, sync::Arc};
+use std::sync::Arc;
 
 use tokio::{sync::mpsc, time::Instant};
 
 use super::{
     Command, Urgent,
     command::Reply,
-    load::PLANNED_PER_LOCK,
+    load::{Numbered, begin_in_parts},
     pages::CallPages,
     plan::{Taken, WRITE},
     region::{Job, RegionMemory},
@@ -25,8 +25,8 @@ use crate::{
     block::{OpKind, Tier},
     config::WritePolicy,
     error::Result,
-    io::{Asleep, OpenFile, Pool, Transfer, Transferred, Waiter},
-    state::{Class, Committed, DiskPlace, DiskWrite, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
+    io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
+    state::{Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -79,15 +79,7 @@ pub(crate) struct PlannedStore {
 }
 
 /// A write by an I/O thread that has ended: with the checksum of the block, or why it failed. `None`: it was lost.
-pub(crate) type EndedStore = (PlannedStore, Option<io::Result<u64>>);
-
-/// A write that is queued, or about to be. Handed to the reactor when it is dropped before its end: the kernel is done
-/// with its memory then, and it is made again.
-pub(super) struct QueuedStore {
-    call: Arc<StoreCall>,
-    /// `None` once it has ended.
-    planned: Option<PlannedStore>,
-}
+pub(crate) type EndedStore = (PlannedStore, Summed);
 
 /// The way of a block that is stored. `is_in_place`: direct I/O may write it from its place. `has_cufile`: libcufile
 /// may.
@@ -137,7 +129,7 @@ impl BegunStore {
         let place = state.begin_disk_write(id, &filling, checksum);
         let place = place.expect("it is resident nowhere, and on no way");
         // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Default::default());
+        let started = state.flights.begin((&job.key, Tier::Disk), id, Class::Awaited, Few::default(), true);
         state.watch();
         BegunStore { permit, write: DiskWrite { id, filling }, place, started }
     }
@@ -169,10 +161,31 @@ impl StoreCall {
         }
     }
 
-    /// The end of a write by an I/O thread. The reactor hears of blocks that are written when all of their page are.
-    fn ended(self: &Arc<Self>, ended: EndedStore) {
-        let page = ended.0.place.page;
-        let (written, other) = if matches!(ended.1, Some(Ok(_))) { (Some(ended), None) } else { (None, Some(ended)) };
+    /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
+    pub(super) fn queue(self: &Arc<Self>, planned: PlannedStore, pool: &Pool, file: OpenFile) -> Asleep {
+        self.progress.lock().pages.enter(planned.place.page);
+        // SAFETY: nothing is written to it. The plan, in the waiter, keeps the disk slot.
+        let buf = unsafe { planned.job.lend_place() };
+        let transfer = Transfer { kind: OpKind::Write, file, offset: planned.place.offset, buf };
+        let call = Arc::clone(self);
+        let waiter = Waiter::calling(self.shared.config.block_bytes, move |result| call.ended(planned, result));
+        pool.push_transfer(Urgency::Awaited, transfer, waiter)
+    }
+
+    /// The end of a write, on the thread that has made it. The reactor hears of blocks that are written when all of
+    /// their page are, and at once of one that failed, or was lost: the kernel is done with its memory.
+    fn ended(self: &Arc<Self>, mut planned: PlannedStore, result: Summed) {
+        let (page, file) = (planned.place.page, planned.place.file);
+        if result.is_some() {
+            drop(planned.permit.take());
+        }
+        let is_written = matches!(result, Some(Ok(_)));
+        if is_written {
+            self.shared.account(&self.shared.failures, file, OpKind::Write, &Ok(()));
+            self.shared.metrics.work_done.add(1);
+        }
+        let ended = (planned, result);
+        let (written, other) = if is_written { (Some(ended), None) } else { (None, Some(ended)) };
         let together = self.progress.lock().pages.leave(page, written);
         self.hand_over(together);
         self.hand_over(other.into_iter().collect());
@@ -189,36 +202,31 @@ impl StoreCall {
 impl Submitter {
     /// Begins a store. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_store(this: Option<&Self>, jobs: Vec<Job>, call: Arc<StoreCall>) -> Option<Command> {
-        let (mut known, mut rest) = (Vec::new(), Vec::new());
-        let this = this.filter(|this| this.is_worth_waking(&jobs, Kind::Write));
-        let mut jobs = jobs.into_iter().enumerate();
-        if let Some(this) = this {
-            call.progress.lock().pages.hold();
-            // Of a call whose blocks are elsewhere, the first few say so; after one that must wait, all others do.
-            while jobs.len() > 0
-                && this.begin_stores(&call, jobs.by_ref().take(PLANNED_PER_LOCK), &mut known, &mut rest)
-            {}
-            let together = call.progress.lock().pages.release();
-            together.into_iter().for_each(|stores| call.hand_over(stores));
-        }
-        rest.extend(jobs);
+        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, Kind::Write)) else {
+            return Some(Command::StoreFrom { jobs: jobs.into_iter().enumerate().collect(), call });
+        };
+        let mut known = Vec::new();
+        call.progress.lock().pages.hold();
+        let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
+        let together = call.progress.lock().pages.release();
+        together.into_iter().for_each(|stores| call.hand_over(stores));
         call.settle(known.into_iter());
         (!rest.is_empty()).then_some(Command::StoreFrom { jobs: rest, call })
     }
 
-    /// Begins some blocks of a call. Those that must wait for something, or take another way, join the `rest`. Whether
-    /// the next ones are worth a look.
+    /// Begins some blocks of a call. Those that must wait for something, or take another way, join the `rest`. False
+    /// where all others of the call do: they go before none that waits, and where none is begun, they are elsewhere.
     fn begin_stores(
         &self,
         call: &Arc<StoreCall>,
-        jobs: impl Iterator<Item = (usize, Job)>,
+        jobs: Vec<Numbered>,
         known: &mut Vec<(usize, Result<bool>)>,
-        rest: &mut Vec<(usize, Job)>,
+        rest: &mut Vec<Numbered>,
     ) -> bool {
-        let (jobs, began): (Vec<_>, _) = (jobs.collect(), Instant::now());
+        let began = Instant::now();
         let mut waits = false;
         let mut state = self.ends.shared.lock();
-        let begin = |(_, job): &(usize, Job)| {
+        let begin = |(_, job): &Numbered| {
             let step = if waits { None } else { self.begin_store_now(&mut state, job) };
             waits |= matches!(step, Some(Ok(StoreStep::Waits(_))));
             let file = match &step {
@@ -229,19 +237,19 @@ impl Submitter {
         };
         let steps: Vec<_> = jobs.iter().map(begin).collect();
         drop(state);
-        let left_before = (jobs.len(), rest.len());
-        for ((number, job), (step, file)) in jobs.into_iter().zip(steps) {
-            match (step, file) {
+        let all = rest.len() + jobs.len();
+        for ((number, job), step) in jobs.into_iter().zip(steps) {
+            match step {
                 (Some(Ok(StoreStep::Begun(begun))), Some(file)) => {
                     let planned = PlannedStore::new(number, Box::new(job), began, begun);
-                    QueuedStore::new(call, planned).queue(&self.pool, file).wake();
+                    call.queue(planned, &self.pool, file).wake();
                 }
                 (Some(Ok(StoreStep::Known(_))), _) => known.push((number, Ok(true))),
                 (Some(Err(error)), _) => known.push((number, Err(error))),
                 _ => rest.push((number, job)),
             }
         }
-        !waits && rest.len() - left_before.1 < left_before.0
+        !waits && rest.len() < all
     }
 
     /// Begins the store of a block that is on disk, or goes there from its place. `None`: it is left to the reactor.
@@ -254,46 +262,5 @@ impl Submitter {
             || !self.reaches_in_place(job)
             || state.flights.len() >= self.ends.shared.config.limits.movements_max as usize;
         (!is_for_reactor).then(|| begin_store(state, job, job.is_kept_unchanged(), false))
-    }
-}
-
-impl QueuedStore {
-    pub(super) fn new(call: &Arc<StoreCall>, planned: PlannedStore) -> Self {
-        call.progress.lock().pages.enter(planned.place.page);
-        QueuedStore { call: Arc::clone(call), planned: Some(planned) }
-    }
-
-    /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
-    pub(super) fn queue(self, pool: &Pool, file: OpenFile) -> Asleep {
-        let PlannedStore { job, place, .. } = self.planned.as_ref().expect("it has not ended");
-        // SAFETY: nothing is written to it. The plan, in the waiter, keeps the disk slot.
-        let buf = unsafe { job.lend_place() };
-        let transfer = Transfer { kind: OpKind::Write, file, offset: place.offset, buf };
-        let waiter = Waiter::calling(self.call.shared.config.block_bytes, move |result| self.end(result));
-        pool.push_transfer(Urgency::Awaited, transfer, waiter)
-    }
-
-    /// The end of the write, on the thread that has made it.
-    fn end(mut self, result: Transferred) {
-        let mut planned = self.planned.take().expect("a write ends once");
-        let shared = &self.call.shared;
-        // Without a checksum, the reactor makes it again.
-        let result = result.transpose();
-        if result.is_some() {
-            drop(planned.permit.take());
-        }
-        if let Some(Ok(_)) = result {
-            shared.account(&shared.failures, planned.place.file, OpKind::Write, &Ok(()));
-            shared.metrics.work_done.add(1);
-        }
-        self.call.ended((planned, result));
-    }
-}
-
-impl Drop for QueuedStore {
-    fn drop(&mut self) {
-        if let Some(planned) = self.planned.take() {
-            self.call.ended((planned, None));
-        }
     }
 }

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     block::{BlockKey, OpKind, Tier},
     index::EntryId,
-    io::{Asleep, OpenFile, Pool, Transfer, Transferred, Waiter},
+    io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
     state::{Class, Few, Filling, Kind, Locked, Outcome, Permit, Shared, Started, Unverified},
     urgency::Urgency,
@@ -57,19 +57,12 @@ pub(crate) struct PlannedRead {
     pub(super) began: Instant,
 }
 
-/// A read that is about to be submitted.
+/// A read that is about to be submitted. Handed to the reactor when it is dropped before.
 pub(crate) struct Submission<'a> {
     submitter: &'a Submitter,
-    read: SubmittedRead,
-    file: OpenFile,
-}
-
-/// A read that is submitted, or about to be. Handed to the reactor when it is dropped before its end: the kernel is
-/// done with its memory then, and it is read again.
-struct SubmittedRead {
-    ends: Arc<Ends>,
-    /// `None` once it has ended.
+    /// `None` once it is submitted.
     read: Option<PlannedRead>,
+    file: OpenFile,
 }
 
 /// A read that is queued. It is counted, and the thread that it needs is woken, outside of its caller's locks.
@@ -108,7 +101,7 @@ impl Submitter {
         let this = this.filter(|_| tier == Tier::Host);
         let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, id, class)?))) else {
             let room = room()?;
-            state.flights.begin(key, tier, id, class, waiter);
+            state.flights.begin((key, tier), id, class, Few::one(waiter), false);
             return Some(Begun::Command(room));
         };
         Some(Begun::Read(this.begin_read(state, (key, id), class, waiter, taken)))
@@ -142,18 +135,32 @@ impl Submitter {
         assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
-        let started = state.flights.begin_started(key, Tier::Host, id, class, waiters);
+        let started = state.flights.begin((key, Tier::Host), id, class, waiters, true);
         let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
         state.watch();
         let trip = Trip::read(key, row, slot, permit.with_urgency(urgency));
         let block = OnDisk::of(state, pin);
         let file = state.files[usize::from(block.file.0)].clone();
         let read = Some(PlannedRead { trip, started, block, began: Instant::now() });
-        Submission { submitter: self, read: SubmittedRead { ends: Arc::clone(&self.ends), read }, file }
+        Submission { submitter: self, read, file }
     }
 }
 
 impl Ends {
+    /// The end of a read, on the thread that has made it. One that was lost is made again: the kernel is done with its
+    /// memory.
+    fn end(&self, read: PlannedRead, result: Summed) {
+        self.shared.metrics.movements.add(-1.0);
+        match result {
+            Some(Ok(sum)) if sum == read.block.checksum => self.publish(read),
+            result => self.hand_over(read, result),
+        }
+    }
+
+    fn hand_over(&self, read: PlannedRead, result: Summed) {
+        drop(self.urgent.send(Urgent::EndRead(Box::new(read), result)));
+    }
+
     /// Makes a block that was read and matched visible, and answers its waiters.
     fn publish(&self, read: PlannedRead) {
         let PlannedRead { mut trip, block: OnDisk { pin, checksum, file, .. }, began, .. } = read;
@@ -176,41 +183,28 @@ impl Ends {
 impl<'a> Submission<'a> {
     /// Queues the read for the I/O threads. The caller [wakes](QueuedRead::wake) one if it must. One that
     /// nobody awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
-    pub(crate) fn submit(self) -> QueuedRead<'a> {
-        let Submission { submitter, read, file } = self;
+    pub(crate) fn submit(mut self) -> QueuedRead<'a> {
+        let (submitter, file) = (self.submitter, self.file.clone());
         let shared = &submitter.ends.shared;
-        let PlannedRead { trip, block, .. } = read.read.as_ref().expect("it has not ended");
-        let offset = block.offset;
-        let (slot, urgency) = trip.taken.of_read();
+        let read = self.read.take().expect("it is submitted once");
+        let (slot, urgency) = read.trip.taken.of_read();
         // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
         // waiter, which whoever transfers drops or calls after the memory.
         let buf = unsafe {
             Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
         };
-        let transfer = Transfer { kind: OpKind::Read, file, offset, buf };
-        let waiter = Waiter::calling(shared.config.block_bytes, move |result| read.end(result));
+        let transfer = Transfer { kind: OpKind::Read, file, offset: read.block.offset, buf };
+        let ends = Arc::clone(&submitter.ends);
+        let waiter = Waiter::calling(shared.config.block_bytes, move |result| ends.end(read, result));
         let asleep = submitter.pool.push_transfer(urgency, transfer, waiter);
         QueuedRead(submitter, asleep)
     }
 }
 
-impl SubmittedRead {
-    /// The end of the read, on the thread that has made it.
-    fn end(mut self, result: Transferred) {
-        let read = self.read.take().expect("a read ends once");
-        self.ends.shared.metrics.movements.add(-1.0);
-        match result {
-            Ok(Some(sum)) if sum == read.block.checksum => self.ends.publish(read),
-            result => drop(self.ends.urgent.send(Urgent::EndRead(Box::new(read), Some(result)))),
-        }
-    }
-}
-
-impl Drop for SubmittedRead {
+impl Drop for Submission<'_> {
     fn drop(&mut self) {
         if let Some(read) = self.read.take() {
-            self.ends.shared.metrics.movements.add(-1.0);
-            drop(self.ends.urgent.send(Urgent::EndRead(Box::new(read), None)));
+            self.submitter.ends.hand_over(read, None);
         }
     }
 }

@@ -85,7 +85,7 @@ fn a_write_that_panics_leaves_no_block_in_the_table_of_slots() {
             let filling = state.acquire(Tier::Disk).expect("both are free");
             let id = state.index.find(&KEY).expect("visible");
             assert!(state.begin_disk_write(id, &filling, Some(0)).is_some(), "it is not on disk");
-            (filling, state.flights.begin_started(&KEY, Tier::Disk, id, Class::Awaited, Few::default()))
+            (filling, state.flights.begin((&KEY, Tier::Disk), id, Class::Awaited, Few::default(), true))
         };
         let slot = on_drive.slot();
         let panics = tokio::task::spawn_local(async move {

@@ -279,7 +279,7 @@ impl Locked<'_> {
             None => match self.pin_source(id, key) {
                 Some(pin) => {
                     let (sender, receiver) = oneshot::channel();
-                    let started = self.flights.begin_started(key, Tier::Disk, id, class, Few::one(sender));
+                    let started = self.flights.begin((key, Tier::Disk), id, class, Few::one(sender), true);
                     return Ok(Committed::Write(PendingWrite { key: *key, pin, started }, receiver));
                 }
                 // It is being copied from the device: the write follows.
@@ -366,7 +366,7 @@ impl Locked<'_> {
                 missed = Err(self.timeout("a movement of the block that is overdue"));
             } else if let Some(pin) = self.pin_source(id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
-                let started = self.flights.begin_started(key, Tier::Disk, id, class, next);
+                let started = self.flights.begin((key, Tier::Disk), id, class, next, true);
                 return (answers, Some(PendingWrite { key: *key, pin, started }));
             } else if let (Tier::Host, Some(error)) = (tier, failed) {
                 // It did not arrive in host memory, from which it would be written.

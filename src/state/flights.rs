@@ -58,7 +58,7 @@ pub(crate) struct Flight<M> {
     next: Option<Waiters<M>>,
 }
 
-/// A started movement: its number, and the entry that it moves.
+/// A movement that has begun: its number, and the entry that it moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Started {
     pub(crate) number: u64,
@@ -193,46 +193,21 @@ impl<M> Flights<M> {
         Ok(())
     }
 
-    /// Starts a movement of `entry`, with its first waiter.
+    /// Begins a movement of `entry`, with its first waiters. One that is not `started` is [started](Self::start) later.
     pub(crate) fn begin(
         &mut self,
-        key: &BlockKey,
-        tier: Tier,
-        entry: EntryId,
-        class: Class,
-        waiter: oneshot::Sender<M>,
-    ) {
-        self.begin_for(key, tier, entry, class, Few::one(waiter), false);
-    }
-
-    /// As [`begin`](Self::begin), and marks it as started.
-    pub(crate) fn begin_started(
-        &mut self,
-        key: &BlockKey,
-        tier: Tier,
-        entry: EntryId,
-        class: Class,
-        waiters: Waiters<M>,
-    ) -> Started {
-        Started { number: self.begin_for(key, tier, entry, class, waiters, true), entry }
-    }
-
-    /// Starts a movement of `entry`, with its first waiters. Returns its number.
-    fn begin_for(
-        &mut self,
-        key: &BlockKey,
-        tier: Tier,
+        (key, tier): (&BlockKey, Tier),
         entry: EntryId,
         class: Class,
         waiters: Waiters<M>,
         started: bool,
-    ) -> u64 {
+    ) -> Started {
         let number = self.next_number();
         let flight = Flight { number, entry, class, started, overdue: false, slot_wanted: None, waiters, next: None };
         let place = self.by_target.insert(key, tier, flight).expect("one movement per key and tier");
         self.forget_ended();
         self.by_age.push_back((number, place));
-        number
+        Started { number, entry }
     }
 
     /// Takes movements that have ended off the list by age: those before all others, and all once they are too many.

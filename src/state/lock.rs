@@ -283,7 +283,7 @@ mod tests {
         index::Index,
         memory::Arena,
         metrics::Metrics,
-        state::{Class, Joined, Pin, Purpose, Shared},
+        state::{Class, Few, Joined, Pin, Purpose, Shared},
     };
 
     const BYTES: usize = 4096;
@@ -317,7 +317,7 @@ mod tests {
             let mut state = shared.lock();
             let id = state.index.find(&key).expect("stored");
             let (sender, receiver) = oneshot::channel();
-            state.flights.begin(&key, Tier::Disk, id, Class::Awaited, sender);
+            state.flights.begin((&key, Tier::Disk), id, Class::Awaited, Few::one(sender), false);
             receiver
         };
 
@@ -386,7 +386,7 @@ mod tests {
         let mut state = shared.lock();
         let id = state.index.find(&key).expect("stored");
         // Its waiter leaves at once. Before tokio 1.50 the channel keeps the waker of a receiver that is gone.
-        state.flights.begin(&key, Tier::Disk, id, Class::Background, oneshot::channel().0);
+        state.flights.begin((&key, Tier::Disk), id, Class::Background, Few::one(oneshot::channel().0), false);
         let joined = state.flights.join(&key, Tier::Disk, 1);
         assert!(matches!(joined, Joined::Waiting(_)), "the one that left made room");
         assert_eq!(state.flights.gone.len(), 1, "it is not dropped under the lock");

@@ -59,6 +59,8 @@ fn slots_are_allocated_from_a_few_pages_in_turn_and_each_once() {
     again.sort_unstable();
     assert_eq!(again, [2, 3, 70, 71]);
     slots.validate().expect("valid");
+    let mut slots = slots_of(&[64; 8]);
+    assert!((0..8 * 32).map(|_| slots.alloc()).eq((0..8 * 32).map(Some)), "one page of each of many members");
 }
 
 #[test]

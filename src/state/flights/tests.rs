@@ -12,7 +12,7 @@ fn flights() -> Flights<u8> {
 fn in_flight(tier: Tier, entry: u32) -> (Flights<u8>, oneshot::Receiver<u8>) {
     let mut flights = flights();
     let (sender, receiver) = oneshot::channel();
-    flights.begin(&KEY, tier, EntryId::from_u32(entry), Class::Awaited, sender);
+    flights.begin((&KEY, tier), EntryId::from_u32(entry), Class::Awaited, Few::one(sender), false);
     (flights, receiver)
 }
 
@@ -61,7 +61,13 @@ fn key(n: u32) -> BlockKey {
 fn movements_that_end_leave_the_list_by_age_though_an_older_one_stays() {
     let (mut flights, _first) = in_flight(Tier::Host, 1);
     for n in 0..10_000 {
-        flights.begin(&key(n), Tier::Disk, EntryId::from_u32(2), Class::Background, oneshot::channel().0);
+        flights.begin(
+            (&key(n), Tier::Disk),
+            EntryId::from_u32(2),
+            Class::Background,
+            Few::one(oneshot::channel().0),
+            false,
+        );
         assert_eq!(flights.finish(&key(n), Tier::Disk).waiters.len(), 1);
         assert!(flights.by_age.len() <= 5 + ENDED_MAX, "{}", flights.by_age.len());
     }
@@ -76,7 +82,7 @@ fn a_movement_is_as_urgent_by_its_number_as_by_its_key() {
     let numbers: Vec<u64> = (0..100)
         .map(|n| {
             let entry = EntryId::from_u32(n);
-            flights.begin_started(&key(n), Tier::Host, entry, Class::Background, Few::default()).number
+            flights.begin((&key(n), Tier::Host), entry, Class::Background, Few::default(), true).number
         })
         .collect();
     for n in (0..100).step_by(3) {
@@ -84,7 +90,13 @@ fn a_movement_is_as_urgent_by_its_number_as_by_its_key() {
     }
     assert_eq!(flights.raise(&key(1), Tier::Host), Some(numbers[1]));
     // In a place that another one has left.
-    flights.begin(&key(200), Tier::Host, EntryId::from_u32(200), Class::Awaited, oneshot::channel().0);
+    flights.begin(
+        (&key(200), Tier::Host),
+        EntryId::from_u32(200),
+        Class::Awaited,
+        Few::one(oneshot::channel().0),
+        false,
+    );
     for (n, &number) in numbers.iter().enumerate() {
         let urgency = if n == 1 { Urgency::Awaited } else { Urgency::Background(number) };
         assert_eq!(flights.urgency_of(number), urgency, "movement {n}");
