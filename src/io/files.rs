@@ -56,7 +56,7 @@ impl Files {
     ) -> io::Result<Self> {
         // SAFETY: the caller's promise.
         let ring = unsafe { Uring::new(regions, keep_alive) }?;
-        let by_calls = workers.transfers();
+        let by_calls = workers.pool().is_some();
         Ok(Files { files: open_files(files, |file| by_calls && is_in_memory(file)), ring: Some(ring), workers })
     }
 

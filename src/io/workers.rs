@@ -242,11 +242,6 @@ impl Workers {
         }
     }
 
-    /// True if workers read and write.
-    pub(crate) fn transfers(&self) -> bool {
-        matches!(self.kind, Kind::Threads { transfers: true, .. })
-    }
-
     /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
     pub(crate) fn raise(&self, flights: &[u64], all: bool) {
         if let Kind::Threads { pool, .. } = &self.kind {

@@ -221,30 +221,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (number, job): (usize, Box<Job>),
         step: Result<StoreStep>,
     ) -> Result<Option<bool>> {
-        let (begun, left) = match step? {
-            StoreStep::Known(Committed::Done) => (None, None),
+        let begun = match step? {
+            StoreStep::Known(Committed::Done) => return Ok(Some(true)),
             StoreStep::Known(committed) => {
                 drop(job);
-                Box::pin(self.finish_store(committed)).await?;
-                (None, None)
+                return Box::pin(self.finish_store(committed)).await.map(|()| Some(true));
             }
-            StoreStep::Begun(begun) => (Some((begun, job)), None),
-            StoreStep::Waits(taken) => match Box::pin(self.begin_region_write(&job, taken, None)).await? {
-                Some(begun) => (Some((begun, job)), None),
-                None => (None, Some(job)),
+            StoreStep::Begun(begun) => Some(begun),
+            StoreStep::Waits(taken) => Box::pin(self.begin_region_write(&job, taken, None)).await?,
+            StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => None,
+            StoreStep::Planned(_) => match Box::pin(self.store_by_cufile(job)).await? {
+                None => return Ok(Some(true)),
+                Some(left) => return Box::pin(self.store_by_copy(left)).await.map(|()| Some(true)),
             },
-            StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => (None, Some(job)),
-            StoreStep::Planned(_) => (None, Box::pin(self.store_by_cufile(job)).await?),
         };
-        if let Some((begun, job)) = begun {
-            let planned = PlannedStore::new(number, job, Instant::now(), begun);
-            return self.store_in_place(&call, planned).await;
+        match begun {
+            Some(begun) => self.store_in_place(&call, PlannedStore::new(number, job, Instant::now(), begun)).await,
+            None => Box::pin(self.store_by_copy(job)).await.map(|()| Some(true)),
         }
-        // What is left after a way that failed takes the last one.
-        if let Some(job) = left {
-            Box::pin(self.store_by_copy(job)).await?;
-        }
-        Ok(Some(true))
     }
 
     /// Stores a block by way of a host slot.

@@ -12,10 +12,10 @@ use tokio::time::Instant;
 use super::{
     Command, Urgent,
     command::Reply,
-    plan::OnDisk,
+    plan::{OnDisk, Trip},
     region::Job,
     results::CallResults,
-    route::{self, Hop, Shape, View, Want},
+    route::{Hop, Shape},
     submit::{Ends, Submitter},
 };
 use crate::{
@@ -30,6 +30,9 @@ use crate::{
 
 /// Blocks planned under one lock, for which other callers wait: some microseconds.
 const PLANNED_PER_LOCK: usize = 8;
+
+/// Blocks that a caller plans in one poll: some milliseconds. The reactor plans the others of its call, in turns.
+const PLANNED_PER_CALL: usize = 1024;
 
 /// Blocks whose slots are given back under one lock.
 const ENDED_PER_LOCK: usize = 16;
@@ -68,13 +71,18 @@ enum Ended {
 /// A block of a call, with its number there.
 pub(super) type Numbered = (usize, Job);
 
-/// Begins the blocks of a call, a few at a time, for as long as `begin` says so. Returns those that it does not take.
+/// Begins the blocks of a call, a few at a time, for as long as `begin` says so, and no more than its caller has time
+/// for. Returns those that it does not take.
 pub(super) fn begin_in_parts(
     jobs: Vec<Job>,
     mut begin: impl FnMut(Vec<Numbered>, &mut Vec<Numbered>) -> bool,
 ) -> Vec<Numbered> {
     let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
-    while jobs.len() > 0 && begin(jobs.by_ref().take(PLANNED_PER_LOCK).collect(), &mut rest) {}
+    for _ in 0..PLANNED_PER_CALL / PLANNED_PER_LOCK {
+        if jobs.len() == 0 || !begin(jobs.by_ref().take(PLANNED_PER_LOCK).collect(), &mut rest) {
+            break;
+        }
+    }
     rest.extend(jobs);
     rest
 }
@@ -138,13 +146,8 @@ impl Submitter {
             return None;
         }
         let id = state.index.find(&job.key)?;
-        let view = View {
-            held: state.held(id),
-            is_moving: state.flights.contains(&job.key, Tier::Host),
-            memory: Shape { is_device: false, is_in_place: true },
-            ..View::default()
-        };
-        let row = route::choose(Want::Load, &view, None).filter(|row| row.hops == [Hop::DiskToCaller])?;
+        let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true });
+        let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToCaller])?;
         let bytes = shared.config.slot_bytes() as u64;
         let permit = shared.in_flight.take_now(Kind::Read, Urgency::Awaited, bytes)?;
         let pin = state.pin(id, Tier::Disk, row.route)?;

@@ -24,10 +24,10 @@ const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
 /// checksum of 16 KiB.
 const TURN_BYTES: usize = 64 << 10;
 
-/// Least bytes of a write without a checksum that are worth handing over: pinning or copying them then takes the kernel
-/// longer than waking a thread. One drive took writes of 128 KiB at 0.86 of the bare ring from the reactor and at 0.81
-/// from workers, which also took 1.3 times the CPU.
-const PLAIN_WRITE_BYTES_MIN: u64 = 256 << 10;
+/// Least bytes of a write, whose checksum is known, that are worth handing over: pinning or copying them then takes the
+/// kernel longer than waking a thread. One drive took writes of 128 KiB at 0.86 of the bare ring from the reactor, and
+/// at 0.81 from workers, which also took 1.3 times the CPU.
+const WRITE_BYTES_MIN: u64 = 256 << 10;
 
 /// The bytes in flight, as a multiple of the least work worth handing over, with which smaller blocks are handed over
 /// too.
@@ -71,11 +71,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         place: &DiskPlace,
         from: M,
         filling: Filling,
-        sum_bytes: usize,
     ) -> (Transferred, M, Filling) {
         assert_eq!(permit.kind(), Kind::Write, "its bytes count as written");
         // SAFETY: nothing is written to `from`.
-        unsafe { self.transfer(permit, place.file, place.offset, from, filling, sum_bytes) }.await
+        unsafe { self.transfer(permit, place.file, place.offset, from, filling, 0) }.await
     }
 
     /// Transfers all parts of a block at once. The operations own the memory and what `keeps` the disk slot.
@@ -166,9 +165,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         buf: &IoBuf<O>,
         sum_bytes: usize,
     ) -> Option<Transferred> {
-        let file = self.storage.file(file).filter(|_| self.workers.transfers())?;
+        let file = self.storage.file(file).filter(|_| self.workers.pool().is_some())?;
         let bytes = buf.len() as u64;
-        let is_small = kind == OpKind::Write && sum_bytes == 0 && bytes < PLAIN_WRITE_BYTES_MIN;
+        let is_small = kind == OpKind::Write && bytes < WRITE_BYTES_MIN;
         // Without a ring for it, a thread makes the transfer in any case.
         if !file.by_calls && (is_small || !self.is_worth_a_transfer(bytes, self.bytes_in_flight())) {
             return None;

@@ -13,6 +13,7 @@ use crate::{
     block::{BlockKey, FileId, Route, Tier},
     device::CopyEngine,
     error::Result,
+    index::EntryId,
     io::Storage,
     state::{Class, Few, Filling, Kind, Locked, Outcome, Permit, Pin, Promotion, Purpose, Use},
     urgency::Urgency,
@@ -177,6 +178,20 @@ impl Trip {
         Trip { key: *key, want, shape, flight, usage, taken, ruled_out: None, is_suspect: false, row: None }
     }
 
+    /// Chooses the way of its block, which has this entry. `has_cufile`: libcufile is in service for reads.
+    pub(super) fn choose(&mut self, state: &Locked<'_>, id: Option<EntryId>, has_cufile: bool) -> Option<&'static Row> {
+        let view = View {
+            held: id.map(|id| state.held(id)).unwrap_or_default(),
+            // Of a fill of a host slot it is the movement itself.
+            is_moving: self.want != Want::HostSlot && state.flights.contains(&self.key, Tier::Host),
+            has_cufile,
+            writes_through: false,
+            memory: self.shape,
+        };
+        self.row = route::choose(self.want, &view, self.ruled_out);
+        self.row
+    }
+
     /// Has the next plan take the next row.
     pub(super) fn rule_out(&mut self) {
         let row = self.row();
@@ -225,16 +240,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     fn choose(&self, state: &Locked<'_>, trip: &mut Trip) -> Option<&'static Row> {
-        let view = View {
-            held: state.index.find(&trip.key).map(|id| state.held(id)).unwrap_or_default(),
-            // Of a fill of a host slot it is the movement itself.
-            is_moving: trip.want != Want::HostSlot && state.flights.contains(&trip.key, Tier::Host),
-            has_cufile: self.cufile.get().is_some() && state.cufile.reads() && state.device_service.reads(),
-            writes_through: false,
-            memory: trip.shape,
-        };
-        trip.row = route::choose(trip.want, &view, trip.ruled_out);
-        trip.row
+        let has_cufile = self.cufile.get().is_some() && state.cufile.reads() && state.device_service.reads();
+        trip.choose(state, state.index.find(&trip.key), has_cufile)
     }
 
     /// Takes what the first transfer of a way needs, and pins its source.

@@ -15,7 +15,7 @@ use tokio::{
 use super::{
     Urgent,
     plan::{OnDisk, Trip},
-    route::{self, Hop, Row, View, Want},
+    route::{Hop, Row},
 };
 use crate::{
     block::{BlockKey, OpKind, Tier},
@@ -99,7 +99,7 @@ impl Submitter {
         room: impl FnOnce() -> Option<P>,
     ) -> Option<Begun<'a, P>> {
         let this = this.filter(|_| tier == Tier::Host);
-        let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, id, class)?))) else {
+        let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, (key, id), class)?))) else {
             let room = room()?;
             state.flights.begin((key, tier), id, class, Few::one(waiter), false);
             return Some(Begun::Command(room));
@@ -109,11 +109,16 @@ impl Submitter {
 
     /// Takes what the read of a block to a host slot needs. `None` where something must be waited for, or the block
     /// takes another way.
-    fn take(&self, state: &mut Locked<'_>, id: EntryId, class: Class) -> Option<(&'static Row, Permit, Filling)> {
+    fn take(
+        &self,
+        state: &mut Locked<'_>,
+        (key, id): (&BlockKey, EntryId),
+        class: Class,
+    ) -> Option<(&'static Row, Permit, Filling)> {
         let shared = &self.ends.shared;
         let config = &shared.config;
-        let view = View { held: state.held(id), ..View::default() };
-        let row = route::choose(Want::HostSlot, &view, None).filter(|row| row.hops == [Hop::DiskToHost])?;
+        let row = Trip::to_slot(key, Tier::Host).choose(state, Some(id), false);
+        let row = row.filter(|row| row.hops == [Hop::DiskToHost])?;
         if state.flights.len() >= config.limits.movements_max as usize {
             return None;
         }

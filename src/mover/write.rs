@@ -154,7 +154,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<Option<DiskWrite>> {
         // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
         // carries. Nobody here sees the block before both are there.
-        let payload = self.write_payload(&permit, &place, from, filling, 0);
+        let payload = self.write_payload(&permit, &place, from, filling);
         let ((result, _from, filling), recorded) = tokio::join!(payload, self.write_page(place.page));
         drop(permit);
         self.shared.account(&self.shared.failures, place.file, OpKind::Write, &result);

@@ -35,7 +35,7 @@ fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
     on_reactor(async {
         for kind in [OpKind::Read, OpKind::Write] {
             let workers = with_rings(1, 1);
-            assert!(workers.transfers());
+            assert!(workers.pool().is_some());
             let (from, mut to) = io::pipe().expect("a pipe");
             let (mut from, stuck) = match kind {
                 OpKind::Read => (None, OwnedFd::from(from)),
@@ -175,7 +175,7 @@ fn a_block_of_memory_that_was_taken_away_is_not_written() {
 fn a_thread_that_blocks_holds_up_no_transfer_by_system_calls() {
     on_reactor(async {
         let workers = start(ThreadPlan { callers: 2, ..ThreadPlan::default() });
-        assert!(workers.transfers() && !workers.take(1 << 30), "they are for the disk alone");
+        assert!(workers.pool().is_some() && !workers.take(1 << 30), "they are for the disk alone");
         falls_asleep(&workers, 2);
         let (go, wait) = mpsc::channel::<()>();
         // Blocks until the test releases it.
