@@ -31,6 +31,18 @@ impl Copier {
         match *self {}
     }
 
+    pub(crate) fn enter(&self) -> Result<()> {
+        match *self {}
+    }
+
+    pub(crate) fn is_under_way(&self) -> bool {
+        match *self {}
+    }
+
+    pub(crate) fn mark(&self) -> Result<()> {
+        match *self {}
+    }
+
     pub(crate) fn finish(&self) -> Result<()> {
         match *self {}
     }

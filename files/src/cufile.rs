@@ -102,11 +102,9 @@ unsafe fn prove(reader: &Reader, file: &SourceFile, copies: &Copies, target: Tar
     let mut found = others.clone();
     // SAFETY: the caller's promise; the host's memory lives until the copies have finished.
     unsafe {
-        copies.put(address, &others).is_ok()
-            && copies.finish().is_ok()
+        copies.put(address, &others).and_then(|()| copies.finish()).is_ok()
             && reader.prove(address, len, offset).is_ok()
-            && copies.get(address, &mut found).is_ok()
-            && copies.finish().is_ok()
+            && copies.get(address, &mut found).and_then(|()| copies.finish()).is_ok()
             && found == wanted
     }
 }

@@ -146,6 +146,11 @@ impl SourceFile {
         self.inner.direct.as_ref().map(|direct| (&direct.file, self.inner.drive))
     }
 
+    /// Whether a service holds a copy of it in memory.
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.is_some()
+    }
+
     /// How to read a range; `uses_cache` is false where the page cache is not to be asked.
     ///
     /// Waits until the file's copy has it, if there is one.

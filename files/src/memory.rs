@@ -12,7 +12,7 @@ pub enum Memory {
     Cuda(u32),
 }
 
-/// What one thread copies with between its bounce buffer and the addresses of a transfer.
+/// What copies between a bounce buffer and the addresses of a transfer, for one thread at a time.
 pub(crate) enum Copies {
     Host,
     Cuda(Copier),
@@ -55,6 +55,30 @@ impl Copies {
             }
             // SAFETY: the caller's promise.
             Copies::Cuda(copier) => unsafe { copier.to_host(to, address) },
+        }
+    }
+
+    /// Makes it the calling thread's: each thread that uses it calls this first.
+    pub(crate) fn enter(&self) -> Result<()> {
+        match self {
+            Copies::Host => Ok(()),
+            Copies::Cuda(copier) => copier.enter(),
+        }
+    }
+
+    /// Whether copies have begun that are not known to have ended.
+    pub(crate) fn are_under_way(&self) -> bool {
+        match self {
+            Copies::Host => false,
+            Copies::Cuda(copier) => copier.is_under_way(),
+        }
+    }
+
+    /// Has [`finish`](Self::finish) wait for those copies only that have begun by now: others' may follow.
+    pub(crate) fn mark(&self) -> Result<()> {
+        match self {
+            Copies::Host => Ok(()),
+            Copies::Cuda(copier) => copier.mark(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! What the threads of a transfer share.
 
 use std::{
-    collections::VecDeque,
+    mem,
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -81,7 +81,7 @@ impl Counts {
 #[derive(Default)]
 struct State {
     /// Ranges that have arrived, and were not asked for yet.
-    done: VecDeque<usize>,
+    done: Vec<usize>,
     threads: usize,
     error: Option<Error>,
     result: Option<Result<Report>>,
@@ -117,21 +117,21 @@ impl Shared {
         }
     }
 
-    /// As of [`Transfer::next`](crate::Transfer::next).
-    pub(crate) fn next_range(&self, timeout: Duration) -> Option<Option<usize>> {
+    /// As of [`Transfer::next_ranges`](crate::Transfer::next_ranges).
+    pub(crate) fn next_ranges(&self, timeout: Duration) -> Option<Vec<usize>> {
         // Without an end where it is too far away to be a time.
         let until = Instant::now().checked_add(timeout);
         let mut state = self.lock();
         loop {
-            if let Some(range) = state.done.pop_front() {
-                return Some(Some(range));
+            if !state.done.is_empty() {
+                return Some(mem::take(&mut state.done));
             }
             if state.result.is_some() {
                 return None;
             }
             let left = until.map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
-                return Some(None);
+                return Some(Vec::new());
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

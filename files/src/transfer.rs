@@ -36,10 +36,12 @@ pub enum Mode {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
-    /// Threads, each with one request at a time, 1 to 256. `None`: four for each processor, 32 at most.
+    /// Threads, each with one request at a time, 1 to 256. `None`: four for each processor, 32 at most; out of memory
+    /// that a service holds three for each four processors, since only they move bytes then.
     pub threads: Option<usize>,
-    /// Longest request in bytes: a multiple of 4096, 4 KiB to 1 GiB. Each thread has a bounce buffer of this length.
-    pub piece_bytes: usize,
+    /// Longest request in bytes: a multiple of 4096, 4 KiB to 1 GiB. Each thread has two bounce buffers of this length.
+    /// `None`: 512 KiB; 2 MiB out of memory that a service holds.
+    pub piece_bytes: Option<usize>,
     /// Take what the page cache has from there.
     pub page_cache: bool,
     /// How reads come into device memory.
@@ -48,8 +50,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        // All buffers together fit the processor's cache: beyond some 16 MiB bytes go to memory before they are copied.
-        Options { threads: None, piece_bytes: 512 << 10, page_cache: true, mode: Mode::Auto }
+        Options { threads: None, piece_bytes: None, page_cache: true, mode: Mode::Auto }
     }
 }
 
@@ -60,7 +61,7 @@ impl Options {
             (Some(threads), _) if !(1..=256).contains(&threads) => {
                 argument(format!("threads: found {threads}, expected 1 to 256"))
             }
-            (_, bytes) if !(4096..=1 << 30).contains(&bytes) || bytes % 4096 != 0 => argument(format!(
+            (_, Some(bytes)) if !(4096..=1 << 30).contains(&bytes) || bytes % 4096 != 0 => argument(format!(
                 "piece_bytes: found {bytes}, expected a multiple of 4096 from 4096 to {}",
                 1_u64 << 30
             )),
@@ -68,8 +69,15 @@ impl Options {
         }
     }
 
-    fn threads(&self) -> usize {
-        self.threads.unwrap_or_else(|| 32.min(4 * std::thread::available_parallelism().map_or(4, usize::from)))
+    /// With numbers for what is open, for files that a service holds or for others.
+    pub(crate) fn chosen(&self, are_held: bool) -> Self {
+        let processors = std::thread::available_parallelism().map_or(4, usize::from);
+        // Requests under way to drives fit the processors' caches: beyond some 32 MiB bytes go to memory before they
+        // are copied. Out of memory a copy to the device takes long enough only if it is a long one.
+        let (threads, piece_bytes) =
+            if are_held { ((3 * processors / 4).clamp(1, 32), 2 << 20) } else { (32.min(4 * processors), 512 << 10) };
+        let (threads, piece_bytes) = (self.threads.unwrap_or(threads), self.piece_bytes.unwrap_or(piece_bytes));
+        Options { threads: Some(threads), piece_bytes: Some(piece_bytes), ..self.clone() }
     }
 }
 
@@ -109,10 +117,11 @@ impl Transfer {
         carry: Arc<dyn Carry>,
     ) -> Result<Self> {
         options.check()?;
+        let (threads, piece_bytes) = (options.threads.expect("chosen"), options.piece_bytes.expect("chosen"));
         // Requests are as long as buffers, from one multiple of the alignment to another.
-        let piece_bytes = options.piece_bytes.next_multiple_of(align as usize);
+        let piece_bytes = piece_bytes.next_multiple_of(align as usize);
         let pieces = plan::by_drive(plan::plan(ranges, piece_bytes as u64, align), drives);
-        let queues = Queues::new(pieces, options.threads());
+        let queues = Queues::new(pieces, threads);
         let wanted = queues.threads();
         let shared = Shared::new(ranges, queues, memory, piece_bytes);
         let mut transfer = Transfer { shared: Arc::new(shared), threads: Vec::new(), process: std::process::id() };
@@ -145,13 +154,13 @@ impl Transfer {
         self.shared.wait()
     }
 
-    /// The next range of which all bytes have arrived, by its number in the caller's list: each once, about in the
-    /// order of the files. `None` after the last, or at an error, which [`wait`](Self::wait) returns; `Some(None)` if
-    /// none arrived within `timeout`.
-    pub fn next(&self, timeout: Duration) -> Option<Option<usize>> {
+    /// Waits for ranges of which all bytes have arrived, and returns their numbers in the caller's list: each once,
+    /// about in the order of the files. `None` after the last, or at an error, which [`wait`](Self::wait) returns; an
+    /// empty list if none arrived within `timeout`.
+    pub fn next_ranges(&self, timeout: Duration) -> Option<Vec<usize>> {
         // A lock that another thread held at a fork stays locked in the child.
         self.check_process().ok()?;
-        self.shared.next_range(timeout)
+        self.shared.next_ranges(timeout)
     }
 
     /// Refuses a forked child, which nothing would wake.
@@ -216,8 +225,8 @@ impl std::fmt::Debug for Transfer {
 ///
 /// # Safety
 /// Each range's memory must be writable, and nothing else may read or write it, until the transfer has ended (by
-/// [`wait`](Transfer::wait), an await, or its drop) or [`next`](Transfer::next) has named the range. A transfer must
-/// not be leaked before.
+/// [`wait`](Transfer::wait), an await, or its drop) or [`next_ranges`](Transfer::next_ranges) has named the range. A
+/// transfer must not be leaked before.
 ///
 /// # Errors
 /// [`Error::OutOfFile`] and [`Error::Argument`] before anything is read.
@@ -226,6 +235,7 @@ impl std::fmt::Debug for Transfer {
 /// Dropping the transfer cancels it: the drop waits for the requests under way.
 pub unsafe fn read(files: Vec<SourceFile>, ranges: Vec<Range>, memory: Memory, options: &Options) -> Result<Transfer> {
     plan::check(&ranges, &files)?;
+    let options = options.chosen(!files.is_empty() && files.iter().all(SourceFile::is_held));
     let align = files.iter().filter_map(SourceFile::direct_align).fold(4096, u64::max);
     let drives: Vec<u64> = files.iter().map(SourceFile::drive).collect();
     let ordinal = match memory {
@@ -234,7 +244,7 @@ pub unsafe fn read(files: Vec<SourceFile>, ranges: Vec<Range>, memory: Memory, o
     };
     let cufile = ordinal.and_then(|ordinal| Routes::new(files.len(), ordinal, options.mode));
     let reads = Reads { files, page_cache: options.page_cache, cufile };
-    Transfer::start(&ranges, memory, (align, &drives), options, Arc::new(reads))
+    Transfer::start(&ranges, memory, (align, &drives), &options, Arc::new(reads))
 }
 
 #[cfg(test)]
@@ -266,14 +276,14 @@ mod tests {
             let bad = bad % (ranges.len() + 1);
             ranges.insert(bad, Range { file: 0, offset: NOWHERE, len: bad_len, address: to + source.len() });
             let mut options = Options::default();
-            (options.threads, options.piece_bytes) = (Some(threads), 16 << 10);
+            (options.threads, options.piece_bytes) = (Some(threads), Some(16 << 10));
             let files = vec![SourceFile::of_memory(i64::MAX as u64)];
             // SAFETY: the target is looked at where ranges have arrived, and after the end.
             let transfer = unsafe { read(files, ranges.clone(), Memory::Host, &options) };
             let transfer = transfer.expect("they are in the file");
             let mut arrived = Vec::new();
-            while let Some(range) = transfer.next(Duration::MAX) {
-                arrived.extend(range);
+            while let Some(ranges) = transfer.next_ranges(Duration::MAX) {
+                arrived.extend(ranges);
             }
             let ended = transfer.wait();
             match ended {

@@ -7,37 +7,46 @@ use crate::{
     bounce::Bounce,
     cufile::{self, Routes, Target},
     file::Way,
-    memory::Copies,
     plan::Piece,
     shared::Shared,
 };
 
 /// One direction of a transfer.
 pub(crate) trait Carry: Send + Sync {
-    /// Moves a piece; all of its copies have ended then.
-    fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()>;
+    /// Moves a piece; its copies from the lane's buffer may end later.
+    fn carry(&self, shared: &Shared, lane: &mut Lane<'_>, piece: &Piece) -> Result<()>;
 
     /// Ends the transfer, after all pieces.
     fn finish(&self) -> Result<()>;
 }
 
-/// What one thread has for itself.
-pub(crate) struct Lane {
-    bounce: Bounce,
-    copies: Copies,
+/// What one thread has for itself: two buffers, of which one is read into while the other is copied.
+pub(crate) struct Lane<'a> {
+    buffers: [Bounce; 2],
+    /// The pieces whose copies are under way.
+    copied: [Option<&'a Piece>; 2],
+    turn: usize,
 }
 
 /// Carries pieces until there are none, or the transfer is over: the thread of this number.
 pub(crate) fn run(shared: &Shared, number: usize, carry: &dyn Carry) {
     let work = || -> Result<()> {
-        // In this order of dropping: copies are over before the buffer is another's.
-        let (bounce, copies) = (Bounce::take(shared.buffer_bytes, shared.memory)?, Copies::open(shared.memory)?);
-        let mut lane = Lane { bounce, copies };
+        let take = || Bounce::take(shared.buffer_bytes, shared.memory);
+        let mut lane = Lane { buffers: [take()?, take()?], copied: [None; 2], turn: 0 };
         let mut cursor = shared.queues.cursor(number);
         while !shared.cancelled.load(Ordering::Relaxed) {
             let Some(piece) = shared.queues.take(&mut cursor) else { break };
+            lane.end_copies(shared)?;
             carry.carry(shared, &mut lane, piece)?;
-            shared.arrived(piece);
+            lane.copied[lane.turn] = Some(piece);
+            if !lane.bounce().copies().are_under_way() {
+                lane.end_copies(shared)?;
+            }
+            lane.turn ^= 1;
+        }
+        for _ in 0..2 {
+            lane.end_copies(shared)?;
+            lane.turn ^= 1;
         }
         Ok(())
     };
@@ -56,7 +65,7 @@ pub(crate) struct Reads {
 }
 
 impl Carry for Reads {
-    fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()> {
+    fn carry(&self, shared: &Shared, lane: &mut Lane<'_>, piece: &Piece) -> Result<()> {
         let file = &self.files[piece.file];
         let way = file.way(piece.start, piece.end, self.page_cache, &shared.cancelled);
         let align = if way == Way::Direct { file.direct_align().unwrap_or(1) } else { 1 };
@@ -80,7 +89,7 @@ impl Carry for Reads {
             let target = Target { offset: start, len, address };
             // SAFETY: the caller of the transfer vouches for the range's memory, of which this is a part; no other
             // piece has it. The lane's copies made the device's context current on this thread.
-            if unsafe { routes.read(piece.file, file, &lane.copies, target) } {
+            if unsafe { routes.read(piece.file, file, lane.bounce().copies(), target) } {
                 shared.counts.read(Way::Cufile, len);
             } else {
                 return bounced(shared, lane, file, way, align, (piece, piece.start, piece.end));
@@ -107,24 +116,25 @@ impl Carry for Reads {
 /// Reads `from..to` of a piece into the bounce buffer, and copies it to its places.
 fn bounced(
     shared: &Shared,
-    lane: &mut Lane,
+    lane: &mut Lane<'_>,
     file: &SourceFile,
     way: Way,
     align: u64,
     (piece, from, to): (&Piece, u64, u64),
 ) -> Result<()> {
     let first = from - from % align;
-    let buffer = &mut lane.bounce.bytes()[..(to.next_multiple_of(align) - first) as usize];
+    let (buffer, put) = lane.bounce().idle()?;
+    let buffer = &mut buffer[..(to.next_multiple_of(align) - first) as usize];
     let took = file.read(way, first, buffer)?;
     shared.counts.read(took, (to - from) as usize);
     for (begin, end, address) in copies(piece, from, to) {
         let bytes = &buffer[(begin - first) as usize..(end - first) as usize];
         shared.counts.bounced(bytes.len());
-        // SAFETY: the caller of the transfer vouches for the range's memory, and `finish` follows before the buffer is
-        // used again.
-        unsafe { lane.copies.put(address, bytes) }?;
+        // SAFETY: the caller of the transfer vouches for the range's memory, and the buffer is idle again only when its
+        // copies have ended.
+        unsafe { put.put(address, bytes) }?;
     }
-    lane.copies.finish()
+    put.mark()
 }
 
 /// The parts of a piece in `from..to`: where each begins and ends in the file, and its address. Neighbors in the file
@@ -145,17 +155,30 @@ fn copies(piece: &Piece, from: u64, to: u64) -> Vec<(u64, u64, usize)> {
     copies
 }
 
-impl Lane {
+impl Lane<'_> {
+    /// The buffer whose turn it is.
+    fn bounce(&mut self) -> &mut Bounce {
+        &mut self.buffers[self.turn]
+    }
+
+    /// Waits for the copies of the buffer whose turn it is; their piece has arrived then.
+    fn end_copies(&mut self, shared: &Shared) -> Result<()> {
+        self.bounce().copies().finish()?;
+        self.copied[self.turn].take().into_iter().for_each(|piece| shared.arrived(piece));
+        Ok(())
+    }
+
     /// Copies a piece from its places into the bounce buffer. The parts are all of it, in order.
     pub(crate) fn gather(&mut self, piece: &Piece) -> Result<&mut [u8]> {
         let len = (piece.end - piece.start) as usize;
-        let buffer = &mut self.bounce.bytes()[..len];
+        let (buffer, get) = self.bounce().idle()?;
+        let buffer = &mut buffer[..len];
         for part in &piece.parts {
             let at = (part.offset - piece.start) as usize;
             // SAFETY: as in `bounced`.
-            unsafe { self.copies.get(part.address, &mut buffer[at..at + part.len]) }?;
+            unsafe { get.get(part.address, &mut buffer[at..at + part.len]) }?;
         }
-        self.copies.finish()?;
+        get.finish()?;
         Ok(buffer)
     }
 }

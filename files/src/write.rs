@@ -138,7 +138,7 @@ pub unsafe fn write_at(
 
 fn start(ranges: &[Range], memory: Memory, options: &Options, writes: Writes) -> Result<Transfer> {
     let align = writes.direct.as_ref().map_or(4096, |direct| direct.align.max(4096));
-    Transfer::start(ranges, memory, (align, &[0]), options, Arc::new(writes))
+    Transfer::start(ranges, memory, (align, &[0]), &options.chosen(false), Arc::new(writes))
 }
 
 impl Writes {
@@ -153,7 +153,7 @@ impl Writes {
 }
 
 impl Carry for Writes {
-    fn carry(&self, shared: &Shared, lane: &mut Lane, piece: &Piece) -> Result<()> {
+    fn carry(&self, shared: &Shared, lane: &mut Lane<'_>, piece: &Piece) -> Result<()> {
         // A gap between ranges in place is not ours to write.
         let mut at = 0;
         while at < piece.parts.len() {

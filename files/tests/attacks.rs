@@ -17,7 +17,7 @@ fn bytes(len: usize) -> Vec<u8> {
 
 fn options(threads: usize, piece_bytes: usize, page_cache: bool) -> Options {
     let mut options = Options::default();
-    (options.threads, options.piece_bytes, options.page_cache) = (Some(threads), piece_bytes, page_cache);
+    (options.threads, options.piece_bytes, options.page_cache) = (Some(threads), Some(piece_bytes), page_cache);
     options
 }
 
@@ -100,8 +100,11 @@ proptest! {
         let (ranges, options) = ((0..40).map(range).collect(), options(threads, 4096, false));
         // SAFETY: the target is looked at where ranges have arrived, and after the end.
         let transfer = unsafe { read(vec![file], ranges, Memory::Host, &options) }.expect("they are in the file");
-        let arrived: Vec<usize> =
-            (0..taken).map_while(|_| transfer.next(Duration::MAX)).map(|range| range.expect("no limit")).collect();
+        let mut arrived = Vec::new();
+        while let Some(ranges) = (arrived.len() < taken).then(|| transfer.next_ranges(Duration::MAX)).flatten() {
+            prop_assert!(!ranges.is_empty(), "there is no limit of time");
+            arrived.extend(ranges);
+        }
         transfer.cancel();
         if drops {
             drop(transfer);
@@ -184,7 +187,7 @@ fn a_file_that_changes_during_a_transfer_is_an_error() {
             let (ranges, options) = ((0..RANGES).map(range).collect(), options(1, 4096, page_cache));
             // SAFETY: the target is not touched until the end.
             let transfer = unsafe { read(vec![file], ranges, Memory::Host, &options) }.expect("they are in the file");
-            transfer.next(Duration::MAX).expect("the first arrives");
+            transfer.next_ranges(Duration::MAX).expect("the first arrives");
             change(&writer);
             match transfer.wait() {
                 Err(Error::Changed { .. }) => {}
@@ -260,7 +263,7 @@ fn a_forked_child_neither_waits_for_its_parents_transfer_nor_hangs_when_it_drops
         unsafe {
             libc::alarm(20);
             // What has arrived before the fork is not told: only the parent may know that it is whole.
-            let is_over = transfer.next(Duration::MAX).is_none() && transfer.progress().is_over;
+            let is_over = transfer.next_ranges(Duration::MAX).is_none() && transfer.progress().is_over;
             let is_refused = is_over && matches!(transfer.wait(), Err(Error::Argument(_)));
             libc::_exit(if is_refused { 0 } else { 1 });
         }

@@ -102,7 +102,7 @@ fn load_by(piece_bytes: usize, mode: Mode, shift: usize) -> Option<Report> {
     }
     let mut options = Options::default();
     (options.mode, options.page_cache) = (mode, false);
-    (options.threads, options.piece_bytes) = (Some(4), piece_bytes);
+    (options.threads, options.piece_bytes) = (Some(4), Some(piece_bytes));
     // SAFETY: the memory lives until the transfer has ended, and nothing else uses it.
     let report = unsafe { read(files, ranges.clone(), Memory::Cuda(0), &options) }.expect("they are in the files");
     let report = report.wait().expect("all is read");

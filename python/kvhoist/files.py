@@ -348,7 +348,7 @@ def finish(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
 def watch(transfer: _native.FileTransfer, progress: Progress) -> None:
     """Tells how far a transfer is until it is over."""
     told = 0.0
-    while transfer.next_range(0.1) is not None:
+    while transfer.next_ranges(0.1) is not None:
         found = transfer.progress()
         if found is not None and time.monotonic() - told > 0.1:
             told = time.monotonic()

@@ -110,22 +110,26 @@ pub struct FileTransfer {
 
 #[pymethods]
 impl FileTransfer {
-    /// The next range that has arrived, by its number; -1 if none has within so many seconds; `None` after the last.
+    /// The numbers of ranges that have arrived since it was last asked, once there are some; none if none has within so
+    /// many seconds; `None` after the last.
     #[pyo3(signature = (seconds = f64::INFINITY))]
-    fn next_range(&self, py: Python<'_>, seconds: f64) -> PyResult<Option<isize>> {
+    fn next_ranges(&self, py: Python<'_>, seconds: f64) -> PyResult<Option<Vec<usize>>> {
         let begun = Instant::now();
         let lock = self.lock(py)?;
         loop {
+            let left = seconds - begun.elapsed().as_secs_f64();
+            let timeout =
+                Duration::try_from_secs_f64(left.max(0.0)).map_or(SIGNALS_EVERY, |left| left.min(SIGNALS_EVERY));
             let found = py.detach(|| match &*lock() {
-                Some(transfer) => transfer.next(SIGNALS_EVERY),
+                Some(transfer) => transfer.next_ranges(timeout),
                 None => None,
             });
             match found {
-                Some(None) if begun.elapsed().as_secs_f64() >= seconds => return Ok(Some(-1)),
                 // Ended if a signal handler raises: its memory may be gone with the exception.
-                Some(None) => py.check_signals().inspect_err(|_| py.detach(|| drop(lock().take())))?,
-                Some(Some(range)) => return Ok(Some(range as isize)),
-                None => return Ok(None),
+                Some(ranges) if ranges.is_empty() && left > 0.0 => {
+                    py.check_signals().inspect_err(|_| py.detach(|| drop(lock().take())))?;
+                }
+                found => return Ok(found),
             }
         }
     }
@@ -241,7 +245,7 @@ fn to_ranges(ranges: Vec<RawRange>) -> Vec<Range> {
 fn options(py: Python<'_>, (threads, piece_bytes, page_cache, mode): Settings) -> PyResult<Options> {
     let mut options = Options::default();
     options.threads = threads;
-    options.piece_bytes = piece_bytes.unwrap_or(options.piece_bytes);
+    options.piece_bytes = piece_bytes;
     options.page_cache = page_cache;
     options.mode = match mode.as_str() {
         "auto" => Mode::Auto,

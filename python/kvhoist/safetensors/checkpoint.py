@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -183,9 +184,27 @@ def views(entries: Sequence[Entry], start: int, buffer: torch.Tensor) -> Iterato
             until += 1
         flat = buffer[first.offset - start : end - start]
         if first.is_aligned(flat):
-            sizes = [entry.nbytes // first.dtype.itemsize for entry in entries[at:until]]
-            for entry, part in zip(entries[at:until], flat.view(first.dtype).split(sizes)):
-                yield entry, part.view(entry.shape)
+            yield from zip(entries[at:until], _split(flat.view(first.dtype), [entry.shape for entry in entries[at:until]]))
         else:
             yield from ((entry, None) for entry in entries[at:until])
         at = until
+
+
+def _split(flat: torch.Tensor, shapes: list[tuple[int, ...]]) -> Iterator[torch.Tensor]:
+    """Tensors of these shapes, one behind the other in a flat one."""
+    sizes = [math.prod(shape) for shape in shapes]
+    at = begin = 0
+    while at < len(shapes):
+        until = at + 1
+        while until < len(shapes) and sizes[until] == sizes[at]:
+            until += 1
+        alike, count = shapes[at:until], until - at
+        part = flat[begin : begin + count * sizes[at]]
+        # Experts' matrices are of one size, and of one shape and its transpose: a call makes all of a shape.
+        distinct = set(alike)
+        if len(distinct) <= 3:
+            made = {shape: part.view(count, *shape).unbind(0) for shape in distinct}
+            yield from (made[shape][n] for n, shape in enumerate(alike))
+        else:
+            yield from (one.view(shape) for one, shape in zip(part.view(count, sizes[at]), alike))
+        at, begin = until, begin + len(part)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections import deque
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ def iterate(
     paths: Any,
     device: Any = "cpu",
     *,
-    window_bytes: int = 256 << 20,
+    window_bytes: int = 64 << 20,
     wanted: Callable[[str], bool] | None = None,
     service: str | os.PathLike[str] | bool | None = None,
     keep: bool = False,
@@ -29,46 +30,58 @@ def iterate(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint as they arrive, about in its files' order; files on different drives take turns.
 
-    Two windows of neighboring tensors, or one for each drive, of at most ``window_bytes`` each or one tensor, are on
-    their way at once; a window is freed with the last of its tensors. ``wanted`` says which tensors are read, by name.
-    ``service`` and ``keep`` as of :func:`load_files`; a file is held from its first window to its last. Settings as of
+    Two windows of neighboring tensors for each drive, of at most ``window_bytes`` each or one tensor, are on their way
+    at once; a window is freed with the last of its tensors. ``wanted`` says which tensors are read, by name.
+    ``service`` and ``keep`` as of :func:`load_files`; a file is held while its windows are read. Settings as of
     :func:`kvhoist.files.read_many`.
     """
-    target = to_device(device)
-    with no_collections():
-        checkpoints = open_all(paths)
-        refuse_duplicates(checkpoints)
-        windows = _windows(checkpoints, window_bytes, wanted)
-    under_way: deque[_UnderWay] = deque()
+    target, holder = to_device(device), Holder(service, keep)
     progress = _files.progress_of(settings.pop("progress", None))
-    holder, held = Holder(service, keep), {}
-    at_once = max(2, len({one.drive for one in checkpoints}))
-    settings["threads"] = settings.get("threads") or max(1, min(32, 4 * (os.cpu_count() or 8)) // at_once)
-    total = sum(entry.nbytes for _, entries in windows for entry in entries)
-    done = 0
+    drives: deque[Iterator[_UnderWay]] = deque()
+    under_way: deque[_UnderWay] = deque()
+    done = total = 0
 
     def may_start() -> bool:
-        return bool(windows) and len(under_way) < at_once
+        return len(under_way) < 2 * len(drives)
 
     def start() -> None:
-        one, entries = windows.popleft()
-        file = held.pop(one, None) or holder.hold(one.file)
-        if any(other is one for other, _ in windows):
-            held[one] = file
-        under_way.append(_start(one, file, entries, target, settings))
+        """Starts the next window of the drive whose turn it is."""
+        while drives:
+            drive = drives.popleft()
+            if (window := next(drive, None)) is not None:
+                under_way.append(window)
+                drives.append(drive)
+                return
 
     try:
-        while windows or under_way:
+        with no_collections():
+            checkpoints = open_all(paths)
+            files_of: dict[int, list[Checkpoint]] = {}
+            for one in checkpoints:
+                files_of.setdefault(one.drive, []).append(one)
+            threads = max(1, min(32, 4 * (os.cpu_count() or 8)) // max(1, len(files_of)))
+            settings["threads"] = settings.get("threads") or threads
+            drives.extend(_windows(files, window_bytes, wanted, holder, target, settings) for files in files_of.values())
+            # All drives read while the rest of the checkpoint is listed and checked.
+            for _ in range(len(drives)):
+                start()
+            refuse_duplicates(checkpoints)
+        if progress is not None:
+            every = (entry for one in checkpoints for entry in one.entries)
+            total = sum(entry.nbytes for entry in every if wanted is None or wanted(entry.name))
+        while under_way or drives:
             if not under_way:
                 start()
+                continue
             window = under_way[0]
+            entries, made = window.entries, window.made
             # One window is started at a time: the first tensor waits for none but its own.
-            while (number := window.transfer.next_range(0.0 if may_start() else math.inf)) is not None:
-                if number >= 0:
-                    done += window.entries[number].nbytes
+            while (numbers := window.transfer.next_ranges(0.0 if may_start() else math.inf)) is not None:
+                for number in numbers:
                     if progress is not None:
+                        done += entries[number].nbytes
                         progress(done, total)
-                    yield window.entries[number].name, window.take(number)
+                    yield entries[number].name, made.pop(number) if number in made else window.take(number)
                 if may_start():
                     start()
             window.transfer.wait()
@@ -86,43 +99,47 @@ class _UnderWay(NamedTuple):
     #: First byte in the file.
     start: int
     buffer: torch.Tensor
+    transfer: Any
     #: By number, tensors that were made with a neighbor and are not taken yet.
     made: dict[int, torch.Tensor]
-    transfer: Any
+    #: Bytes of those that become copies when they have come: they do not lie as their type wants.
+    unaligned: dict[int, torch.Tensor]
 
     def take(self, number: int) -> torch.Tensor:
         """A tensor that has arrived, which the consumer alone keeps then."""
-        if number not in self.made:
+        if number not in self.made and number not in self.unaligned:
             # Not all of the window's at once: the first tensor would wait for that.
             first = number - number % _MADE_TOGETHER
             together = self.entries[first : first + _MADE_TOGETHER]
             for at, (entry, tensor) in enumerate(views(together, self.start, self.buffer), first):
-                self.made[at] = self._bytes_of(entry) if tensor is None else tensor
-        found, entry = self.made.pop(number), self.entries[number]
-        return found if found.dtype is entry.dtype and found.shape == entry.shape else entry.view(found)
-
-    def _bytes_of(self, entry: Entry) -> torch.Tensor:
-        return self.buffer[entry.offset - self.start :][: entry.nbytes]
+                if tensor is not None:
+                    self.made[at] = tensor
+                else:
+                    self.unaligned[at] = self.buffer[entry.offset - self.start :][: entry.nbytes]
+        if number in self.made:
+            return self.made.pop(number)
+        return self.entries[number].view(self.unaligned.pop(number))
 
 
 def _windows(
-    checkpoints: Iterable[Checkpoint], window_bytes: int, wanted: Callable[[str], bool] | None
-) -> deque[tuple[Checkpoint, list[Entry]]]:
-    windows: list[tuple[int, Checkpoint, list[Entry]]] = []
-    turns: dict[int, int] = {}
+    checkpoints: list[Checkpoint],
+    window_bytes: int,
+    wanted: Callable[[str], bool] | None,
+    holder: Holder,
+    device: torch.device,
+    settings: dict[str, Any],
+) -> Iterator[_UnderWay]:
+    """The windows of a drive's files, each of which is started when it is asked for."""
     for one in checkpoints:
-        last: list[Entry] = []
-        for entry in one.entries:
-            if wanted is not None and not wanted(entry.name):
-                continue
-            if last and entry.offset + entry.nbytes - last[0].offset <= window_bytes:
-                last.append(entry)
-            else:
-                last = [entry]
-                turns[one.drive] = turns.get(one.drive, -1) + 1
-                windows.append((turns[one.drive], one, last))
-    windows.sort(key=lambda window: window[0])
-    return deque((one, entries) for _, one, entries in windows)
+        entries = one.entries if wanted is None else [entry for entry in one.entries if wanted(entry.name)]
+        file = holder.hold(one.file) if entries else one.file
+        first = 0
+        while first < len(entries):
+            # Those that end within the window, and at least one.
+            most = entries[first].offset + window_bytes
+            end = bisect_right(entries, most, first + 1, key=lambda entry: entry.offset + entry.nbytes)
+            yield _start(one, file, entries[first:end], device, settings)
+            first = end
 
 
 def _start(
@@ -132,4 +149,4 @@ def _start(
     buffer = one.buffer(start, end, device)
     parts = [(entry.offset, entry.offset - start, entry.nbytes) for entry in entries]
     transfer = _files.start_parts(file, buffer, parts, settings)
-    return _UnderWay(entries, start, buffer, {}, transfer)
+    return _UnderWay(entries, start, buffer, transfer, {}, {})

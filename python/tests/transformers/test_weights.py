@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -332,6 +333,27 @@ def test_the_first_tensor_waits_for_few_others_and_each_drive_is_read_soon(tmp_p
     assert len(dict([first, *some, *found])) == len(made) == 3000
 
 
+def test_a_drive_has_two_windows_under_way(tmp_path, monkeypatch):
+    wanted = {f"t{n}": torch.full((1000,), n) for n in range(12)}
+    save_file(wanted, tmp_path / "file")
+    started, most = [], 0
+    monkeypatch.setattr(windows, "_start", lambda *given, do=windows._start: started.append(0) or do(*given))
+    for number, _ in enumerate(iterate(tmp_path / "file", window_bytes=8000)):
+        assert number < len(started) <= number + 2
+        most = max(most, len(started) - number)
+    assert (len(started), most) == (12, 2)
+
+
+def test_neighbors_of_one_size_are_made_together(tmp_path):
+    # A shape and its transpose, then five shapes of one size, then other sizes, a scalar and nothing.
+    shapes = [(6, 4), (4, 6), (4, 6)] * 5 + [(24,), (2, 12), (12, 2), (3, 8), (1, 24)] + [(5,), (), (0, 3), (2, 0), (7,)]
+    wanted = {f"t{n:02}": torch.arange(1000 * n, 1000 * n + math.prod(shape)).view(shape) for n, shape in enumerate(shapes)}
+    save_file(wanted, tmp_path / "file")
+    assert same_all(load_files(tmp_path / "file"), wanted)
+    assert same_all(dict(iterate(tmp_path / "file")), wanted)
+    assert same_all(dict(iterate(tmp_path / "file", window_bytes=500)), wanted)
+
+
 def test_tensors_are_right_in_whatever_order_they_arrive(tmp_path):
     wanted = some(3, count=300, most=50)
     save_file(wanted, tmp_path / "file")
@@ -410,7 +432,7 @@ def test_a_forked_child_that_goes_on_with_its_parents_tensors_gets_an_error(tmp_
     if child == 0:
         signal.alarm(60)
         try:
-            next(found)
+            list(found)
         except ForkError:
             os._exit(0)
         finally:

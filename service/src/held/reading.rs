@@ -17,9 +17,10 @@ use kvhoist_files::{Error, Memory, Options, Range, SourceFile, read};
 
 use super::memory::{Filling, NEVER};
 
-/// Requests of one drive at a time, and their bytes: what is read for the caches' clients waits behind no more.
-const THREADS: usize = 8;
-const PIECE_BYTES: usize = 4 << 20;
+/// Requests of one drive at a time, and their bytes: what is read for the caches' clients waits behind no more. A long
+/// one keeps a processor in the kernel, which clears pages for it, and whoever is to run there waits.
+const THREADS: usize = 4;
+const PIECE_BYTES: usize = 512 << 10;
 /// How soon a file that nobody wants any more is noticed.
 const GIVEN_UP_EVERY: Duration = Duration::from_millis(50);
 
@@ -109,18 +110,17 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate) -> Result<(), Error> 
         Range { file: 0, offset, len, address: start + offset as usize }
     });
     let mut options = Options::default();
-    (options.threads, options.piece_bytes) = (Some(THREADS), PIECE_BYTES);
+    (options.threads, options.piece_bytes) = (Some(THREADS), Some(PIECE_BYTES));
     // SAFETY: the mapping, which readers of its memory look at only as far as they were told, and which outlives the
     // transfer: that is dropped before `filling`, also by a panic.
     let transfer = unsafe { read(vec![file.clone()], ranges.collect(), Memory::Host, &options) }?;
     let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
     let mut first_missing = 0;
-    while let Some(range) = transfer.next(GIVEN_UP_EVERY) {
+    while let Some(ranges) = transfer.next_ranges(GIVEN_UP_EVERY) {
         if fate.given_up.load(Ordering::Relaxed) {
             transfer.cancel();
         }
-        let Some(range) = range else { continue };
-        there[range] = true;
+        ranges.into_iter().for_each(|range| there[range] = true);
         let before = first_missing;
         while there.get(first_missing) == Some(&true) {
             first_missing += 1;

@@ -62,14 +62,21 @@ static int is_fault(const char *name) {
 
 static int device_of(uint64_t p);
 
+/* Streams and events, which any thread may use. */
+static pthread_mutex_t streams_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static void lock(void) { pthread_mutex_lock(&streams_lock); }
+static void unlock(void) { pthread_mutex_unlock(&streams_lock); }
+
 static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
     if (dead) return ILLEGAL_ADDRESS;
     int from = device_of(src), to = device_of(dst);
     if ((dst && from >= 0 && from != s->device) || (to >= 0 && to != s->device)) return INVALID_VALUE;
     work *w = malloc(sizeof *w);
     *w = (work){ NULL, (void *)dst, (const void *)src, len, NULL };
+    lock();
     *s->last = w;
     s->last = &w->next;
+    unlock();
     return SUCCESS;
 }
 
@@ -105,17 +112,19 @@ static int is_open(const work *w) {
 
 /* Does what is in the stream, up to and with `upto`, all of it for NULL, or up to a wait. */
 static void run(stream *s, work *upto) {
-    while (s->first) {
+    int reached = 0;
+    lock();
+    while (s->first && !reached) {
         work *w = s->first;
         if (w->pieces) sum_up(w->dst, w->pieces, w->len);
         else if (w->dst) memcpy(w->dst, w->src, w->len);
-        else if (!is_open(w)) return;
+        else if (!is_open(w)) break;
         s->first = w->next;
         if (!s->first) s->last = &s->first;
-        int reached = w == upto;
+        reached = w == upto;
         free(w);
-        if (reached) return;
     }
+    unlock();
 }
 
 int cuInit(unsigned flags) {
@@ -329,7 +338,9 @@ int cuEventCreate(event **e, unsigned flags) { (void)flags; *e = calloc(1, sizeo
 int cuEventDestroy_v2(event *e) { free(e); return SUCCESS; }
 int cuEventRecord(event *e, stream *s) {
     work *last = NULL;
+    lock();
     for (work *w = s->first; w; w = w->next) last = w;
+    unlock();
     *e = (event){ s, last, 0, 1, 0 };
     return dead ? ILLEGAL_ADDRESS : SUCCESS;
 }
@@ -341,8 +352,10 @@ int cuEventQuery(event *e) {
     e->reached = 1;
     if (e->recorded && e->upto) {
         /* It may have been done by a later event of the stream. */
+        lock();
         for (work *w = e->marked->first; w; w = w->next)
             if (w == e->upto) { run(e->marked, e->upto); break; }
+        unlock();
     }
     e->upto = NULL;
     return SUCCESS;
@@ -395,9 +408,11 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
             if (pieces[i].address % 16 || pieces[i].bytes % 512) return INVALID_VALUE;
         int at = device_of(pieces[0].address);
         if (at >= 0 && at != s->device) return INVALID_VALUE;
+        lock();
         int result = put(s, *(uint64_t *)params[2], 0, *(unsigned *)params[1]);
         if (result == SUCCESS) ((work *)((char *)s->last - offsetof(work, next)))->pieces = pieces;
         if (result == SUCCESS) launches++;
+        unlock();
         return result;
     }
     const tile *tiles = *(const tile **)params[0];
