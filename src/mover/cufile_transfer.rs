@@ -14,7 +14,6 @@ use super::{
     flight_guard::FlightGuard,
     plan::{OnDisk, Taken, Trip},
     region::Job,
-    store::BegunStore,
     write::BegunWrite,
 };
 use crate::{
@@ -82,7 +81,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         copied?;
         let (checksum, slot) = self.checksum_on_device(slot).await;
         let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
-        let Some(BegunStore { permit, write, place, started }) = begun else { return Ok(Some(job)) };
+        let Some(((permit, write, place), started)) = begun else { return Ok(Some(job)) };
         let _guard = FlightGuard::of_write(self, &job.key, started, write.filling.slot());
         let (id, began) = (write.id, Instant::now());
         let fault = match self.write_slot((permit, write, place), slot).await {

@@ -10,7 +10,7 @@ use super::{
     plan::{OnDisk, Taken, Trip},
     region::Job,
     results::or_panicked,
-    store::{BegunStore, EndedStore, PlannedStore, StoreCall},
+    store::{EndedStore, PlannedStore, StartedWrite, StoreCall, begin_caller_write},
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
@@ -216,7 +216,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         job: &Job,
         taken: Taken,
         checksum: Option<u64>,
-    ) -> Result<Option<BegunStore>> {
+    ) -> Result<Option<StartedWrite>> {
         let begin = |state: &mut Locked<'_>, permit, filling| {
             let may_begin = state.check_open().and_then(|()| job.check_is_there());
             let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
@@ -224,7 +224,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if may_begin.is_err() || is_known || is_moving {
                 return (may_begin.map(|()| None), Some((permit, filling)));
             }
-            (Ok(Some(BegunStore::new(state, job, (permit, filling), checksum))), None)
+            (Ok(Some(begin_caller_write(state, job, (permit, filling), checksum))), None)
         };
         let (begun, _unused) = self.take_and_begin(taken, Purpose::Call, begin).await?;
         begun

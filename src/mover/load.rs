@@ -250,3 +250,30 @@ impl Job {
         unsafe { buf.lend() }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::BlockKey;
+
+    #[test]
+    fn a_caller_plans_no_more_of_its_call_than_it_has_time_for() {
+        let job = || Job {
+            key: BlockKey::new([1; 32]),
+            parent: None,
+            segments: Vec::new(),
+            regions: Arc::new([]),
+            through_host: false,
+        };
+        for (blocks, parts, planned) in [(5000, 1000, 1024), (20, 1000, 20), (5000, 2, 16), (0, 1000, 0)] {
+            let mut begun = 0;
+            let rest = begin_in_parts(std::iter::repeat_with(job).take(blocks).collect(), |part, _| {
+                assert!(part.len() <= PLANNED_PER_LOCK);
+                begun += part.len();
+                begun < parts * PLANNED_PER_LOCK
+            });
+            assert_eq!(begun, planned, "of {blocks}");
+            assert!(rest.iter().map(|(number, _)| *number).eq(planned..blocks), "the others, with their numbers");
+        }
+    }
+}

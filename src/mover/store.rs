@@ -20,6 +20,7 @@ use super::{
     results::CallResults,
     route::{self, Hop, Row, Shape, View, Want},
     submit::Submitter,
+    write::BegunWrite,
 };
 use crate::{
     block::{OpKind, Tier},
@@ -50,20 +51,15 @@ pub(super) enum StoreStep {
     /// The block is resident already, or the disk tier, which is the last, does not take it.
     Known(Committed),
     /// It is written in place.
-    Begun(BegunStore),
+    Begun(StartedWrite),
     /// It is written in place, by what it has taken and something that must be waited for.
     Waits(Taken),
     /// It goes through a slot of another tier.
     Planned(&'static Row),
 }
 
-/// What the write of a block has taken, and its flight.
-pub(super) struct BegunStore {
-    pub(super) permit: Permit,
-    pub(super) write: DiskWrite,
-    pub(super) place: DiskPlace,
-    pub(super) started: Started,
-}
+/// A write whose flight has begun.
+pub(super) type StartedWrite = (BegunWrite, Started);
 
 /// A block of a call that is written from its caller's memory, with all that it needs.
 pub(crate) struct PlannedStore {
@@ -113,31 +109,28 @@ pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, 
     let mut taken = Taken::default();
     match taken.take(state, WRITE, Purpose::Call) {
         Some(_) => Ok(StoreStep::Waits(taken)),
-        None => Ok(StoreStep::Begun(BegunStore::new(state, job, (taken.permit(), taken.slot()), None))),
+        None => Ok(StoreStep::Begun(begin_caller_write(state, job, (taken.permit(), taken.slot()), None))),
     }
 }
 
-impl BegunStore {
-    /// Begins the write of a block that is resident nowhere and on no way, and its flight.
-    pub(super) fn new(
-        state: &mut Locked<'_>,
-        job: &Job,
-        (permit, filling): (Permit, Filling),
-        checksum: Option<u64>,
-    ) -> Self {
-        let id = state.index.insert(job.key, job.parent);
-        let place = state.begin_disk_write(id, &filling, checksum);
-        let place = place.expect("it is resident nowhere, and on no way");
-        // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-        let started = state.flights.begin((&job.key, Tier::Disk), id, Class::Awaited, Few::default(), true);
-        state.watch();
-        BegunStore { permit, write: DiskWrite { id, filling }, place, started }
-    }
+/// Begins the write of a block from its caller's memory that is resident nowhere and on no way, and its flight.
+pub(super) fn begin_caller_write(
+    state: &mut Locked<'_>,
+    job: &Job,
+    (permit, filling): (Permit, Filling),
+    checksum: Option<u64>,
+) -> StartedWrite {
+    let id = state.index.insert(job.key, job.parent);
+    let place = state.begin_disk_write(id, &filling, checksum).expect("it is resident nowhere, and on no way");
+    // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
+    let started = state.flights.begin((&job.key, Tier::Disk), id, Class::Awaited, Few::default(), true);
+    state.watch();
+    ((permit, DiskWrite { id, filling }, place), started)
 }
 
 impl PlannedStore {
-    pub(super) fn new(number: usize, job: Box<Job>, began: Instant, begun: BegunStore) -> Self {
-        let BegunStore { permit, write, place, started } = begun;
+    pub(super) fn new(number: usize, job: Box<Job>, began: Instant, begun: StartedWrite) -> Self {
+        let ((permit, write, place), started) = begun;
         PlannedStore { number, job, began, permit: Some(permit), write, place, started }
     }
 }
@@ -230,7 +223,7 @@ impl Submitter {
             let step = if waits { None } else { self.begin_store_now(&mut state, job) };
             waits |= matches!(step, Some(Ok(StoreStep::Waits(_))));
             let file = match &step {
-                Some(Ok(StoreStep::Begun(begun))) => Some(state.files[usize::from(begun.place.file.0)].clone()),
+                Some(Ok(StoreStep::Begun(((.., place), _)))) => Some(state.files[usize::from(place.file.0)].clone()),
                 _ => None,
             };
             (step, file)
