@@ -3,6 +3,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
+    ops::RangeInclusive,
     os::fd::OwnedFd,
     rc::Rc,
     sync::Arc,
@@ -196,6 +197,16 @@ impl Regions {
     pub(super) fn segments(&self, places: impl Iterator<Item = Place>) -> Result<Vec<Segment>, Failure> {
         let held = self.held.borrow();
         places.map(|place| segment(&held, place)).collect()
+    }
+
+    /// Where a place lies to whose offset any of these shifts is added, less than 2^63 apart: before that. Good as of
+    /// [`segments`](Self::segments).
+    pub(super) fn unshifted(&self, place: Place, shifts: RangeInclusive<i64>) -> Result<Segment, Failure> {
+        let held = self.held.borrow();
+        let at = |shift: i64| segment(&held, Place { offset: place.offset.wrapping_add_signed(shift), ..place });
+        // Between the two all others lie: both are below 2^63, so that no sum between them goes past 2^64.
+        let (first, _last) = (at(*shifts.start())?, at(*shifts.end())?);
+        Ok(Segment { ptr: first.ptr.wrapping_sub(*shifts.start() as usize), len: first.len })
     }
 
     /// Regions that were taken out of use so far: while the number stays, segments stay good.

@@ -123,7 +123,6 @@ impl ClientTransfers {
 
     /// Checks the places of all blocks.
     async fn check(&self, blocks: &Blocks) -> Result<(), Failure> {
-        let block_bytes = self.cache.config().block_bytes as u64;
         for block in 0..blocks.places.blocks() {
             let (mut bytes, mut left) = (0, blocks.places.count(block..block + 1));
             let mut places = blocks.places.of(block..block + 1);
@@ -133,12 +132,19 @@ impl ClientTransfers {
                 bytes += self.regions.check(places.by_ref().take(turn))?;
                 left -= turn;
             }
-            if bytes != block_bytes {
-                let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
-                return Err(Failure::new(ServiceFault::Argument, text));
-            }
+            self.check_block(bytes)?;
         }
         Ok(())
+    }
+
+    /// Refuses what is not one block long.
+    fn check_block(&self, bytes: u64) -> Result<(), Failure> {
+        let block_bytes = self.cache.config().block_bytes as u64;
+        if bytes == block_bytes {
+            return Ok(());
+        }
+        let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
+        Err(Failure::new(ServiceFault::Argument, text))
     }
 
     /// The end of a call's blocks that begin with `first`.

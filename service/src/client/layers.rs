@@ -1,6 +1,6 @@
 //! Loads that complete layer by layer.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use kvhoist::{BlockKey, LayerLoad, Segment, internals::service::ToldLayers};
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result, ServiceFault},
-    protocol::{Blocks, Place, Reply, Request},
+    protocol::{BlockPlaces, Blocks, KEYS_MAX, PLACES_MAX, Place, Reply, Request},
 };
 
 /// One request of a load: the part of its blocks that one frame has. Its end, also its drop, ends the part.
@@ -89,23 +89,15 @@ impl Client {
     /// # Ok(()) });
     /// ```
     pub fn load_layers(&self, keys: &[BlockKey], segments: &[Vec<Segment>], layer_of: &[usize]) -> Result<LayerLoad> {
-        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), None)?;
-        if found.contains(&Found::Copied) {
-            let expected = "memory that the service has, for a load layer by layer";
-            return Err(Error::argument("segments", "memory that is copied through a bounce buffer", expected));
-        }
         if let Some(wrong) = segments.iter().find(|list| list.len() != layer_of.len()) {
             let expected = format!("one for each of the {} numbers of layers", layer_of.len());
             return Err(Error::argument("segments", format!("{} of a block", wrong.len()), expected));
         }
-        let parts = runs(&found, 1);
-        let counts: Vec<usize> = parts.iter().map(ExactSizeIterator::len).collect();
+        let parts = self.parts(keys, segments)?;
+        let counts: Vec<usize> = parts.iter().map(|(blocks, _)| blocks.keys.len()).collect();
         let (load, told) = LayerLoad::elsewhere(layer_of, &counts, self.inner.gpu.clone())?;
         let layers: Vec<u16> = layer_of.iter().map(|&layer| layer as u16).collect();
-        for (at, run) in parts.into_iter().enumerate() {
-            let places: Vec<&[Place]> = found[run.clone()].iter().map(Found::places).collect();
-            let regions = places.iter().flat_map(|places| places.iter()).map(|place| place.region).collect();
-            let blocks = Blocks { keys: keys[run].to_vec(), places: places.into_iter().collect() };
+        for (at, (blocks, regions)) in parts.into_iter().enumerate() {
             let request = Request::LoadLayers { layer_of: layers.clone(), blocks };
             let part =
                 LayersPart { told: ToldPart(Arc::clone(&told), at), places: Arc::clone(&self.inner.places), regions };
@@ -116,5 +108,29 @@ impl Client {
             }
         }
         Ok(load)
+    }
+
+    /// The requests' blocks, and the regions that each names.
+    fn parts(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<(Blocks, BTreeSet<u32>)>> {
+        let alike = if keys.len() == segments.len() { Some(segments) } else { None };
+        if let Some((places, shifts)) = alike.and_then(|all| self.places().find_shifted(all, self.block_bytes())) {
+            let most = (PLACES_MAX / places.len().max(1)).clamp(1, KEYS_MAX);
+            let part = |(keys, shifts): (&[BlockKey], &[u64])| {
+                let blocks = Blocks { keys: keys.to_vec(), places: BlockPlaces::shifted(&places, shifts.to_vec()) };
+                (blocks, places.iter().map(|place| place.region).collect())
+            };
+            return Ok(keys.chunks(most).zip(shifts.chunks(most)).map(part).collect());
+        }
+        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), None)?;
+        if found.contains(&Found::Copied) {
+            let expected = "memory that the service has, for a load layer by layer";
+            return Err(Error::argument("segments", "memory that is copied through a bounce buffer", expected));
+        }
+        let part = |run: Range<usize>| {
+            let places: Vec<&[Place]> = found[run.clone()].iter().map(Found::places).collect();
+            let regions = places.iter().flat_map(|places| places.iter()).map(|place| place.region).collect();
+            (Blocks { keys: keys[run].to_vec(), places: places.into_iter().collect() }, regions)
+        };
+        Ok(runs(&found, 1).into_iter().map(part).collect())
     }
 }

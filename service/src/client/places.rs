@@ -147,6 +147,33 @@ impl Places {
         Ok((found, keeps?))
     }
 
+    /// Where the blocks of a call lie if they lie alike in memory that the service has: the places of the first, and
+    /// how many bytes behind it each one lies, modulo 2^64. `None` if they do not, or are not to be moved.
+    pub(super) fn find_shifted(&self, segments: &[Vec<Segment>], block_bytes: usize) -> Option<(Vec<Place>, Vec<u64>)> {
+        let (first, known) = (segments.first()?, self.lock());
+        Segment::check_block(first, block_bytes).ok()?;
+        let Ok(Found::Straight(places)) = block(&known, first, None, &mut BTreeMap::new()) else { return None };
+        let shift = |from: &Segment, to: &Segment| (to.ptr as usize).wrapping_sub(from.ptr as usize);
+        let mut shifts = Vec::with_capacity(segments.len());
+        for of_block in segments {
+            let by = shift(first.first()?, of_block.first()?);
+            let is_alike = |(from, to): (&Segment, &Segment)| from.len == to.len && shift(from, to) == by;
+            if of_block.len() != first.len() || !first.iter().zip(of_block).all(is_alike) {
+                return None;
+            }
+            shifts.push(by as u64);
+        }
+        let signed = || shifts.iter().map(|shift| shift.cast_signed());
+        let (least, most) = (signed().min()?, signed().max()?);
+        for (segment, place) in first.iter().zip(&places) {
+            for by in [least, most] {
+                let moved = Segment { ptr: segment.ptr.wrapping_add(by as usize), len: segment.len };
+                known.of(&moved).filter(|(_, known)| known.number == place.region)?;
+            }
+        }
+        Some((places, shifts))
+    }
+
     /// The place of a segment of memory that the service has.
     pub(super) fn place(&self, segment: &Segment) -> Result<Place> {
         let known = self.lock();
@@ -240,6 +267,29 @@ mod tests {
         found(at(4096, 100)).expect("the range of another number");
         places.remove(1, 4096);
         found(at(4096, 100)).expect_err("taken back");
+    }
+
+    #[test]
+    fn blocks_are_shifted_that_lie_alike_in_the_regions_of_the_first() {
+        let places = Places::default();
+        places.add(&lent(1, 4096, 4096), None);
+        places.add(&lent(2, 8192, 4096), None);
+        let blocks = |starts: &[(usize, usize)]| {
+            starts.iter().map(|(one, other)| vec![at(*one, 50), at(*other, 50)]).collect::<Vec<_>>()
+        };
+        let found = |starts: &[(usize, usize)]| places.find_shifted(&blocks(starts), 100);
+        let (of_first, shifts) = found(&[(5000, 9000), (5050, 9050), (4990, 8990)]).expect("alike");
+        assert_eq!(shifts, [0, 50, 10_u64.wrapping_neg()]);
+        assert_eq!(of_first.iter().map(|place| (place.region, place.offset)).collect::<Vec<_>>(), [(1, 904), (2, 808)]);
+        // Not by as much, past the end of a region, and into the next one.
+        for starts in [[(5000, 9000), (5050, 9060)], [(5000, 12200), (5050, 12250)], [(8100, 9000), (8192, 9092)]] {
+            assert!(found(&starts).is_none(), "{starts:?}");
+        }
+        assert!(places.find_shifted(&[vec![at(5000, 100)], vec![at(5100, 99)]], 100).is_none(), "another length");
+        assert!(places.find_shifted(&[vec![at(20000, 100)]], 100).is_none(), "nobody's memory");
+        assert!(places.find_shifted(&[], 100).is_none());
+        places.give_up(&BTreeSet::from([1]));
+        assert!(found(&[(5000, 9000)]).is_none(), "the call is to say why");
     }
 
     #[test]

@@ -28,19 +28,61 @@ const PLACE_BYTES: usize = 16;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockPlaces {
     bytes: Vec<u8>,
+    blocks: Listing,
+}
+
+/// Which places each block has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Listing {
     /// For each block, how many places there are up to its last one.
-    ends: Vec<u32>,
+    Each(Vec<u32>),
+    /// All places, with so many bytes, modulo 2^64, added to their offsets.
+    Shifted(Vec<u64>),
+}
+
+impl Default for Listing {
+    fn default() -> Self {
+        Listing::Each(Vec::new())
+    }
 }
 
 impl BlockPlaces {
+    /// The places of blocks that lie alike: those of one, with so many bytes, modulo 2^64, added to their offsets for
+    /// each block.
+    pub fn shifted(places: &[Place], shifts: Vec<u64>) -> Self {
+        BlockPlaces { blocks: Listing::Shifted(shifts), ..BlockPlaces::from_iter([places]) }
+    }
+
+    /// The places and what is added to their offsets, of blocks that were given so.
+    pub fn as_shifted(&self) -> Option<(impl Iterator<Item = Place>, &[u64])> {
+        let Listing::Shifted(shifts) = &self.blocks else { return None };
+        Some(((0..self.listed()).map(|at| self.place(at)), shifts))
+    }
+
     /// The number of blocks.
     pub fn blocks(&self) -> usize {
-        self.ends.len()
+        match &self.blocks {
+            Listing::Each(ends) => ends.len(),
+            Listing::Shifted(shifts) => shifts.len(),
+        }
     }
 
     fn places(&self, blocks: Range<usize>) -> Range<usize> {
-        let begin = |block: usize| block.checked_sub(1).map_or(0, |before| self.ends[before] as usize);
+        let begin = |block: usize| match &self.blocks {
+            Listing::Each(ends) => block.checked_sub(1).map_or(0, |before| ends[before] as usize),
+            Listing::Shifted(_) => block * self.listed(),
+        };
         begin(blocks.start)..begin(blocks.end)
+    }
+
+    fn listed(&self) -> usize {
+        self.bytes.len() / PLACE_BYTES
+    }
+
+    /// A place that is listed.
+    fn place(&self, at: usize) -> Place {
+        let bytes = &self.bytes[at * PLACE_BYTES..][..PLACE_BYTES];
+        Place::get(&mut Reader::new(bytes), "place").expect("all bytes are places")
     }
 
     /// The number of places of some blocks.
@@ -50,10 +92,13 @@ impl BlockPlaces {
 
     /// The places of some blocks, in the order of their bytes.
     pub fn of(&self, blocks: Range<usize>) -> impl Iterator<Item = Place> {
-        let Range { start, end } = self.places(blocks);
-        let (places, _) = self.bytes[start * PLACE_BYTES..end * PLACE_BYTES].as_chunks();
-        places.iter().map(|bytes: &[u8; PLACE_BYTES]| {
-            Place::get(&mut Reader::new(bytes), "place").expect("all bytes are places")
+        let listed = self.listed();
+        self.places(blocks).map(move |at| match &self.blocks {
+            Listing::Each(_) => self.place(at),
+            Listing::Shifted(shifts) => {
+                let place = self.place(at % listed);
+                Place { offset: place.offset.wrapping_add(shifts[at / listed]), ..place }
+            }
         })
     }
 }
@@ -69,22 +114,35 @@ impl<P: IntoIterator<Item: Borrow<Place>>> FromIterator<P> for BlockPlaces {
             }
             ends.push(count);
         }
-        BlockPlaces { bytes: writer.into_bytes(), ends }
+        BlockPlaces { bytes: writer.into_bytes(), blocks: Listing::Each(ends) }
     }
 }
 
-/// The number of all places, the number of each block's places, and the places. The number of blocks is that of the
-/// keys before them.
+/// Whether the blocks are shifted, the number of the places that follow, and for each block the number of its places,
+/// or its shift. The number of blocks is that of the keys before them.
 impl BlockPlaces {
     pub(super) fn put(&self, writer: &mut Writer) {
-        writer.reserve(4 + self.ends.len() * 4 + self.bytes.len());
-        writer.count(self.bytes.len() / PLACE_BYTES);
-        (0..self.blocks()).for_each(|block| writer.count(self.count(block..block + 1)));
+        writer.reserve(5 + self.blocks() * 8 + self.bytes.len());
+        matches!(self.blocks, Listing::Shifted(_)).put(writer);
+        writer.count(self.listed());
+        match &self.blocks {
+            Listing::Each(_) => (0..self.blocks()).for_each(|block| writer.count(self.count(block..block + 1))),
+            Listing::Shifted(shifts) => shifts.iter().for_each(|shift| shift.put(writer)),
+        }
         writer.bytes(&self.bytes);
     }
 
     pub(super) fn get(reader: &mut Reader<'_>, blocks: usize) -> Result<Self, Malformed> {
+        let is_shifted = bool::get(reader, "whether blocks are shifted")?;
         let total = reader.count("number of places", PLACES_MAX, PLACE_BYTES)?;
+        if is_shifted {
+            if total * blocks > PLACES_MAX {
+                return Err(malformed("places of all blocks", total * blocks, format!("at most {PLACES_MAX}")));
+            }
+            let shifts = (0..blocks).map(|_| u64::get(reader, "shift")).collect::<Result<_, _>>()?;
+            let bytes = reader.take("places", total * PLACE_BYTES)?.to_vec();
+            return Ok(BlockPlaces { bytes, blocks: Listing::Shifted(shifts) });
+        }
         let (mut ends, mut sum) = (Vec::with_capacity(blocks), 0);
         for _ in 0..blocks {
             sum += u64::from(u32::get(reader, "places of a block")?);
@@ -93,6 +151,6 @@ impl BlockPlaces {
         if sum != total as u64 {
             return Err(malformed("places of all blocks", sum, format!("{total}, the number before them")));
         }
-        Ok(BlockPlaces { bytes: reader.take("places", total * PLACE_BYTES)?.to_vec(), ends })
+        Ok(BlockPlaces { bytes: reader.take("places", total * PLACE_BYTES)?.to_vec(), blocks: Listing::Each(ends) })
     }
 }

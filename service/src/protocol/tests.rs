@@ -14,7 +14,12 @@ impl Arbitrary for Blocks {
         let blocks = vec((key(), vec(any::<Place>(), 0..5)), 0..20);
         let of_lists =
             |(keys, places): (Vec<BlockKey>, Vec<Vec<Place>>)| Blocks { keys, places: BlockPlaces::from_iter(places) };
-        blocks.prop_map(|blocks| blocks.into_iter().unzip()).prop_map(of_lists).boxed()
+        let listed = blocks.prop_map(|blocks| blocks.into_iter().unzip()).prop_map(of_lists);
+        let shifted = (vec((key(), any::<u64>()), 0..20), vec(any::<Place>(), 0..5)).prop_map(|(blocks, places)| {
+            let (keys, shifts) = blocks.into_iter().unzip();
+            Blocks { keys, places: BlockPlaces::shifted(&places, shifts) }
+        });
+        prop_oneof![listed, shifted].boxed()
     }
 }
 
@@ -83,6 +88,23 @@ proptest! {
         let header = header(&frame);
         prop_assert_eq!(header.id, id);
         prop_assert_eq!(Request::decode(header.kind, &frame[HEADER_BYTES..]).expect("its own bytes"), request);
+    }
+
+    /// However they were given, the places of a block are the same.
+    #[test]
+    fn shifted_places_are_those_of_each_block(
+        places in vec(any::<Place>(), 0..5), shifts in vec(any::<u64>(), 0..20), first in 0..20_usize
+    ) {
+        let shifted = BlockPlaces::shifted(&places, shifts.clone());
+        let moved = |shift: &u64| {
+            let of_block = places.iter().map(|place| Place { offset: place.offset.wrapping_add(*shift), ..*place });
+            of_block.collect::<Vec<_>>()
+        };
+        let listed: BlockPlaces = shifts.iter().map(moved).collect();
+        let range = first.min(shifts.len())..shifts.len();
+        prop_assert_eq!(shifted.blocks(), listed.blocks());
+        prop_assert_eq!(shifted.count(range.clone()), listed.count(range.clone()));
+        prop_assert!(shifted.of(range.clone()).eq(listed.of(range)));
     }
 
     #[test]
@@ -168,10 +190,19 @@ fn numbers_that_are_too_large_take_no_memory() {
     for kind in (1..=14).filter(|kind| *kind != 3) {
         assert!(Request::decode(kind, &most).is_err(), "kind {kind}");
     }
-    let mut keys_only = Request::Load(Blocks::default()).encode(1);
-    keys_only.truncate(HEADER_BYTES + 4);
-    keys_only.extend(60_000u32.to_le_bytes());
-    assert!(Request::decode(7, &keys_only[HEADER_BYTES..]).expect_err("no such places").to_string().contains("60000"));
+    for is_shifted in [0, 1] {
+        let mut keys_only = Request::Load(Blocks::default()).encode(1);
+        keys_only.truncate(HEADER_BYTES + 4);
+        keys_only.push(is_shifted);
+        keys_only.extend(60_000u32.to_le_bytes());
+        let refused = Request::decode(7, &keys_only[HEADER_BYTES..]).expect_err("no such places").to_string();
+        assert!(refused.contains("60000"), "{refused}");
+    }
+    let places = [Place { region: 1, len: 1, offset: 0 }; 17];
+    let too_many =
+        Blocks { keys: vec![BlockKey::new([1; 32]); 4096], places: BlockPlaces::shifted(&places, vec![0; 4096]) };
+    let refused = Request::decode(7, &Request::Load(too_many).encode(1)[HEADER_BYTES..]).expect_err("too many places");
+    assert!(refused.to_string().contains("69632"), "{refused}");
 }
 
 #[test]

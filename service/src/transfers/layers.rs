@@ -5,7 +5,13 @@ use std::rc::Rc;
 use kvhoist::Segment;
 
 use super::{Cancel, ClientTransfers, Moving, PLACES_PER_TURN, canceled, told};
-use crate::protocol::{BlockResult, Blocks, Failure, Reply};
+use crate::{
+    error::ServiceFault,
+    protocol::{BlockResult, Blocks, Failure, Place, Reply},
+};
+
+/// Places that are looked up already and shifted before other connections have their turn: some 5 us.
+const SHIFTED_PER_TURN: usize = 2048;
 
 impl ClientTransfers {
     /// Loads blocks layer by layer, and tells what each layer came to, in order; a result for each block at the end.
@@ -24,7 +30,6 @@ impl ClientTransfers {
         cancel: Cancel,
         tell: impl Fn(Reply),
     ) -> Result<Vec<BlockResult>, Failure> {
-        self.check(&blocks).await?;
         let count = blocks.keys.len();
         let _one_of_few = tokio::select! { biased;
             () = cancel.canceled() => return Ok(vec![Err(canceled()); count]),
@@ -48,20 +53,73 @@ impl ClientTransfers {
         }
     }
 
-    /// Where all blocks lie in the service's memory. Good until the next await only, as of
+    /// Where all blocks lie in the service's memory, each a block long. Good until the next await only, as of
     /// [`Regions::segments`](crate::regions::Regions::segments).
     async fn segments_in_turns(&self, blocks: &Blocks) -> Result<Vec<Vec<Segment>>, Failure> {
         loop {
             let departures = self.regions.departures();
-            let mut segments = Vec::with_capacity(blocks.keys.len());
-            for block in 0..blocks.keys.len() {
-                self.turn(blocks.places.count(block..block + 1).min(PLACES_PER_TURN)).await;
-                segments.push(self.regions.segments(blocks.places.of(block..block + 1))?);
-            }
+            let segments = match blocks.places.as_shifted() {
+                Some((places, shifts)) => self.shifted(places, shifts).await?,
+                None => self.listed(blocks).await?,
+            };
             // Else some region has left. One of this load is refused the next time.
             if self.regions.departures() == departures {
                 return Ok(segments);
             }
         }
+    }
+
+    async fn listed(&self, blocks: &Blocks) -> Result<Vec<Vec<Segment>>, Failure> {
+        let mut segments = Vec::with_capacity(blocks.keys.len());
+        for block in 0..blocks.keys.len() {
+            self.turn(blocks.places.count(block..block + 1).min(PLACES_PER_TURN)).await;
+            let of_block = self.regions.segments(blocks.places.of(block..block + 1))?;
+            self.check_length(&of_block)?;
+            segments.push(of_block);
+        }
+        Ok(segments)
+    }
+
+    /// Blocks that lie alike: their places are looked up once.
+    async fn shifted(
+        &self,
+        mut places: impl Iterator<Item = Place>,
+        shifts: &[u64],
+    ) -> Result<Vec<Vec<Segment>>, Failure> {
+        let signed = || shifts.iter().map(|shift| shift.cast_signed());
+        let (Some(least), Some(most)) = (signed().min(), signed().max()) else { return Ok(Vec::new()) };
+        if most.checked_sub(least).is_none() {
+            let text = format!("shifts: found {least} to {most}, expected less than 2^63 bytes between them");
+            return Err(Failure::new(ServiceFault::Argument, text));
+        }
+        let mut unshifted = Vec::new();
+        loop {
+            self.turn(PLACES_PER_TURN).await;
+            let before = unshifted.len();
+            for place in places.by_ref().take(PLACES_PER_TURN) {
+                unshifted.push(self.regions.unshifted(place, least..=most)?);
+            }
+            if unshifted.len() == before {
+                break;
+            }
+        }
+        self.check_length(&unshifted)?;
+        let mut segments = Vec::with_capacity(shifts.len());
+        let mut since = 0;
+        for shift in shifts {
+            since += unshifted.len();
+            if since > SHIFTED_PER_TURN {
+                self.turn(PLACES_PER_TURN).await;
+                since = 0;
+            }
+            let shifted = |at: &Segment| Segment { ptr: at.ptr.wrapping_add(*shift as usize), len: at.len };
+            segments.push(unshifted.iter().map(shifted).collect());
+        }
+        Ok(segments)
+    }
+
+    fn check_length(&self, segments: &[Segment]) -> Result<(), Failure> {
+        let bytes = segments.iter().map(|segment| segment.len as u64).sum();
+        self.check_block(bytes)
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     budget::Budget,
     config::ServerConfig,
     error::ServiceFault,
-    protocol::{Blocks, Place, RegionKind},
+    protocol::{BlockPlaces, Blocks, Place, RegionKind},
     spaces::{Space, Spaces, Wanted},
     system::Machine,
 };
@@ -140,6 +140,38 @@ async fn memory_that_cannot_be_mapped_takes_nothing_of_the_limits() {
         }
         transfers.regions.release_all().await;
         drop((transfers, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn shifted_blocks_lie_in_their_clients_memory_alone() {
+    let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
+        let (one, other) = (client(&space), client(&space));
+        let first = [Place { region: 1, len: BLOCK_BYTES as u32, offset: 0 }];
+        let start = |of: &ClientTransfers| of.regions.segments(first.into_iter()).expect("its own")[0].ptr as usize;
+        // Below the one lies the other, or above it.
+        for (own, others) in [(&one, &other), (&other, &one)] {
+            let away = start(others).wrapping_sub(start(own)) as u64;
+            // Both ends lie in its own memory, by way of the end of all numbers.
+            let (half, wrap) = (1 << 63, (1 << 63) + BLOCK_BYTES as u64);
+            let wrapped = vec![half, half - 1, away.wrapping_sub(wrap)];
+            for (offset, shifts) in [(0, vec![0, away]), (0, vec![away, 0]), (wrap, wrapped)] {
+                let keys: Vec<BlockKey> = (0..shifts.len() as u8).map(key).collect();
+                let places = BlockPlaces::shifted(&[Place { offset, ..first[0] }], shifts.clone());
+                let load = Rc::clone(own).load_layers(vec![0], Blocks { keys, places }, Cancel::default(), |_| {});
+                let refused = load.await.expect_err("in the memory of another");
+                let of_place = refused.text.starts_with("place: ") || refused.text.starts_with("shifts: ");
+                assert!(refused.fault == ServiceFault::Argument && of_place, "{shifts:?}: {}", refused.text);
+            }
+        }
+        one.regions.release_all().await;
+        other.regions.release_all().await;
+        drop((one, other, space));
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;

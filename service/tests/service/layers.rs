@@ -5,11 +5,11 @@ use std::time::Instant;
 use kvhoist::{BlockKey, Error, ServiceFault, SharedMemory, Tier, block_on};
 use kvhoist_service::{
     Client,
-    internals::protocol::{Blocks, Place, RegionKind, Reply, Request, SpaceDevice},
+    internals::protocol::{BlockPlaces, Blocks, Place, RegionKind, Reply, Request, SpaceDevice},
 };
 
 use crate::{
-    common::key,
+    common::{key, payload},
     guest::{Guest, LAYER_OF, POOL_BLOCKS, SEGMENT_BYTES, cut},
     node::{BLOCK_BYTES, HANG, HOST_BLOCKS, Node, Stopped, options},
     raw::Raw,
@@ -108,6 +108,81 @@ fn load(region: u32, offset: u64, layer_of: &[u16]) -> Request {
         |at: u64| Place { region, offset: offset.wrapping_add(at * SEGMENT_BYTES as u64), len: SEGMENT_BYTES as u32 };
     let blocks = Blocks { keys: vec![key(0)], places: [(0..4).map(place)].into_iter().collect() };
     Request::LoadLayers { layer_of: layer_of.to_vec(), blocks }
+}
+
+/// A load of blocks in four segments that lie alike, from an offset on, each shifted by so much.
+fn shifted(region: u32, offset: u64, shifts: &[u64]) -> Request {
+    let place =
+        |at: u64| Place { region, offset: offset.wrapping_add(at * SEGMENT_BYTES as u64), len: SEGMENT_BYTES as u32 };
+    let keys = (0..shifts.len() as u64).map(key).collect();
+    let places = BlockPlaces::shifted(&[0, 1, 2, 3].map(place), shifts.to_vec());
+    Request::LoadLayers { layer_of: LAYER_OF.map(|layer| layer as u16).to_vec(), blocks: Blocks { keys, places } }
+}
+
+#[test]
+fn blocks_that_lie_alike_are_loaded_where_they_lie_and_refused_where_one_would_not() {
+    let node = Node::new();
+    let neighbor = Guest::with_device(&node.socket());
+    neighbor.store(0, POOL_BLOCKS).expect("a service");
+    let mut raw = attached_with_device(&node);
+    let memory = SharedMemory::new(4 * BLOCK_BYTES).expect("memory");
+    let (len, block) = (4 * BLOCK_BYTES as u64, BLOCK_BYTES as u64);
+    let register = Request::Register { region: 9, kind: RegionKind::Simulated, pin: false, offset: 0, len };
+    assert_eq!(raw.ask_with(2, &register, memory.as_fd()), Reply::Registered { pinned: false });
+    let half = 1 << 63;
+    let wrong = [
+        shifted(1, 0, &[0]),
+        shifted(9, 0, &[0, 3 * block + 1]),
+        shifted(9, 0, &[0, block, 1_u64.wrapping_neg()]),
+        shifted(9, 3 * block + 1, &[0]),
+        // The outermost two lie in the region, and the one between them does not.
+        shifted(9, half + block, &[half, half - 1, 0]),
+        shifted(9, u64::MAX - block, &[0, u64::MAX]),
+    ];
+    for (at, request) in wrong.iter().enumerate() {
+        failed(raw.ask(10 + at as u64, request), ServiceFault::Argument);
+    }
+    let mut bytes = vec![0xcc; 4 * BLOCK_BYTES];
+    memory.read(0, &mut bytes);
+    assert!(bytes.iter().all(|byte| *byte == 0), "nothing was written");
+    // Block 0 lies third, block 1 first, block 2 last.
+    raw.send(&shifted(9, block, &[block, block.wrapping_neg(), 2 * block]).encode(30));
+    for expected in [
+        Reply::Layer { layer: 0, leading: 3, failed: false },
+        Reply::Layer { layer: 1, leading: 3, failed: false },
+        Reply::Results(vec![Ok(true); 3]),
+    ] {
+        assert_eq!(raw.reply().expect("a reply"), (30, expected));
+    }
+    memory.read(0, &mut bytes);
+    let found: Vec<&[u8]> = bytes.chunks(BLOCK_BYTES).collect();
+    for (at, number) in [(0, 1), (2, 0), (3, 2)] {
+        assert!(found[at] == payload(number, BLOCK_BYTES), "WRONG BYTES of block {number}");
+    }
+    assert!(found[1].iter().all(|byte| *byte == 0), "nobody's place");
+}
+
+#[test]
+fn blocks_that_lie_unlike_each_other_come_layer_by_layer() {
+    let node = Node::new();
+    let guest = Guest::with_device(&node.socket());
+    guest.store(0, POOL_BLOCKS).expect("a service");
+    // The segments of every second block lie in reverse.
+    let mut segments: Vec<_> = (0..POOL_BLOCKS).map(|at| cut(&guest.place(at)[0])).collect();
+    segments.iter_mut().skip(1).step_by(2).for_each(|of_block| of_block.reverse());
+    let keys: Vec<BlockKey> = (0..POOL_BLOCKS).map(key).collect();
+    guest.pool.write(0, &vec![0x5a; POOL_BLOCKS as usize * BLOCK_BYTES]);
+    let load = guest.client.load_layers(&keys, &segments, &LAYER_OF).expect("a service");
+    assert!(block_on(load.blocks()).iter().all(|result| matches!(result, Ok(true))));
+    for at in 0..POOL_BLOCKS {
+        let mut bytes = vec![0; BLOCK_BYTES];
+        guest.pool.read(at as usize * BLOCK_BYTES, &mut bytes);
+        let mut parts: Vec<&[u8]> = bytes.chunks(SEGMENT_BYTES).collect();
+        if at % 2 == 1 {
+            parts.reverse();
+        }
+        assert!(parts.concat() == payload(at, BLOCK_BYTES), "WRONG BYTES of block {at}");
+    }
 }
 
 #[test]
