@@ -19,7 +19,7 @@ class Serving(Rank):
 
     def noise(self, seed: int) -> None:
         """Other bytes in all pools."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(sgl.DEVICE).manual_seed(seed)
         for kept in self.pools.kept:
             raw(kept.buffer).random_(0, 256, generator=generator)
 
@@ -47,7 +47,7 @@ class Serving(Rank):
                 values = torch.empty((rows, *kept.buffer.shape[1:]), dtype=kept.buffer.dtype)
                 raw(values).random_(0, 256, generator=torch.Generator().manual_seed(int(key[:12], 16) + at))
                 pages.append(values)
-            found.append(torch.cat(pages))
+            found.append(torch.cat(pages).to(kept.buffer.device))
         return found
 
     def expected(self, tokens, first: int = 0) -> list:
