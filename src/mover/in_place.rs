@@ -129,30 +129,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
                 None => self.store_here(planned).await,
                 Some(Err(source)) => {
-                    let PlannedStore { job, write, place, began, .. } = planned;
-                    let (id, failed) = (write.id, Err(source));
-                    self.shared.account(&self.shared.failures, place.file, OpKind::Write, &failed);
-                    let failed = failed.map_err(|source| Error::io("write", self.path_of(place.file), source));
-                    self.end_in_place(&job.key, id, began, self.written(write, failed)).await
+                    let (file, failed) = (planned.place.file, Err(source));
+                    self.shared.account(&self.shared.failures, file, OpKind::Write, &failed);
+                    let failed = failed.map_err(|source| Error::io("write", self.path_of(file), source));
+                    self.end_alone(planned, failed).await
                 }
             };
             results.push((number, result));
         }
         if let Some((first, _)) = written.first() {
             let page = first.place.page;
-            self.enter(&written);
+            {
+                let mut state = self.lock();
+                for (planned, sum) in &written {
+                    // Nothing for one that was removed meanwhile.
+                    state.enter_written(&planned.write, *sum, planned.job.origin());
+                }
+            }
             let recorded = self.write_page(page).await;
             self.end_written(written, recorded, &mut results).await;
         }
         Ok(results)
-    }
-
-    /// Enters blocks in the table whose payloads are written, but for those that were removed meanwhile.
-    fn enter(&self, written: &[(PlannedStore, u64)]) {
-        let mut state = self.lock();
-        for (planned, sum) in written {
-            state.enter_written(&planned.write, *sum, planned.job.origin());
-        }
     }
 
     /// Makes blocks visible whose payloads and records are written, under one lock.
@@ -164,12 +161,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) {
         let (mut ends, mut stored, mut others) = (Vec::new(), Vec::new(), Vec::new());
         let mut state = self.lock();
-        for (PlannedStore { number, job, write, began, .. }, _) in written {
-            let id = write.id;
-            // The others are ended one by one.
-            if recorded.is_err() || state.index.find(&job.key) != Some(id) {
-                others.push((number, job, write, began));
+        for (planned, _) in written {
+            if recorded.is_err() || state.index.find(&planned.job.key) != Some(planned.write.id) {
+                others.push(planned);
             } else {
+                let PlannedStore { number, job, write, began, .. } = planned;
+                let id = write.id;
                 let is_visible = state.end_disk_write(write, None);
                 assert!(is_visible, "it was not removed");
                 state.note_written(&job.key, id, None);
@@ -183,11 +180,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.count_stored(&job.key, began);
             results.push((number, Ok(())));
         }
-        for (number, job, write, began) in others {
-            let id = write.id;
-            let written = self.written(write, recorded.clone());
-            results.push((number, self.end_in_place(&job.key, id, began, written).await));
+        for planned in others {
+            results.push((planned.number, self.end_alone(planned, recorded.clone()).await));
         }
+    }
+
+    /// Ends a store whose write has failed, or whose block was removed meanwhile.
+    async fn end_alone(self: &Rc<Self>, planned: PlannedStore, result: Result<()>) -> Result<()> {
+        let PlannedStore { job, write, began, .. } = planned;
+        let id = write.id;
+        let written = self.written(write, result);
+        self.end_in_place(&job.key, id, began, written).await
     }
 
     async fn end_in_place(
