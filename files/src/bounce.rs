@@ -7,66 +7,76 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::{Error, Memory, Result, cuda, memory::Copies, pages::Pages};
 
 /// Buffers that nobody uses.
-static IDLE: Mutex<Vec<Buffer>> = Mutex::new(Vec::new());
+static IDLE: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
 
-/// Memory that a transfer at a time has.
-struct Buffer {
-    copies: Copies,
+/// Memory that a thread of a transfer has, in two halves.
+struct Buffers {
+    copies: [Copies; 2],
     /// Dropped before the memory.
     _pinned: Option<cuda::Pinned>,
     memory: Memory,
     pages: Arc<Pages>,
 }
 
-/// A buffer of one thread, and what copies between it and a transfer's memory. Given back when it is dropped and its
-/// copies have ended.
-pub(crate) struct Bounce(Option<Buffer>);
+/// Two buffers of one thread, and what copies between each and a transfer's memory: one is read into while the other is
+/// copied. Given back when they are dropped and the copies have ended.
+pub(crate) struct Bounce(Option<Buffers>);
 
 impl Bounce {
-    /// A buffer of at least so many bytes, pinned for the device of `memory`, for the calling thread.
+    /// Buffers of at least so many bytes each, pinned for the device of `memory`, for the calling thread.
     pub(crate) fn take(bytes: usize, memory: Memory) -> Result<Self> {
-        let fits = |buffer: &Buffer| buffer.memory == memory && buffer.pages.bytes() >= bytes;
+        let fits = |buffers: &Buffers| buffers.memory == memory && buffers.half() >= bytes;
         let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = idle.iter().position(fits) {
             let found = Bounce(Some(idle.swap_remove(at)));
             drop(idle);
-            found.copies().enter()?;
+            found.copies(0).enter()?;
             return Ok(found);
         }
         drop(idle);
-        let pages = Arc::new(Pages::map(bytes).map_err(|error| Error::io("map", "a bounce buffer", error))?);
+        let pages = Arc::new(Pages::map(2 * bytes).map_err(|error| Error::io("map", "bounce buffers", error))?);
         let pinned = match memory {
             Memory::Host => None,
             Memory::Cuda(ordinal) => Some(cuda::pin(ordinal, &pages)?),
         };
-        let copies = Copies::open(memory)?;
-        Ok(Bounce(Some(Buffer { copies, _pinned: pinned, memory, pages })))
+        let copies = [Copies::open(memory)?, Copies::open(memory)?];
+        Ok(Bounce(Some(Buffers { copies, _pinned: pinned, memory, pages })))
     }
 
-    fn buffer(&self) -> &Buffer {
+    fn buffers(&self) -> &Buffers {
         self.0.as_ref().expect("taken only by the drop")
     }
 
-    pub(crate) fn copies(&self) -> &Copies {
-        &self.buffer().copies
+    /// What copies between one of the two buffers and the transfer's memory.
+    pub(crate) fn copies(&self, turn: usize) -> &Copies {
+        &self.buffers().copies[turn]
     }
 
-    /// The buffer, once its copies have ended; and what copies.
-    pub(crate) fn idle(&mut self) -> Result<(&mut [u8], &Copies)> {
-        self.copies().finish()?;
-        let Buffer { pages, copies, .. } = self.buffer();
-        // SAFETY: the mapping, which this value alone reads and writes; anonymous memory is initialized.
-        Ok((unsafe { std::slice::from_raw_parts_mut(pages.start().as_ptr(), pages.bytes()) }, copies))
+    /// One of the two buffers, once its copies have ended; and what copies.
+    pub(crate) fn idle(&mut self, turn: usize) -> Result<(&mut [u8], &Copies)> {
+        self.copies(turn).finish()?;
+        let buffers = self.buffers();
+        let half = buffers.half();
+        // SAFETY: a half of the mapping, which this value alone reads and writes; anonymous memory is initialized.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(buffers.pages.start().as_ptr().add(turn * half), half) };
+        Ok((bytes, &buffers.copies[turn]))
+    }
+}
+
+impl Buffers {
+    /// Bytes of each of the two: whole pages.
+    fn half(&self) -> usize {
+        self.pages.bytes() / 2
     }
 }
 
 impl Drop for Bounce {
     fn drop(&mut self) {
-        // A device that fails says nothing of copies under way: the buffer is nobody's then, and stays.
-        let buffer = self.0.take().expect("taken here only");
-        match buffer.copies.finish() {
-            Ok(()) => IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(buffer),
-            Err(_) => std::mem::forget(buffer),
+        let buffers = self.0.take().expect("taken here only");
+        // A device that fails says nothing of copies under way: the buffers are nobody's then, and stay.
+        match buffers.copies.iter().try_for_each(Copies::finish) {
+            Ok(()) => IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(buffers),
+            Err(_) => std::mem::forget(buffers),
         }
     }
 }

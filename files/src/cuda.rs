@@ -3,14 +3,17 @@
 use std::{
     cell::Cell,
     collections::BTreeMap,
-    fmt,
-    ptr::null_mut,
-    sync::{Arc, Mutex, PoisonError},
+    fmt, hint,
+    ptr::{NonNull, null_mut},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
     thread,
     time::Duration,
 };
 
-use cudarc::driver::sys::{self, CUevent_flags, CUresult, CUstream_flags};
+use cudarc::driver::sys::{self, CUresult, CUstream_flags, CUstreamWriteValue_flags};
 use kvhoist::internals::{
     device::cufile::CufileReader,
     gpu::{Gpu, HostPin},
@@ -36,30 +39,22 @@ unsafe impl Send for Stream {}
 // SAFETY: as above; it locks what it must.
 unsafe impl Sync for Stream {}
 
-/// Copies of one thread at a time, and the event that says that they have ended.
+/// Copies of one thread at a time, and a number in host memory that the device writes behind them: whoever waits looks
+/// there. Questions to the driver wait for each other, and for those who put copies into it.
 pub(crate) struct Copier {
     stream: Arc<Stream>,
-    event: sys::CUevent,
-    copies: Cell<Group>,
+    written: NonNull<AtomicU32>,
+    /// The last number that the device was told to write.
+    told: Cell<u32>,
+    /// Copies have begun since then.
+    has_begun: Cell<bool>,
 }
 
-/// What is known of a copier's copies.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Group {
-    /// All have ended.
-    Ended,
-    /// The event is behind all of them.
-    Marked,
-    /// Some have begun since.
-    Begun,
-}
-
-// SAFETY: the driver takes calls for an event from any thread.
+// SAFETY: host memory of the driver's, which is the same on every thread, and is read and written as an atomic number.
 unsafe impl Send for Copier {}
 
-/// How often a thread that waits asks before it sleeps between two questions. The driver's own sleep ends by an
-/// interrupt, which takes longer than a copy.
-const SPINS: u32 = 16;
+/// How often a thread that waits looks before it sleeps between two looks; and after how many it asks for errors.
+const SPINS: u32 = 64;
 /// How long it sleeps.
 const SLEEP: Duration = Duration::from_micros(20);
 
@@ -98,6 +93,11 @@ impl Stream {
         let streams = streams.entry(ordinal).or_default();
         if streams.len() < STREAMS_OF_A_DEVICE {
             let gpu = open(ordinal)?;
+            if !gpu.has_stream_waits() {
+                return Err(device(
+                    "found a driver without cuStreamWriteValue32_v2, expected CUDA 11.7's or a newer one",
+                ));
+            }
             gpu.make_current().map_err(device)?;
             let (mut handle, flags) = (null_mut(), CUstream_flags::CU_STREAM_NON_BLOCKING as u32);
             // SAFETY: the context is current. The stream stays for as long as the process.
@@ -112,10 +112,13 @@ impl Copier {
     pub(crate) fn open(ordinal: u32) -> Result<Self> {
         let stream = Stream::of(ordinal)?;
         stream.gpu.make_current().map_err(device)?;
-        let (mut event, flags) = (null_mut(), CUevent_flags::CU_EVENT_DISABLE_TIMING as u32);
-        // SAFETY: the context is current; the event is destroyed when the copier is dropped.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
-        Ok(Copier { stream, event, copies: Cell::new(Group::Ended) })
+        let mut written = null_mut();
+        // SAFETY: the context is current; the memory is freed when the copier is dropped.
+        check("cuMemAllocHost", unsafe { sys::cuMemAllocHost_v2(&raw mut written, size_of::<AtomicU32>()) })?;
+        let written: NonNull<AtomicU32> = NonNull::new(written.cast()).expect("the driver allocates nothing at 0");
+        // SAFETY: new memory, whose pages are aligned.
+        unsafe { written.write(AtomicU32::new(0)) };
+        Ok(Copier { stream, written, told: Cell::new(0), has_begun: Cell::new(false) })
     }
 
     /// Makes it the calling thread's: each thread that uses it calls this first.
@@ -125,13 +128,13 @@ impl Copier {
 
     /// Whether copies have begun that are not known to have ended.
     pub(crate) fn is_under_way(&self) -> bool {
-        self.copies.get() != Group::Ended
+        self.has_begun.get() || self.written() != self.told.get()
     }
 
     /// # Safety
     /// Both ranges stay valid, and nothing else touches them, until [`finish`](Self::finish) has returned.
     pub(crate) unsafe fn to_device(&self, address: usize, from: &[u8]) -> Result<()> {
-        self.copies.set(Group::Begun);
+        self.has_begun.set(true);
         let (to, len, stream) = (address as u64, from.len(), self.stream.handle);
         // SAFETY: the caller's promise; the context is current on this thread.
         check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), len, stream) })
@@ -140,7 +143,7 @@ impl Copier {
     /// # Safety
     /// As of [`to_device`](Self::to_device).
     pub(crate) unsafe fn to_host(&self, to: &mut [u8], address: usize) -> Result<()> {
-        self.copies.set(Group::Begun);
+        self.has_begun.set(true);
         let (from, len, stream) = (address as u64, to.len(), self.stream.handle);
         // SAFETY: as in `to_device`.
         check("cuMemcpyDtoHAsync", unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, len, stream) })
@@ -148,38 +151,54 @@ impl Copier {
 
     /// Has [`finish`](Self::finish) wait for those copies only that have begun by now: others follow on the stream.
     pub(crate) fn mark(&self) -> Result<()> {
-        // SAFETY: handles that are there; the context is current on this thread.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.stream.handle) })?;
-        self.copies.set(Group::Marked);
+        let (at, next) = (self.written.as_ptr() as u64, self.told.get().wrapping_add(1));
+        let flags = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+        // SAFETY: memory of the driver's, where the device finds it by the same address; it is freed only when the
+        // number has been written. The context is current on this thread, and the driver has the call.
+        check("cuStreamWriteValue", unsafe { sys::cuStreamWriteValue32_v2(self.stream.handle, at, next, flags) })?;
+        self.told.set(next);
+        self.has_begun.set(false);
         Ok(())
     }
 
     /// Waits for all copies that have begun.
     pub(crate) fn finish(&self) -> Result<()> {
-        if self.copies.get() == Group::Begun {
+        if self.has_begun.get() {
             self.mark()?;
         }
-        let mut asked = 0;
+        let mut looks = 0_u32;
         while self.is_under_way() {
-            // SAFETY: as above.
-            match unsafe { sys::cuEventQuery(self.event) } {
-                CUresult::CUDA_ERROR_NOT_READY if asked < SPINS => asked += 1,
-                CUresult::CUDA_ERROR_NOT_READY => thread::sleep(SLEEP),
-                code => {
-                    check("cuEventQuery", code)?;
-                    self.copies.set(Group::Ended);
+            looks = looks.wrapping_add(1);
+            if looks < SPINS {
+                hint::spin_loop();
+                continue;
+            }
+            // There may be more threads than processors.
+            thread::sleep(SLEEP);
+            if looks.is_multiple_of(SPINS) {
+                // SAFETY: a handle that is there; the context is current on this thread.
+                match unsafe { sys::cuStreamQuery(self.stream.handle) } {
+                    CUresult::CUDA_ERROR_NOT_READY => {}
+                    code => check("cuStreamQuery", code)?,
                 }
             }
         }
         Ok(())
     }
+
+    /// The number that the device has written last. Whoever has read it sees what the copies before it have brought.
+    fn written(&self) -> u32 {
+        // SAFETY: memory of this copier's.
+        unsafe { self.written.as_ref() }.load(Ordering::Acquire)
+    }
 }
 
 impl Drop for Copier {
     fn drop(&mut self) {
-        if self.enter().is_ok() {
+        // A device that has failed may still write there.
+        if self.enter().is_ok() && self.finish().is_ok() {
             // SAFETY: it is used no more.
-            _ = unsafe { sys::cuEventDestroy_v2(self.event) };
+            _ = unsafe { sys::cuMemFreeHost(self.written.as_ptr().cast()) };
         }
     }
 }

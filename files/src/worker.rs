@@ -7,6 +7,7 @@ use crate::{
     bounce::Bounce,
     cufile::{self, Routes, Target},
     file::Way,
+    memory::Copies,
     plan::Piece,
     shared::Shared,
 };
@@ -20,26 +21,27 @@ pub(crate) trait Carry: Send + Sync {
     fn finish(&self) -> Result<()>;
 }
 
-/// What one thread has for itself: two buffers, of which one is read into while the other is copied.
+/// What one thread has for itself.
 pub(crate) struct Lane<'a> {
-    buffers: [Bounce; 2],
-    /// The pieces whose copies are under way.
+    bounce: Bounce,
+    /// The pieces whose copies are under way, one for each buffer.
     copied: [Option<&'a Piece>; 2],
+    /// Which of the two buffers is next.
     turn: usize,
 }
 
 /// Carries pieces until there are none, or the transfer is over: the thread of this number.
 pub(crate) fn run(shared: &Shared, number: usize, carry: &dyn Carry) {
     let work = || -> Result<()> {
-        let take = || Bounce::take(shared.buffer_bytes, shared.memory);
-        let mut lane = Lane { buffers: [take()?, take()?], copied: [None; 2], turn: 0 };
+        let bounce = Bounce::take(shared.buffer_bytes, shared.memory)?;
+        let mut lane = Lane { bounce, copied: [None; 2], turn: 0 };
         let mut cursor = shared.queues.cursor(number);
         while !shared.cancelled.load(Ordering::Relaxed) {
             let Some(piece) = shared.queues.take(&mut cursor) else { break };
             lane.end_copies(shared)?;
             carry.carry(shared, &mut lane, piece)?;
             lane.copied[lane.turn] = Some(piece);
-            if !lane.bounce().copies().are_under_way() {
+            if !lane.copies().are_under_way() {
                 lane.end_copies(shared)?;
             }
             lane.turn ^= 1;
@@ -89,7 +91,7 @@ impl Carry for Reads {
             let target = Target { offset: start, len, address };
             // SAFETY: the caller of the transfer vouches for the range's memory, of which this is a part; no other
             // piece has it. The lane's copies made the device's context current on this thread.
-            if unsafe { routes.read(piece.file, file, lane.bounce().copies(), target) } {
+            if unsafe { routes.read(piece.file, file, lane.copies(), target) } {
                 shared.counts.read(Way::Cufile, len);
             } else {
                 return bounced(shared, lane, file, way, align, (piece, piece.start, piece.end));
@@ -123,7 +125,7 @@ fn bounced(
     (piece, from, to): (&Piece, u64, u64),
 ) -> Result<()> {
     let first = from - from % align;
-    let (buffer, put) = lane.bounce().idle()?;
+    let (buffer, put) = lane.bounce.idle(lane.turn)?;
     let buffer = &mut buffer[..(to.next_multiple_of(align) - first) as usize];
     let took = file.read(way, first, buffer)?;
     shared.counts.read(took, (to - from) as usize);
@@ -156,14 +158,14 @@ fn copies(piece: &Piece, from: u64, to: u64) -> Vec<(u64, u64, usize)> {
 }
 
 impl Lane<'_> {
-    /// The buffer whose turn it is.
-    fn bounce(&mut self) -> &mut Bounce {
-        &mut self.buffers[self.turn]
+    /// What copies from the buffer whose turn it is.
+    fn copies(&self) -> &Copies {
+        self.bounce.copies(self.turn)
     }
 
     /// Waits for the copies of the buffer whose turn it is; their piece has arrived then.
     fn end_copies(&mut self, shared: &Shared) -> Result<()> {
-        self.bounce().copies().finish()?;
+        self.copies().finish()?;
         self.copied[self.turn].take().into_iter().for_each(|piece| shared.arrived(piece));
         Ok(())
     }
@@ -171,7 +173,7 @@ impl Lane<'_> {
     /// Copies a piece from its places into the bounce buffer. The parts are all of it, in order.
     pub(crate) fn gather(&mut self, piece: &Piece) -> Result<&mut [u8]> {
         let len = (piece.end - piece.start) as usize;
-        let (buffer, get) = self.bounce().idle()?;
+        let (buffer, get) = self.bounce.idle(self.turn)?;
         let buffer = &mut buffer[..len];
         for part in &piece.parts {
             let at = (part.offset - piece.start) as usize;

@@ -80,8 +80,8 @@ impl Gpu {
         self.driver.batch
     }
 
-    /// Whether streams can wait for a word in memory.
-    pub(super) fn has_stream_waits(&self) -> bool {
+    /// Whether streams can wait for a word in memory, and write one.
+    pub fn has_stream_waits(&self) -> bool {
         self.driver.stream_waits
     }
 

@@ -59,7 +59,7 @@ def iterate(
             files_of: dict[int, list[Checkpoint]] = {}
             for one in checkpoints:
                 files_of.setdefault(one.drive, []).append(one)
-            threads = max(1, min(32, 4 * (os.cpu_count() or 8)) // max(1, len(files_of)))
+            threads = max(1, min(32, 4 * (os.cpu_count() or 8)) // max(1, 2 * len(files_of)))
             settings["threads"] = settings.get("threads") or threads
             drives.extend(_windows(files, window_bytes, wanted, holder, target, settings) for files in files_of.values())
             # All drives read while the rest of the checkpoint is listed and checked.

@@ -311,6 +311,8 @@ int cuFlushGPUDirectRDMAWrites(int target, int scope) {
     return SUCCESS;
 }
 int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) { (void)p; (void)n; (void)flags; return is_fault("register") ? OUT_OF_MEMORY : SUCCESS; }
+int cuMemAllocHost_v2(void **p, size_t n) { return posix_memalign(p, PAGE, n) ? OUT_OF_MEMORY : SUCCESS; }
+int cuMemFreeHost(void *p) { free(p); return SUCCESS; }
 int cuMemHostUnregister(void *p) { (void)p; return SUCCESS; }
 int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }
 int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
