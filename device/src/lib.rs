@@ -207,7 +207,7 @@ pub trait CopyEngine: 'static {
     /// Copies to and from memory of this GPU, too, from now on. Blocks the thread for some 300 ms, the first time.
     ///
     /// # Errors
-    /// [`Error::Unavailable`](kvhoist_base::error::Error::Unavailable) with the reason.
+    /// [`Error::Unavailable`] with the reason.
     fn add_gpu(&self, gpu: &Arc<Gpu>) -> Result<()> {
         let _ = gpu;
         Err(Error::unavailable("device", "this cache was opened without a CUDA device"))

@@ -221,6 +221,19 @@ def test_wrong_arguments_are_named(node, tmp_path):
     assert client.closed and repr(client).endswith("closed>")
 
 
+def test_a_device_that_there_is_not_is_refused_by_name(node):
+    for name, value in [("device", "gpu"), ("device_ordinal", -1), ("device_ordinal", True)]:
+        with pytest.raises(kvhoist.ConfigError, match=f"^{name}: found"):
+            connected(node, **{"device": "cuda", name: value})
+    # No machine has so many.
+    with pytest.raises(kvhoist.UnavailableError, match="device"):
+        connected(node, device="cuda", device_ordinal=1000)
+    with connected(node) as client:
+        assert client.device is None
+        with pytest.raises(kvhoist.ArgumentError, match="without a device"):
+            client.register_device(4096, 4096)
+
+
 def test_a_forked_child_cannot_use_its_parents_client(node):
     with connected(node) as client:
         client.store([key(1)], [block(1)])
