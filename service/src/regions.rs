@@ -298,7 +298,7 @@ unsafe fn unmap(system: &Rc<dyn System>, lent: Rc<Lent>) -> JoinHandle<()> {
         let system = Rc::clone(system);
         return spawn_local(async move {
             // The driver may wait for the device.
-            on_thread(&*system, move || drop(imported)).await;
+            on_thread(&*system, move || imported.unmap()).await;
             drop(lent);
         });
     }

@@ -172,6 +172,9 @@ impl Gpu {
 }
 
 impl ImportedMemory {
+    /// Unmaps it, as its drop does.
+    pub fn unmap(self) {}
+
     /// Its first address on the device.
     pub fn start(&self) -> *mut u8 {
         self.start
