@@ -9,8 +9,8 @@ use kvhoist::{Config, DirectIo, DiskPath, Error, ServiceFault, Tier, block_on};
 use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, remove_space, status};
 
 use crate::{
-    guest::{Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, options_of},
+    pool_client::{POOL_BLOCKS, PoolClient},
 };
 
 const SLOTS: u64 = 64;
@@ -34,9 +34,9 @@ fn connect(socket: &Path, space: &str, capacity_bytes: u64, host_blocks: u64) ->
     block_on(Client::connect(socket, options))
 }
 
-fn store(guest: &Guest, blocks: u64) {
+fn store(pool_client: &PoolClient, blocks: u64) {
     for first in (0..blocks).step_by(POOL_BLOCKS as usize) {
-        let results = guest.store(first, POOL_BLOCKS).expect("a service");
+        let results = pool_client.store(first, POOL_BLOCKS).expect("a service");
         results.into_iter().for_each(|result| assert!(result.expect("stored")));
     }
 }
@@ -62,7 +62,7 @@ fn a_refused_attach_evicts_no_block_of_a_neighbor() {
     fs::write(&store_of, [0xa5; 1 << 16]).expect("written");
 
     let (server, socket) = start(folder.path());
-    let neighbor = Guest::of(connect(&socket, "neighbor", disk(SLOTS), 0).expect("all host memory"));
+    let neighbor = PoolClient::of(connect(&socket, "neighbor", disk(SLOTS), 0).expect("all host memory"));
     store(&neighbor, SLOTS);
     let held = || {
         let found = space(&socket, "neighbor");
@@ -109,7 +109,7 @@ fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
     for damage in [&b"{\n  \"kvhoist_space\": 2,\n"[..], b"", &[0xff; 100]] {
         let folder = tempfile::tempdir().expect("a folder");
         let (server, socket) = start(folder.path());
-        let good = Guest::of(connect(&socket, "good", disk(SLOTS), 0).expect("made"));
+        let good = PoolClient::of(connect(&socket, "good", disk(SLOTS), 0).expect("made"));
         store(&good, POOL_BLOCKS);
         drop(connect(&socket, "damaged", disk(SLOTS), 0).expect("made"));
         let of_damaged = space(&socket, "damaged").folder;
@@ -118,7 +118,7 @@ fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
         fs::write(folder.path().join(&of_damaged).join("space"), damage).expect("written");
 
         let (server, socket) = start(folder.path());
-        let good = Guest::of(connect(&socket, "good", 0, 0).expect("served"));
+        let good = PoolClient::of(connect(&socket, "good", 0, 0).expect("served"));
         assert_eq!(good.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
         let refused = connect(&socket, "damaged", disk(SLOTS), 0).expect_err("nobody knows what it has");
         assert!(refused.to_string().contains(&of_damaged), "{refused}");
@@ -127,7 +127,7 @@ fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
         // Its user may remove it, and make it anew.
         remove_space(&socket, "damaged", BLOCK_BYTES as u64, false).expect("removed");
         assert!(!folder.path().join(&of_damaged).exists());
-        let again = Guest::of(connect(&socket, "damaged", disk(SLOTS), 0).expect("made anew"));
+        let again = PoolClient::of(connect(&socket, "damaged", disk(SLOTS), 0).expect("made anew"));
         store(&again, POOL_BLOCKS);
         let gone = connect(&socket, "other", disk(SLOTS) + 1, 0).expect_err("the disk is the others'");
         assert!(matches!(gone, Error::Service { fault: ServiceFault::Capacity, .. }), "{gone}");

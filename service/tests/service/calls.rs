@@ -11,8 +11,8 @@ use kvhoist_service::{Client, ClientOptions};
 
 use crate::{
     common::{key, payload},
-    guest::{BLOCKS, Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, DISK_BLOCKS, HANG, Node, Process, connect, options, options_of},
+    pool_client::{BLOCKS, POOL_BLOCKS, PoolClient},
 };
 
 fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
@@ -39,7 +39,7 @@ fn two_processes_share_one_space() {
 fn a_scan_in_one_space_takes_nothing_from_another() {
     let node = Node::new();
     let [tenant, scanner] = ["tenant", "scanner"]
-        .map(|space| Guest::of(block_on(Client::connect(&node.socket(), options_of(space))).expect("a service")));
+        .map(|space| PoolClient::of(block_on(Client::connect(&node.socket(), options_of(space))).expect("a service")));
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
         tenant
             .store(first, POOL_BLOCKS)
@@ -63,7 +63,8 @@ fn a_scan_in_one_space_takes_nothing_from_another() {
         block_on(scanner.client.prefetch(&keys(first..first + POOL_BLOCKS))).expect("a service");
         drop(scanner.load(first, POOL_BLOCKS).expect("a service"));
     }
-    let [of_tenant, of_scanner] = [&tenant, &scanner].map(|guest| block_on(guest.client.stats()).expect("a service"));
+    let [of_tenant, of_scanner] =
+        [&tenant, &scanner].map(|pool_client| block_on(pool_client.client.stats()).expect("a service"));
     assert!([Tier::Host, Tier::Disk].iter().all(|tier| of_scanner.tier(*tier).evictions > 0), "{of_scanner:?}");
     assert!(Tier::ALL.iter().all(|tier| of_tenant.tier(*tier).evictions == 0), "{of_tenant:?}");
     assert_eq!(block_on(tenant.client.match_prefix(&keys(0..BLOCKS))).expect("a service"), before);
@@ -77,24 +78,24 @@ fn a_block_that_many_clients_want_is_read_once() {
     wanted.host_bytes = 0;
     let connect = || {
         let client = block_on(Client::connect(node.socket(), wanted.clone())).expect("a service");
-        Guest::of(client)
+        PoolClient::of(client)
     };
-    let guests: Vec<Guest> = (0..CLIENTS).map(|_| connect()).collect();
+    let clients: Vec<PoolClient> = (0..CLIENTS).map(|_| connect()).collect();
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        assert!(guests[0].store(first, POOL_BLOCKS).expect("a service").iter().all(Result::is_ok));
+        assert!(clients[0].store(first, POOL_BLOCKS).expect("a service").iter().all(Result::is_ok));
     }
     let begin = std::sync::Barrier::new(CLIENTS);
     std::thread::scope(|scope| {
-        for guest in &guests {
+        for pool_client in &clients {
             scope.spawn(|| {
                 begin.wait();
                 for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-                    assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+                    assert_eq!(pool_client.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
                 }
             });
         }
     });
-    let stats = block_on(guests[0].client.stats()).expect("a service");
+    let stats = block_on(clients[0].client.stats()).expect("a service");
     let copy = BLOCKS * BLOCK_BYTES as u64;
     assert!(stats.tier(Tier::Disk).bytes_out >= copy, "{stats:?}");
     assert!(
@@ -102,7 +103,7 @@ fn a_block_that_many_clients_want_is_read_once() {
         "{} bytes read of {copy}",
         stats.tier(Tier::Disk).bytes_out
     );
-    drop(guests);
+    drop(clients);
     // Alone again, straight, with no copy in the service.
     node.wait_for_clients(0);
     let alone = connect();
@@ -116,14 +117,14 @@ fn a_block_that_many_clients_want_is_read_once() {
 #[test]
 fn clients_without_memory_leave_the_loads_of_others_straight() {
     let node = Node::new();
-    let (guest, asks) = (Guest::new(&node.socket()), connect(&node.socket()));
-    guest.store(0, 12).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    let (pool_client, asks) = (PoolClient::new(&node.socket()), connect(&node.socket()));
+    pool_client.store(0, 12).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
     let straight = || block_on(asks.stats()).expect("a service").straight_bytes() / BLOCK_BYTES as u64 - 12;
-    assert_eq!((guest.load(0, 4).expect("a service"), straight()), (vec![true; 4], 4));
-    let other = Guest::of(connect(&node.socket()));
-    assert_eq!((guest.load(4, 4).expect("a service"), straight()), (vec![true; 4], 4));
+    assert_eq!((pool_client.load(0, 4).expect("a service"), straight()), (vec![true; 4], 4));
+    let other = PoolClient::of(connect(&node.socket()));
+    assert_eq!((pool_client.load(4, 4).expect("a service"), straight()), (vec![true; 4], 4));
     block_on(other.client.unregister(&other.region)).expect("unregistered");
-    assert_eq!((guest.load(8, 4).expect("a service"), straight()), (vec![true; 4], 8));
+    assert_eq!((pool_client.load(8, 4).expect("a service"), straight()), (vec![true; 4], 8));
 }
 
 #[test]
@@ -205,8 +206,8 @@ fn calls_at_once_find_no_block_of_another_in_what_they_have_copied() {
 #[test]
 fn a_space_is_removed_when_nobody_has_it() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
-    guest.store(0, POOL_BLOCKS).expect("a service");
+    let pool_client = PoolClient::new(&node.socket());
+    pool_client.store(0, POOL_BLOCKS).expect("a service");
     let before = node.status();
     let remove = |name, bytes| kvhoist_service::remove_space(&node.socket(), name, bytes, false);
     let fault = |result: Result<(), kvhoist::Error>| match result {
@@ -217,25 +218,25 @@ fn a_space_is_removed_when_nobody_has_it() {
     let size = remove("tests", 4096).expect_err("a space has one block size");
     assert!(size.to_string().contains(&format!("{BLOCK_BYTES}-byte blocks")), "{size}");
     assert_eq!(fault(Err(size)), ServiceFault::Argument);
-    assert_eq!(guest.load(0, 4).expect("a service"), [true; 4], "it stays");
-    block_on(guest.client.close()).expect("closed");
+    assert_eq!(pool_client.load(0, 4).expect("a service"), [true; 4], "it stays");
+    block_on(pool_client.client.close()).expect("closed");
     node.wait_for_clients(0);
     remove("tests", BLOCK_BYTES as u64).expect("removed");
     let after = node.status();
     assert_eq!((after.spaces.len(), after.capacity_left), (0, after.capacity_bytes));
     assert!(after.host_left == after.host_bytes && before.spaces.len() == 1);
     assert_eq!(node.folders(), 0, "nothing is left of it");
-    let guest = Guest::new(&node.socket());
-    assert_eq!(guest.load(0, 4).expect("a service"), [false; 4], "made anew");
+    let pool_client = PoolClient::new(&node.socket());
+    assert_eq!(pool_client.load(0, 4).expect("a service"), [false; 4], "made anew");
 }
 
 #[test]
 fn the_calls_are_those_of_the_cache() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
-    let client = &guest.client;
-    assert_eq!(guest.load(0, 4).expect("a service"), [false; 4], "nothing is there yet");
-    guest.store(0, 8).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    let pool_client = PoolClient::new(&node.socket());
+    let client = &pool_client.client;
+    assert_eq!(pool_client.load(0, 4).expect("a service"), [false; 4], "nothing is there yet");
+    pool_client.store(0, 8).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
     assert_eq!(block_on(client.match_len(&keys(0..12))).expect("a service"), 8);
     assert_eq!(block_on(client.match_prefix(&keys(0..12))).expect("a service"), [Tier::Disk; 8]);
     let there = block_on(client.contains(&[key(7), key(8), key(0)])).expect("a service");
@@ -244,20 +245,20 @@ fn the_calls_are_those_of_the_cache() {
 
     assert!(block_on(client.remove(&key(7))).expect("removed"));
     assert!(!block_on(client.remove_durably(&key(7))).expect("removed before"));
-    assert_eq!(guest.load(6, 2).expect("a service"), [true, false]);
+    assert_eq!(pool_client.load(6, 2).expect("a service"), [true, false]);
 
     assert_eq!(block_on(client.prefetch(&keys(0..2))).expect("a service"), 2);
     // A load joins the movement, and is a hit of the faster tier.
-    assert_eq!(guest.load(0, 2).expect("a service"), [true; 2]);
+    assert_eq!(pool_client.load(0, 2).expect("a service"), [true; 2]);
     assert_eq!(block_on(client.match_prefix(&keys(0..2))).expect("a service"), [Tier::Host; 2]);
     let stats = block_on(client.stats()).expect("a service");
     assert_eq!((stats.stores, stats.misses, stats.tier(Tier::Disk).resident), (8, 5, 7));
     let durations = [Route::RegionToDisk, Route::DiskToHost, Route::HostHit].map(|route| stats.route_durations(route));
     assert_eq!(durations.map(Durations::count), [8, 2, 0]);
     assert!(durations[0].quantile(0.99) >= durations[0].quantile(0.5) && durations[0].sum() > Duration::ZERO);
-    block_on(client.unregister(&guest.region)).expect("unregistered");
-    block_on(client.unregister(&guest.region)).expect("once more");
-    assert!(matches!(guest.load(0, 1), Err(Error::Argument { what: "segments", .. })), "in no region");
+    block_on(client.unregister(&pool_client.region)).expect("unregistered");
+    block_on(client.unregister(&pool_client.region)).expect("once more");
+    assert!(matches!(pool_client.load(0, 1), Err(Error::Argument { what: "segments", .. })), "in no region");
     block_on(client.close()).expect("closed");
     assert!(matches!(block_on(client.sync()), Err(Error::Closed)));
 }
@@ -265,38 +266,38 @@ fn the_calls_are_those_of_the_cache() {
 #[test]
 fn a_region_of_another_client_is_refused() {
     let node = Node::new();
-    let guests = [Guest::new(&node.socket()), Guest::new(&node.socket())];
-    let refused = block_on(guests[0].client.unregister(&guests[1].region)).expect_err("not its own");
+    let clients = [PoolClient::new(&node.socket()), PoolClient::new(&node.socket())];
+    let refused = block_on(clients[0].client.unregister(&clients[1].region)).expect_err("not its own");
     assert!(matches!(refused, Error::Argument { what: "region", .. }), "{refused}");
     // Its own, which has the same number, is still there.
-    guests[0].store(0, 1).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
-    assert_eq!(guests[0].load(0, 1).expect("a service"), [true]);
+    clients[0].store(0, 1).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    assert_eq!(clients[0].load(0, 1).expect("a service"), [true]);
 }
 
 #[test]
 fn blocks_may_lie_in_pieces_of_several_regions_at_any_address() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     let other = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
     // SAFETY: nobody touches a block of it while the block is on its way.
     let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&other)) };
-    block_on(guest.client.register(lent.pinned(true))).expect("registered");
+    block_on(pool_client.client.register(lent.pinned(true))).expect("registered");
     let bytes = payload(1, BLOCK_BYTES);
     let (left, right) = bytes.split_at(1001);
-    guest.pool.write(77, left);
+    pool_client.pool.write(77, left);
     other.write(12_345, right);
     let place = |offset: usize| {
         vec![
-            Segment { ptr: guest.pool.as_ptr().wrapping_add(offset), len: left.len() },
+            Segment { ptr: pool_client.pool.as_ptr().wrapping_add(offset), len: left.len() },
             Segment { ptr: other.as_ptr().wrapping_add(offset + 12_268), len: right.len() },
         ]
     };
-    let stored = block_on(guest.client.store_from(&[key(1)], None, &[place(77)])).expect("a service");
+    let stored = block_on(pool_client.client.store_from(&[key(1)], None, &[place(77)])).expect("a service");
     assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
-    let loaded = block_on(guest.client.load_into(&[key(1)], &[place(100_001)])).expect("a service");
+    let loaded = block_on(pool_client.client.load_into(&[key(1)], &[place(100_001)])).expect("a service");
     assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
     let (mut found_left, mut found_right) = (vec![0; left.len()], vec![0; right.len()]);
-    guest.pool.read(100_001, &mut found_left);
+    pool_client.pool.read(100_001, &mut found_left);
     other.read(112_269, &mut found_right);
     assert!(found_left == left && found_right == right);
 }
@@ -304,8 +305,8 @@ fn blocks_may_lie_in_pieces_of_several_regions_at_any_address() {
 #[test]
 fn spaces_keep_apart_and_share_what_there_is() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
-    guest.store(0, POOL_BLOCKS).expect("a service");
+    let pool_client = PoolClient::new(&node.socket());
+    pool_client.store(0, POOL_BLOCKS).expect("a service");
     let mut other = options();
     other.namespace = "another".into();
     let stranger = block_on(Client::connect(node.socket(), other.clone())).expect("room for it");
@@ -333,35 +334,35 @@ fn spaces_keep_apart_and_share_what_there_is() {
 #[test]
 fn a_space_and_its_blocks_are_there_after_a_restart() {
     let mut node = Node::new();
-    let guest = Guest::new(&node.socket());
-    guest.store(0, POOL_BLOCKS).expect("a service");
+    let pool_client = PoolClient::new(&node.socket());
+    pool_client.store(0, POOL_BLOCKS).expect("a service");
     let folder = node.status().spaces[0].folder.clone();
     // It would connect again, and open the space.
-    block_on(guest.client.close()).expect("closed");
+    block_on(pool_client.client.close()).expect("closed");
     assert!(node.process.end().success(), "a drain ends well");
     assert!(!node.socket().exists(), "nothing is left of the socket");
     node.restart();
     let status = node.status();
     assert_eq!((status.spaces.len(), &status.spaces[0].folder, &status.spaces[0].stats), (1, &folder, &None));
     assert_eq!(status.capacity_left, status.capacity_bytes * 3 / 4, "its disk stays its own");
-    assert_eq!(Guest::new(&node.socket()).load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+    assert_eq!(PoolClient::new(&node.socket()).load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
 }
 
 #[test]
 fn a_dropped_call_is_canceled_and_its_memory_comes_back() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        guest.store(first, POOL_BLOCKS).expect("a service");
+        pool_client.store(first, POOL_BLOCKS).expect("a service");
     }
     for _ in 0..20 {
-        let (keys, places) = (keys(0..1), [guest.place(0)]);
-        let mut call = Box::pin(guest.client.load_into(&keys, &places));
+        let (keys, places) = (keys(0..1), [pool_client.place(0)]);
+        let mut call = Box::pin(pool_client.client.load_into(&keys, &places));
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         assert!(call.as_mut().poll(&mut context).is_pending(), "it takes a thread to answer");
         drop(call);
     }
-    block_on(guest.client.unregister(&guest.region)).expect("all have ended");
+    block_on(pool_client.client.unregister(&pool_client.region)).expect("all have ended");
     let own = node.status().clients.into_iter().find(|client| client.namespace == "tests").expect("connected");
     assert_eq!((own.regions, own.region_bytes, own.bytes_in_flight), (0, 0, 0));
 }

@@ -13,8 +13,8 @@ use kvhoist_service::{Server, ServerConfig, SpaceStats};
 
 use crate::{
     common::key,
-    guest::{Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS, connect},
+    pool_client::{POOL_BLOCKS, PoolClient},
 };
 
 /// Fewer than the blocks that change.
@@ -34,14 +34,14 @@ fn start(folder: &Path) -> (Server, PathBuf) {
     (Server::start(config).expect("a service"), socket)
 }
 
-fn stats(guest: &Guest) -> SpaceStats {
-    block_on(guest.client.stats()).expect("a service")
+fn stats(pool_client: &PoolClient) -> SpaceStats {
+    block_on(pool_client.client.stats()).expect("a service")
 }
 
 /// Stores blocks while another thread writes to all of them.
-fn store_changing(guest: &Guest, first: u64) {
+fn store_changing(pool_client: &PoolClient, first: u64) {
     let keys: Vec<BlockKey> = (first..first + POOL_BLOCKS).map(key).collect();
-    let places: Vec<_> = (0..POOL_BLOCKS).map(|at| guest.place(at)).collect();
+    let places: Vec<_> = (0..POOL_BLOCKS).map(|at| pool_client.place(at)).collect();
     let ended = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -49,24 +49,24 @@ fn store_changing(guest: &Guest, first: u64) {
             while !ended.load(Relaxed) {
                 byte += 1;
                 for word in 0..POOL_BLOCKS as usize * BLOCK_BYTES / 4096 {
-                    guest.pool.write(word * 4096, &[byte as u8; 8]);
+                    pool_client.pool.write(word * 4096, &[byte as u8; 8]);
                 }
             }
         });
-        block_on(guest.client.store_from(&keys, None, &places)).expect("a service");
+        block_on(pool_client.client.store_from(&keys, None, &places)).expect("a service");
         ended.store(true, Relaxed);
     });
 }
 
 /// Which of these blocks another client finds.
-fn found(guest: &Guest, first: u64) -> Vec<bool> {
+fn found(pool_client: &PoolClient, first: u64) -> Vec<bool> {
     let keys: Vec<BlockKey> = (first..first + POOL_BLOCKS).map(key).collect();
-    let places: Vec<_> = (0..POOL_BLOCKS).map(|at| guest.place(at)).collect();
-    let results = block_on(guest.client.load_into(&keys, &places)).expect("a service");
+    let places: Vec<_> = (0..POOL_BLOCKS).map(|at| pool_client.place(at)).collect();
+    let results = block_on(pool_client.client.load_into(&keys, &places)).expect("a service");
     results.into_iter().map(|result| result.expect("a miss is no error")).collect()
 }
 
-fn check(neighbor: &Guest) {
+fn check(neighbor: &PoolClient) {
     assert_eq!(neighbor.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
     let found = stats(neighbor);
     assert_eq!((found.quarantined, found.disk_trouble()), (0, None), "the drive did nothing");
@@ -77,7 +77,7 @@ fn check(neighbor: &Guest) {
 fn blocks_of_changed_memory_are_charged_to_their_client() {
     let folder = tempfile::tempdir().expect("a folder");
     let (server, socket) = start(folder.path());
-    let [neighbor, hostile] = [(); 2].map(|()| Guest::of(connect(&socket)));
+    let [neighbor, hostile] = [(); 2].map(|()| PoolClient::of(connect(&socket)));
     neighbor.store(0, POOL_BLOCKS).expect("a service");
     let begun = Instant::now();
     let mut first = HOSTILE;
@@ -114,7 +114,7 @@ fn blocks_of_changed_memory_are_no_fault_of_the_drive_after_a_restart() {
     while changed <= u64::from(QUARANTINE_MAX) {
         assert!(begun.elapsed() < HANG, "{changed}");
         let (server, socket) = start(folder.path());
-        let hostile = Guest::of(connect(&socket));
+        let hostile = PoolClient::of(connect(&socket));
         let at = |part: u64| HOSTILE + part * POOL_BLOCKS;
         for part in 0..8 {
             let keys: Vec<BlockKey> = (at(part)..at(part + 1)).map(key).collect();
@@ -127,12 +127,12 @@ fn blocks_of_changed_memory_are_no_fault_of_the_drive_after_a_restart() {
         server.drain();
         server.wait().expect("a whole store");
         let (server, socket) = start(folder.path());
-        let guest = Guest::of(connect(&socket));
-        (0..8).for_each(|part| drop(found(&guest, at(part))));
-        let after = stats(&guest);
+        let pool_client = PoolClient::of(connect(&socket));
+        (0..8).for_each(|part| drop(found(&pool_client, at(part))));
+        let after = stats(&pool_client);
         assert_eq!((after.quarantined, after.disk_trouble()), (0, None), "{after:?}");
         changed += after.changed_memory;
-        drop(guest);
+        drop(pool_client);
         server.drain();
         server.wait().expect("a whole store");
     }

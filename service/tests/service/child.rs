@@ -3,9 +3,9 @@
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::{
-    files, guest, hung, killed, limits,
+    files, hung, killed, limits,
     node::{self, ROLE},
-    twins, users,
+    pool_client, twins, users,
 };
 
 /// By itself it does nothing.
@@ -24,12 +24,12 @@ fn child() {
         ["cuda-load", socket] => cuda::ends::load_for_ever(socket),
         ["twin", ..] => twins::run(&words[1..]),
         ["limited", ..] => limits::run(&words[1..]),
-        ["store", socket] => guest::store_all(socket),
-        ["load", socket] => guest::load_all(socket),
+        ["store", socket] => pool_client::store_all(socket),
+        ["load", socket] => pool_client::load_all(socket),
         ["linger", socket, pid, how] => hung::linger(socket.as_ref(), pid.parse().expect("a number"), how),
         ["as", ..] => users::run(&words[1..]),
-        ["busy", socket, seed] => guest::run(socket, seed.parse().expect("a number"), false),
-        ["busy-or-away", socket, seed] => guest::run(socket, seed.parse().expect("a number"), true),
+        ["busy", socket, seed] => pool_client::run(socket, seed.parse().expect("a number"), false),
+        ["busy-or-away", socket, seed] => pool_client::run(socket, seed.parse().expect("a number"), true),
         _ => panic!("{role} is no role"),
     }
 }

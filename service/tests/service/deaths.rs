@@ -6,19 +6,19 @@ use kvhoist::block_on;
 
 use crate::{
     common::key,
-    guest::{Guest, is_away},
     neighbor::{Neighbor, filled},
     node::HANG,
+    pool_client::{PoolClient, is_away},
 };
 
 #[test]
 fn while_the_service_is_away_calls_fail_at_once_and_say_what_to_do() {
     let mut node = filled();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     node.process.kill();
     let hang = Instant::now() + HANG;
     let error = loop {
-        match guest.load(0, 1) {
+        match pool_client.load(0, 1) {
             Err(error) => break error,
             // Sent before the kernel told of the death.
             Ok(_) => assert!(Instant::now() < hang),
@@ -26,16 +26,16 @@ fn while_the_service_is_away_calls_fail_at_once_and_say_what_to_do() {
     };
     assert!(is_away(&error) && error.is_transient(), "{error}");
     assert!(error.to_string().contains("start `kvhoist serve`"), "{error}");
-    assert!(!guest.client.is_connected());
+    assert!(!pool_client.client.is_connected());
     // Nothing has the memory any more.
-    block_on(guest.client.unregister(&guest.region)).expect("at once");
+    block_on(pool_client.client.unregister(&pool_client.region)).expect("at once");
     node.restart();
     let hang = Instant::now() + HANG;
-    while !guest.client.is_connected() {
+    while !pool_client.client.is_connected() {
         assert!(Instant::now() < hang, "it connects again");
         thread::yield_now();
     }
-    assert_eq!(block_on(guest.client.match_len(&[key(0)])).expect("a service"), 1);
+    assert_eq!(block_on(pool_client.client.match_len(&[key(0)])).expect("a service"), 1);
     assert_eq!(node.held().mappings, 0, "a region that was given back is not registered again");
 }
 

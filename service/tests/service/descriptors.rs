@@ -12,8 +12,8 @@ use kvhoist::SharedMemory;
 use kvhoist_service::internals::protocol::{RegionKind, Reply, Request};
 
 use crate::{
-    guest::Guest,
     node::{BLOCK_BYTES, Node, Stopped},
+    pool_client::PoolClient,
     raw::Raw,
     users::is_root,
 };
@@ -34,7 +34,7 @@ fn limit(pid: u32, descriptors: u64) -> u64 {
 #[test]
 fn a_client_whose_memory_cannot_be_received_is_told_what_to_raise() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     let mut raw = Raw::attached(&node.socket());
     let pool = SharedMemory::new(BLOCK_BYTES).expect("memory");
     let len = pool.len() as u64;
@@ -44,8 +44,8 @@ fn a_client_whose_memory_cannot_be_received_is_told_what_to_raise() {
     let why = raw.goodbye();
     assert!(why.contains("more than one") && why.contains("LimitNOFILE"), "{why}");
     limit(node.process.pid(), before);
-    guest.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
-    assert_eq!(guest.load(0, 4).expect("a service"), [true; 4]);
+    pool_client.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    assert_eq!(pool_client.load(0, 4).expect("a service"), [true; 4]);
 }
 
 fn register(len: u64) -> Request {
@@ -59,7 +59,7 @@ fn descriptors_that_nobody_asked_for_take_none_of_the_service() {
         return;
     }
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     let raws: Vec<Raw> = (0..40).map(|_| Raw::attached(&node.socket())).collect();
     let held = node.held();
     // Room for a client more, with its memory.
@@ -77,7 +77,7 @@ fn descriptors_that_nobody_asked_for_take_none_of_the_service() {
     let mut raw = Raw::attached(&node.socket());
     assert!(matches!(raw.ask_with(2, &register(4096), pool.as_fd()), Reply::Registered { .. }));
     limit(node.process.pid(), before);
-    guest.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    pool_client.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
 }
 
 /// Sends its own end along, in every way, and dies.
@@ -97,7 +97,7 @@ fn send_own_end(node: &Node, how: usize, other: &UnixStream) {
 #[test]
 fn a_connection_ends_with_its_client_that_sent_its_own_end_along() {
     let node = Node::new();
-    let _guest = Guest::new(&node.socket());
+    let _pool_client = PoolClient::new(&node.socket());
     let held = node.held();
     for _ in 0..8 {
         let other = Raw::attached(&node.socket()).stream;

@@ -2,7 +2,7 @@
 
 use kvhoist_service::internals::protocol::{FRAME_BYTES_MAX, Header};
 
-use crate::{guest::Guest, node::Node, raw::Raw};
+use crate::{node::Node, pool_client::PoolClient, raw::Raw};
 
 fn header(body_bytes: usize) -> [u8; 16] {
     Header { body_bytes: body_bytes as u32, kind: 4, id: 9 }.encode()
@@ -12,7 +12,7 @@ fn header(body_bytes: usize) -> [u8; 16] {
 fn an_announced_frame_costs_the_service_nothing() {
     const CONNECTIONS: usize = 200;
     let node = Node::with("10000 1000");
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     let before = node.held();
     let mut raws: Vec<Raw> = (0..CONNECTIONS).map(|_| Raw::attached(&node.socket())).collect();
     for raw in &mut raws {
@@ -23,7 +23,7 @@ fn an_announced_frame_costs_the_service_nothing() {
     let own = node.held().own_bytes;
     let most = before.own_bytes + ((CONNECTIONS as u64 * 128) << 10);
     assert!(own < most, "{own} bytes with {CONNECTIONS} announcements, {} without", before.own_bytes);
-    assert_eq!(guest.load(0, 1).expect("a service").len(), 1);
+    assert_eq!(pool_client.load(0, 1).expect("a service").len(), 1);
     drop(raws);
     node.wait_for_clients(1);
 }

@@ -18,8 +18,8 @@ use kvhoist_service::internals::protocol::{
 
 use crate::{
     common::{Rng, key, seed},
-    guest::POOL_BLOCKS,
     node::BLOCK_BYTES,
+    pool_client::POOL_BLOCKS,
     raw::Raw,
     shared_node::SharedNode,
 };

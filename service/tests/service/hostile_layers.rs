@@ -7,10 +7,10 @@ use kvhoist_service::internals::protocol::{Blocks, Place, RegionKind, Reply, Req
 
 use crate::{
     common::key,
-    guest::{LAYER_OF, POOL_BLOCKS, SEGMENT_BYTES},
     hostile::memfd,
     layers::{attached_with_device, failed},
     node::BLOCK_BYTES,
+    pool_client::{LAYER_OF, POOL_BLOCKS, SEGMENT_BYTES},
     raw::Raw,
     shared_node::SharedNode,
 };

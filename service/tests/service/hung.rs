@@ -11,8 +11,8 @@ use std::{
 use kvhoist_service::internals::protocol::{Hello, RegionKind, Reply, Request};
 
 use crate::{
-    guest::Guest,
     node::{HANG, Node, Process, Stopped, say},
+    pool_client::PoolClient,
     raw::Raw,
 };
 
@@ -39,10 +39,10 @@ fn lingering() -> (OwnedFd, TcpStream) {
 }
 
 /// Calls of another client take no longer than usual.
-fn serves(guest: &Guest, what: &str) {
+fn serves(pool_client: &PoolClient, what: &str) {
     let begin = Instant::now();
-    guest.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
-    assert_eq!(guest.load(0, 4).expect("a service"), [true; 4]);
+    pool_client.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    assert_eq!(pool_client.load(0, 4).expect("a service"), [true; 4]);
     assert!(begin.elapsed() < SOON, "{what}: the service was hung for {:?}", begin.elapsed());
 }
 
@@ -115,11 +115,11 @@ fn lingers(node: &Node, how: &str) -> Process {
 #[test]
 fn a_descriptor_whose_close_waits_hangs_nobody() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     let mut processes = Vec::new();
     for how in ["registered", "unasked", "hello", "part", "two", "hung up", "registered"] {
         processes.push(lingers(&node, &how.replace(' ', "-")));
-        serves(&guest, how);
+        serves(&pool_client, how);
     }
     // Connections are closed, too.
     processes.iter_mut().for_each(Process::kill);
@@ -129,9 +129,9 @@ fn a_descriptor_whose_close_waits_hangs_nobody() {
 #[test]
 fn a_connection_past_the_limit_hangs_nobody() {
     let node = Node::with("10000 1");
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     let _process = lingers(&node, "refused");
-    serves(&guest, "refused");
+    serves(&pool_client, "refused");
 }
 
 /// The end of a service is the end of its connections, too.

@@ -20,8 +20,8 @@ use kvhoist_service::{
 
 use crate::{
     common::{self, Rng, key, seed},
-    guest::is_away,
     node::{HANG, Process, say},
+    pool_client::is_away,
     raw::Raw,
 };
 

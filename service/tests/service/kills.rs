@@ -9,9 +9,9 @@ use kvhoist::{Tier, block_on};
 
 use crate::{
     common::{Rng, key, seed},
-    guest::{BLOCKS, Guest, POOL_BLOCKS},
     neighbor::{Neighbor, filled},
     node::{DISK_BLOCKS, HANG, Held, Node, Process},
+    pool_client::{BLOCKS, POOL_BLOCKS, PoolClient},
 };
 
 /// Clients that are drawn from at a time.
@@ -82,38 +82,39 @@ fn start_neighbors(node: &Node, rng: &mut Rng, may_be_away: bool) -> [Neighbor; 
 
 /// All slots of a service can be used: as many new blocks fit into each tier as it has slots.
 fn check_slots(node: &Node) {
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     for first in (0..DISK_BLOCKS).step_by(POOL_BLOCKS as usize) {
-        let stored = guest.store((1 << 32) + first, POOL_BLOCKS).expect("a service");
+        let stored = pool_client.store((1 << 32) + first, POOL_BLOCKS).expect("a service");
         assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
     }
-    let stats = || block_on(guest.client.stats()).expect("a service");
+    let stats = || block_on(pool_client.client.stats()).expect("a service");
     let is_full = |tier| stats().tier(tier).slots > 0 && stats().tier(tier).resident == stats().tier(tier).slots;
     for first in (0..DISK_BLOCKS).step_by(POOL_BLOCKS as usize) {
         let first = (1 << 32) + first;
         let keys: Vec<_> = (first..first + POOL_BLOCKS).map(key).collect();
         let begun = Instant::now();
-        let are_in_host =
-            || block_on(guest.client.match_prefix(&keys)).expect("a service") == [Tier::Host; POOL_BLOCKS as usize];
+        let are_in_host = || {
+            block_on(pool_client.client.match_prefix(&keys)).expect("a service") == [Tier::Host; POOL_BLOCKS as usize]
+        };
         while !is_full(Tier::Host) && !are_in_host() {
             assert!(begun.elapsed() < HANG, "prefetched blocks do not come: {:?}", stats());
-            block_on(guest.client.prefetch(&keys)).expect("a service");
+            block_on(pool_client.client.prefetch(&keys)).expect("a service");
         }
     }
     for tier in [Tier::Disk, Tier::Host] {
         assert!(is_full(tier), "slots of {tier:?} are lost: {:?}", stats());
     }
-    block_on(guest.client.close()).expect("closed");
+    block_on(pool_client.client.close()).expect("closed");
 }
 
 /// All that the clients share is there, with its bytes, and no block was damaged.
 fn check_blocks(node: &Node) {
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+        assert_eq!(pool_client.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
     }
-    assert_eq!(block_on(guest.client.stats()).expect("a service").quarantined, 0);
-    block_on(guest.client.close()).expect("closed");
+    assert_eq!(block_on(pool_client.client.stats()).expect("a service").quarantined, 0);
+    block_on(pool_client.client.close()).expect("closed");
 }
 
 /// A service without clients holds no more than `before`.

@@ -14,23 +14,23 @@ use kvhoist_service::Client;
 
 use crate::{
     common::{key, payload},
-    guest::Guest,
     node::{BLOCK_BYTES, HANG, Node, Stopped, options},
+    pool_client::PoolClient,
 };
 
 const DEADLINE: Duration = Duration::from_secs(2);
 
 /// A client with a short deadline. Its block 0 is stored.
-fn hasty(node: &Node, bounce_bytes: usize) -> Guest {
+fn hasty(node: &Node, bounce_bytes: usize) -> PoolClient {
     let mut options = options();
     (options.deadline, options.bounce_bytes) = (HANG, bounce_bytes);
-    let patient = Guest::of(block_on(Client::connect(&node.socket(), options.clone())).expect("a service"));
+    let patient = PoolClient::of(block_on(Client::connect(&node.socket(), options.clone())).expect("a service"));
     assert!(patient.store(0, 1).expect("a service").remove(0).expect("stored"));
     options.deadline = DEADLINE;
     // Attaching may take longer than the deadline of its calls.
     loop {
         match block_on(Client::connect(&node.socket(), options.clone())) {
-            Ok(client) => return Guest::of(client),
+            Ok(client) => return PoolClient::of(client),
             Err(error) => assert!(is_late(&error) || is_away(&error), "{error}"),
         }
     }
@@ -54,18 +54,18 @@ async fn waits<F: Future>(call: &mut Pin<Box<F>>) -> bool {
 #[test]
 fn a_late_call_ends_when_the_service_no_longer_uses_its_memory() {
     let node = Node::new();
-    let guest = hasty(&node, 1 << 20);
-    guest.pool.write(0, &vec![0xa5; BLOCK_BYTES]);
-    guest.pool.write(BLOCK_BYTES, &payload(1, BLOCK_BYTES));
-    let (load, store) = ([guest.place(0)], [guest.place(1)]);
+    let pool_client = hasty(&node, 1 << 20);
+    pool_client.pool.write(0, &vec![0xa5; BLOCK_BYTES]);
+    pool_client.pool.write(BLOCK_BYTES, &payload(1, BLOCK_BYTES));
+    let (load, store) = ([pool_client.place(0)], [pool_client.place(1)]);
     let stopped = Stopped::new(node.process.pid());
     let moved: [Result<Vec<Result<bool, Error>>, Error>; 2] = block_on(async {
         let keys = [key(0), key(1)];
-        let mut load = Box::pin(guest.client.load_into(&keys[..1], &load));
-        let mut store = Box::pin(guest.client.store_from(&keys[1..], None, &store));
+        let mut load = Box::pin(pool_client.client.load_into(&keys[..1], &load));
+        let mut store = Box::pin(pool_client.client.store_from(&keys[1..], None, &store));
         assert!(waits(&mut load).await && waits(&mut store).await);
         // Its deadline is later than theirs, and it has no memory.
-        assert!(is_late(&guest.client.contains(&[key(0)]).await.expect_err("the service is stopped")));
+        assert!(is_late(&pool_client.client.contains(&[key(0)]).await.expect_err("the service is stopped")));
         assert!(waits(&mut load).await && waits(&mut store).await, "the service has their memory");
         drop(stopped);
         [load.await, store.await]
@@ -74,22 +74,22 @@ fn a_late_call_ends_when_the_service_no_longer_uses_its_memory() {
     match loaded {
         Ok(found) => {
             let mut bytes = vec![0; BLOCK_BYTES];
-            guest.pool.read(0, &mut bytes);
+            pool_client.pool.read(0, &mut bytes);
             assert!(found && bytes == payload(0, BLOCK_BYTES), "WRONG BYTES");
         }
         Err(error) => assert!(is_late(&error), "{error}"),
     }
     assert!(stored.unwrap_or_else(|error| is_late(&error)));
     // From now on it is the caller's: what the caller writes there stays, and is not stored.
-    guest.pool.write(0, &vec![0x5a; 2 * BLOCK_BYTES]);
-    let patient = Guest::new(&node.socket());
+    pool_client.pool.write(0, &vec![0x5a; 2 * BLOCK_BYTES]);
+    let patient = PoolClient::new(&node.socket());
     if patient.load(1, 1).expect("a service") == [true] {
         let mut bytes = vec![0; BLOCK_BYTES];
         patient.pool.read(0, &mut bytes);
         assert!(bytes == payload(1, BLOCK_BYTES), "WRONG BYTES");
     }
     let mut bytes = vec![0; 2 * BLOCK_BYTES];
-    guest.pool.read(0, &mut bytes);
+    pool_client.pool.read(0, &mut bytes);
     assert!(bytes == vec![0x5a; 2 * BLOCK_BYTES], "the service wrote after the call");
 }
 
@@ -97,11 +97,11 @@ fn a_late_call_ends_when_the_service_no_longer_uses_its_memory() {
 #[test]
 fn a_call_waits_for_slots_to_copy_through_until_its_deadline() {
     let node = Node::new();
-    let guest = hasty(&node, BLOCK_BYTES);
+    let pool_client = hasty(&node, BLOCK_BYTES);
     let mut memory = vec![0; BLOCK_BYTES];
     let place = [vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
     // SAFETY: it outlives the region, and nobody else uses it.
-    let region = Arc::new(unsafe { guest.client.lend(&place[0]) }.expect("it is lent"));
+    let region = Arc::new(unsafe { pool_client.client.lend(&place[0]) }.expect("it is lent"));
     // The buffer is there from the first call on.
     while block_on(region.load_into(&[key(0)], &place)).is_err() {}
     let stopped = Stopped::new(node.process.pid());
@@ -121,9 +121,9 @@ fn a_service_that_hangs_holds_up_no_call_and_is_given_its_memory() {
     let node = Node::new();
     let mut options = options();
     (options.deadline, options.give_up) = (DEADLINE, Some(Duration::from_millis(300)));
-    let guest = loop {
+    let pool_client = loop {
         match block_on(Client::connect(&node.socket(), options.clone())) {
-            Ok(client) => break Guest::of(client),
+            Ok(client) => break PoolClient::of(client),
             Err(error) => assert!(is_late(&error) || is_away(&error), "{error}"),
         }
     };
@@ -131,7 +131,7 @@ fn a_service_that_hangs_holds_up_no_call_and_is_given_its_memory() {
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let (client, place) = (&guest.client, [guest.place(0)]);
+            let (client, place) = (&pool_client.client, [pool_client.place(0)]);
             let keys = [key(0)];
             let calls = block_on(async {
                 let load = client.load_into(&keys, &place).await.map(drop);
@@ -139,7 +139,7 @@ fn a_service_that_hangs_holds_up_no_call_and_is_given_its_memory() {
                 let more = std::sync::Arc::new(SharedMemory::new(4096)?);
                 // SAFETY: nothing else uses it.
                 let register = client.register(unsafe { kvhoist::Memory::shared(more) }).await.map(drop);
-                let unregister = client.unregister(&guest.region).await;
+                let unregister = client.unregister(&pool_client.region).await;
                 let close = client.close().await;
                 Ok::<_, Error>([load, store, register, unregister, close])
             });

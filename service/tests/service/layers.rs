@@ -10,8 +10,8 @@ use kvhoist_service::{
 
 use crate::{
     common::{key, payload},
-    guest::{Guest, LAYER_OF, POOL_BLOCKS, SEGMENT_BYTES, cut},
     node::{BLOCK_BYTES, HANG, HOST_BLOCKS, Node, Stopped, options},
+    pool_client::{LAYER_OF, POOL_BLOCKS, PoolClient, SEGMENT_BYTES, cut},
     raw::Raw,
 };
 
@@ -20,7 +20,7 @@ const ALL: [bool; POOL_BLOCKS as usize] = [true; POOL_BLOCKS as usize];
 #[test]
 fn blocks_come_layer_by_layer_to_the_memory_of_each_client_of_a_space() {
     let mut node = Node::new();
-    let [one, other] = [(); 2].map(|()| Guest::with_device(&node.socket()));
+    let [one, other] = [(); 2].map(|()| PoolClient::with_device(&node.socket()));
     one.store(0, POOL_BLOCKS).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
     // What one client has stored is in host memory for the other.
     let keys: Vec<BlockKey> = (0..POOL_BLOCKS).map(key).collect();
@@ -34,29 +34,29 @@ fn blocks_come_layer_by_layer_to_the_memory_of_each_client_of_a_space() {
     drop((one, other));
     node.process.end();
     node.restart();
-    let guest = Guest::with_device(&node.socket());
-    let tiers = block_on(guest.client.match_prefix(&keys)).expect("a service");
+    let pool_client = PoolClient::with_device(&node.socket());
+    let tiers = block_on(pool_client.client.match_prefix(&keys)).expect("a service");
     assert_eq!(tiers, [Tier::Disk; POOL_BLOCKS as usize]);
-    assert_eq!(guest.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
+    assert_eq!(pool_client.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
 }
 
 #[test]
 fn host_memory_is_loaded_layer_by_layer_too() {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
-    guest.store(0, POOL_BLOCKS).expect("a service");
-    assert_eq!(guest.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
+    let pool_client = PoolClient::new(&node.socket());
+    pool_client.store(0, POOL_BLOCKS).expect("a service");
+    assert_eq!(pool_client.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
 }
 
 #[test]
 fn all_layers_of_a_load_complete_when_the_service_dies() {
     let mut node = Node::new();
-    let guest = Guest::with_device(&node.socket());
-    guest.store(0, POOL_BLOCKS).expect("a service");
+    let pool_client = PoolClient::with_device(&node.socket());
+    pool_client.store(0, POOL_BLOCKS).expect("a service");
     let keys: Vec<BlockKey> = (0..POOL_BLOCKS).map(key).collect();
-    let segments: Vec<_> = (0..POOL_BLOCKS).map(|at| cut(&guest.place(at)[0])).collect();
+    let segments: Vec<_> = (0..POOL_BLOCKS).map(|at| cut(&pool_client.place(at)[0])).collect();
     let stopped = Stopped::new(node.process.pid());
-    let load = guest.client.load_layers(&keys, &segments, &LAYER_OF).expect("it is up");
+    let load = pool_client.client.load_layers(&keys, &segments, &LAYER_OF).expect("it is up");
     node.process.kill();
     drop(stopped);
     for layer in 0..load.layers() {
@@ -66,22 +66,22 @@ fn all_layers_of_a_load_complete_when_the_service_dies() {
     for result in block_on(load.blocks()) {
         let Err(Error::Service { fault: ServiceFault::Away, .. }) = result else { panic!("{result:?}") };
     }
-    let refused = guest.client.load_layers(&keys, &segments, &LAYER_OF).expect_err("nobody answers");
+    let refused = pool_client.client.load_layers(&keys, &segments, &LAYER_OF).expect_err("nobody answers");
     assert!(matches!(refused, Error::Service { fault: ServiceFault::Away, .. }), "{refused}");
     // The client has its memory again, and the next service gets it.
     node.restart();
     let hang = Instant::now() + HANG;
-    while !guest.client.is_connected() {
+    while !pool_client.client.is_connected() {
         assert!(Instant::now() < hang);
         std::thread::yield_now();
     }
-    assert_eq!(guest.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
+    assert_eq!(pool_client.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
 }
 
 #[test]
 fn a_space_has_the_device_that_its_first_client_asked_for() {
     let node = Node::new();
-    let plain = Guest::new(&node.socket());
+    let plain = PoolClient::new(&node.socket());
     let mut wanted = options();
     wanted.device = Some(kvhoist::DeviceKind::Simulated);
     let refused = block_on(Client::connect(node.socket(), wanted)).expect_err("the space has no device").to_string();
@@ -122,7 +122,7 @@ fn shifted(region: u32, offset: u64, shifts: &[u64]) -> Request {
 #[test]
 fn blocks_that_lie_alike_are_loaded_where_they_lie_and_refused_where_one_would_not() {
     let node = Node::new();
-    let neighbor = Guest::with_device(&node.socket());
+    let neighbor = PoolClient::with_device(&node.socket());
     neighbor.store(0, POOL_BLOCKS).expect("a service");
     let mut raw = attached_with_device(&node);
     let memory = SharedMemory::new(4 * BLOCK_BYTES).expect("memory");
@@ -165,18 +165,18 @@ fn blocks_that_lie_alike_are_loaded_where_they_lie_and_refused_where_one_would_n
 #[test]
 fn blocks_that_lie_unlike_each_other_come_layer_by_layer() {
     let node = Node::new();
-    let guest = Guest::with_device(&node.socket());
-    guest.store(0, POOL_BLOCKS).expect("a service");
+    let pool_client = PoolClient::with_device(&node.socket());
+    pool_client.store(0, POOL_BLOCKS).expect("a service");
     // The segments of every second block lie in reverse.
-    let mut segments: Vec<_> = (0..POOL_BLOCKS).map(|at| cut(&guest.place(at)[0])).collect();
+    let mut segments: Vec<_> = (0..POOL_BLOCKS).map(|at| cut(&pool_client.place(at)[0])).collect();
     segments.iter_mut().skip(1).step_by(2).for_each(|of_block| of_block.reverse());
     let keys: Vec<BlockKey> = (0..POOL_BLOCKS).map(key).collect();
-    guest.pool.write(0, &vec![0x5a; POOL_BLOCKS as usize * BLOCK_BYTES]);
-    let load = guest.client.load_layers(&keys, &segments, &LAYER_OF).expect("a service");
+    pool_client.pool.write(0, &vec![0x5a; POOL_BLOCKS as usize * BLOCK_BYTES]);
+    let load = pool_client.client.load_layers(&keys, &segments, &LAYER_OF).expect("a service");
     assert!(block_on(load.blocks()).iter().all(|result| matches!(result, Ok(true))));
     for at in 0..POOL_BLOCKS {
         let mut bytes = vec![0; BLOCK_BYTES];
-        guest.pool.read(at as usize * BLOCK_BYTES, &mut bytes);
+        pool_client.pool.read(at as usize * BLOCK_BYTES, &mut bytes);
         let mut parts: Vec<&[u8]> = bytes.chunks(SEGMENT_BYTES).collect();
         if at % 2 == 1 {
             parts.reverse();
@@ -188,7 +188,7 @@ fn blocks_that_lie_unlike_each_other_come_layer_by_layer() {
 #[test]
 fn numbers_that_are_wrong_are_refused_before_anything_moves() {
     let node = Node::new();
-    let neighbor = Guest::with_device(&node.socket());
+    let neighbor = PoolClient::with_device(&node.socket());
     neighbor.store(0, POOL_BLOCKS).expect("a service");
     let mut raw = attached_with_device(&node);
     let memory = SharedMemory::new(2 * BLOCK_BYTES).expect("memory");
@@ -245,7 +245,7 @@ pub fn attached_with_device(node: &Node) -> Raw {
 #[test]
 fn clients_pin_a_quarter_of_the_host_memory_and_no_longer_than_they_live() {
     let node = Node::new();
-    let [one, other] = [(); 2].map(|()| Guest::with_device(&node.socket()));
+    let [one, other] = [(); 2].map(|()| PoolClient::with_device(&node.socket()));
     one.store(0, POOL_BLOCKS).expect("a service");
     let keys: Vec<BlockKey> = (0..POOL_BLOCKS).map(key).collect();
     let most = one.client.pin(&keys, 3);
@@ -260,8 +260,8 @@ fn clients_pin_a_quarter_of_the_host_memory_and_no_longer_than_they_live() {
     for first in (100..100 + 4 * host_slots as u64).step_by(POOL_BLOCKS as usize) {
         one.store(first, POOL_BLOCKS).expect("a service");
     }
-    let in_host = |guest: &Guest, keys: &[BlockKey]| {
-        let tiers = keys.iter().map(|key| block_on(guest.client.match_prefix(&[*key])).expect("a service"));
+    let in_host = |pool_client: &PoolClient, keys: &[BlockKey]| {
+        let tiers = keys.iter().map(|key| block_on(pool_client.client.match_prefix(&[*key])).expect("a service"));
         tiers.filter(|tier| tier[..] == [Tier::Host]).count()
     };
     assert!(in_host(&other, &keys) >= all.count().max(3), "{} are left", in_host(&other, &keys));

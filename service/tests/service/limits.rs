@@ -20,8 +20,8 @@ use tempfile::TempDir;
 
 use crate::{
     common::{self, key},
-    guest::{Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS, Process, say},
+    pool_client::{POOL_BLOCKS, PoolClient},
     raw::Raw,
 };
 
@@ -162,18 +162,18 @@ fn lend_all(raw: &mut Raw, len: u64) -> (u32, Failure) {
 }
 
 /// A client that comes late stores, and it and one that was there before load.
-fn others_are_served(socket: &Path, neighbor: &Guest) {
-    let late = Guest::new(socket);
+fn others_are_served(socket: &Path, neighbor: &PoolClient) {
+    let late = PoolClient::new(socket);
     assert!(late.store(0, POOL_BLOCKS).expect("a service").iter().all(Result::is_ok));
-    for guest in [&late, neighbor] {
-        assert_eq!(guest.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+    for pool_client in [&late, neighbor] {
+        assert_eq!(pool_client.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
     }
 }
 
 #[test]
 fn connections_that_lend_a_tebibyte_each_leave_address_space_to_every_other() {
     let node = Limited::new("");
-    let neighbor = Guest::new(&node.socket);
+    let neighbor = PoolClient::new(&node.socket);
     let mut refused = 0;
     let greedy: Vec<Raw> = (0..167)
         .map(|_| {
@@ -202,7 +202,7 @@ fn connections_that_lend_a_tebibyte_each_leave_address_space_to_every_other() {
 #[test]
 fn clients_that_lend_all_of_a_limited_address_space_leave_the_service_its_own_and_others_theirs() {
     let node = Limited::new("connections=16 address_bytes=17179869184");
-    let neighbor = Guest::new(&node.socket);
+    let neighbor = PoolClient::new(&node.socket);
     let mut lent = 0;
     let greedy: Vec<Raw> = (0..12)
         .map(|_| {
@@ -232,7 +232,7 @@ fn clients_that_lend_all_of_a_limited_address_space_leave_the_service_its_own_an
 #[test]
 fn clients_that_lend_all_regions_there_are_leave_some_to_every_other() {
     let node = Limited::new("connections=16 regions_total=64");
-    let neighbor = Guest::new(&node.socket);
+    let neighbor = PoolClient::new(&node.socket);
     let _greedy: Vec<Raw> = (0..12)
         .map(|_| {
             let mut raw = Raw::attached(&node.socket);
@@ -258,7 +258,7 @@ fn every_second_page(blocks: u64) -> Blocks {
 #[test]
 fn a_region_that_was_taken_away_costs_one_mapping_and_is_refused_from_then_on() {
     let node = Limited::new("");
-    let neighbor = Guest::new(&node.socket);
+    let neighbor = PoolClient::new(&node.socket);
     neighbor.store(0, POOL_BLOCKS).expect("a service");
     let (mappings, _) = node.mappings();
     let mut raw = Raw::attached(&node.socket);

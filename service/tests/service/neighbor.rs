@@ -14,8 +14,8 @@ use kvhoist::block_on;
 
 use crate::{
     common::Rng,
-    guest::{BLOCKS, Guest, POOL_BLOCKS, is_away},
     node::{HANG, Node},
+    pool_client::{BLOCKS, POOL_BLOCKS, PoolClient, is_away},
 };
 
 /// A client in a thread of this process that loads and stores until `end`. Every load finds all blocks, with their
@@ -32,14 +32,14 @@ impl Neighbor {
         let (stop, loads) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (told, counted) = (Arc::clone(&stop), Arc::clone(&loads));
         let thread = thread::spawn(move || {
-            let guest = Guest::new(&socket);
+            let pool_client = PoolClient::new(&socket);
             let mut rng = Rng(seed);
             while !told.load(Ordering::Relaxed) {
                 let count = 1 + rng.below(POOL_BLOCKS);
                 let first = rng.below(BLOCKS - count);
                 let result = match rng.below(4) {
-                    0 => guest.store(first, count).map(drop),
-                    _ => guest.load(first, count).map(|there| {
+                    0 => pool_client.store(first, count).map(drop),
+                    _ => pool_client.load(first, count).map(|there| {
                         assert!(there.into_iter().all(|there| there), "a block that was stored is gone");
                         counted.fetch_add(1, Ordering::Relaxed);
                     }),
@@ -48,7 +48,7 @@ impl Neighbor {
                     assert!(may_be_away && is_away(&error), "{error}");
                 }
             }
-            block_on(guest.client.unregister(&guest.region)).expect("unregistered");
+            block_on(pool_client.client.unregister(&pool_client.region)).expect("unregistered");
         });
         Neighbor { stop, loads, thread }
     }
@@ -72,13 +72,13 @@ impl Neighbor {
 /// A service whose space has all blocks.
 pub fn filled() -> Node {
     let node = Node::new();
-    let guest = Guest::new(&node.socket());
+    let pool_client = PoolClient::new(&node.socket());
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        guest.store(first, POOL_BLOCKS).expect("a service").into_iter().for_each(|result| {
+        pool_client.store(first, POOL_BLOCKS).expect("a service").into_iter().for_each(|result| {
             assert!(result.expect("stored"));
         });
     }
-    block_on(guest.client.close()).expect("closed");
+    block_on(pool_client.client.close()).expect("closed");
     node.wait_for_clients(0);
     node
 }

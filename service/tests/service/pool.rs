@@ -6,8 +6,8 @@ use kvhoist::{Config, DirectIo, Tier, block_on};
 use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, status};
 
 use crate::{
-    guest::{Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, HANG, options_of},
+    pool_client::{POOL_BLOCKS, PoolClient},
 };
 
 /// Host slots of the service, and what moves of them at a time.
@@ -40,15 +40,15 @@ impl Service {
     }
 
     /// A client of a space that asks for all host memory that is left, with its blocks stored.
-    fn attach(&self, space: &str) -> Guest {
+    fn attach(&self, space: &str) -> PoolClient {
         let mut options = options_of(space);
         (options.capacity_bytes, options.host_bytes) = (kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64), 0);
-        let guest = Guest::of(block_on(Client::connect(&self.socket, options)).expect("a service"));
+        let pool_client = PoolClient::of(block_on(Client::connect(&self.socket, options)).expect("a service"));
         for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-            let results = guest.store(first, POOL_BLOCKS).expect("a service");
+            let results = pool_client.store(first, POOL_BLOCKS).expect("a service");
             results.into_iter().for_each(|result| assert!(result.expect("stored")));
         }
-        guest
+        pool_client
     }
 
     fn space(&self, name: &str) -> SpaceStatus {
@@ -65,11 +65,11 @@ impl Service {
     }
 
     /// Loads all blocks of a space, again and again, until it has so many slots.
-    fn scan_until(&self, guest: &Guest, space: &str, slots: u64) {
+    fn scan_until(&self, pool_client: &PoolClient, space: &str, slots: u64) {
         let begun = Instant::now();
         while self.slots(space) != slots {
             assert!(begun.elapsed() < HANG, "it has {} slots, expected {slots}", self.slots(space));
-            scan(guest);
+            scan(pool_client);
         }
     }
 
@@ -80,9 +80,9 @@ impl Service {
 }
 
 /// Loads all blocks once; all are there.
-fn scan(guest: &Guest) {
+fn scan(pool_client: &PoolClient) {
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+        assert_eq!(pool_client.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
     }
 }
 
@@ -170,7 +170,7 @@ fn memory_that_does_not_move_is_what_a_client_asked_for() {
     let mut options = options_of("one");
     options.capacity_bytes = kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64);
     options.host_bytes = 8 * BLOCK_BYTES as u64;
-    let one = Guest::of(block_on(Client::connect(&service.socket, options)).expect("a service"));
+    let one = PoolClient::of(block_on(Client::connect(&service.socket, options)).expect("a service"));
     one.store(0, POOL_BLOCKS).expect("a service").into_iter().for_each(|stored| assert!(stored.expect("stored")));
     for _ in 0..BLOCKS {
         assert_eq!(one.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);

@@ -5,17 +5,17 @@ use kvhoist_service::{Client, Server, ServerConfig, remove_space, status};
 
 use crate::{
     common::{Rng, key, seed},
-    guest::{Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, HOST_BLOCKS, options_of},
+    pool_client::{POOL_BLOCKS, PoolClient},
 };
 
 fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
     numbers.map(key).collect()
 }
 
-fn store_blocks(guest: &Guest, blocks: u64) {
+fn store_blocks(pool_client: &PoolClient, blocks: u64) {
     for first in (0..blocks).step_by(POOL_BLOCKS as usize) {
-        let results = guest.store(first, POOL_BLOCKS).expect("a service");
+        let results = pool_client.store(first, POOL_BLOCKS).expect("a service");
         results.into_iter().for_each(|result| assert!(result.expect("stored")));
     }
 }
@@ -39,8 +39,8 @@ fn a_tenant_that_comes_late_has_its_floor_and_keeps_it() {
         (options.capacity_bytes, options.host_bytes) = (capacity_bytes, host_bytes);
         block_on(Client::connect(&socket, options))
     };
-    let scanner = Guest::of(connect("scanner", 0, 0).expect("what is left"));
-    let tenant = Guest::of(connect("tenant/kv", 0, 0).expect("its floor"));
+    let scanner = PoolClient::of(connect("scanner", 0, 0).expect("what is left"));
+    let tenant = PoolClient::of(connect("tenant/kv", 0, 0).expect("its floor"));
     let sizes = status(&socket).expect("a service").spaces;
     let size_of = |name: &str| {
         let space = sizes.iter().find(|space| space.namespace == name).expect("attached");
@@ -56,7 +56,8 @@ fn a_tenant_that_comes_late_has_its_floor_and_keeps_it() {
 
     store_blocks(&tenant, 2 * POOL_BLOCKS);
     store_blocks(&scanner, 16 * POOL_BLOCKS);
-    let [of_tenant, of_scanner] = [&tenant, &scanner].map(|guest| block_on(guest.client.stats()).expect("a service"));
+    let [of_tenant, of_scanner] =
+        [&tenant, &scanner].map(|pool_client| block_on(pool_client.client.stats()).expect("a service"));
     assert!(of_scanner.tier(Tier::Disk).evictions > 0 && of_tenant.tier(Tier::Disk).evictions == 0, "{of_tenant:?}");
     assert_eq!(
         block_on(tenant.client.match_len(&keys(0..2 * POOL_BLOCKS))).expect("a service") as u64,
@@ -79,15 +80,15 @@ fn a_scan_evicts_nothing_of_a_tenants_host_memory() {
     config.shares = vec![format!("tenant:host={host_bytes}..{host_bytes}").parse().expect("a share")];
     let socket = config.socket.clone();
     let server = Server::start(config).expect("a service");
-    let guest = |space: &str, host_bytes: u64| {
+    let pool_client = |space: &str, host_bytes: u64| {
         let mut options = options_of(space);
         (options.capacity_bytes, options.host_bytes) =
             (DiskPath::file_bytes(16 * POOL_BLOCKS, BLOCK_BYTES as u64), host_bytes);
-        Guest::of(block_on(Client::connect(&socket, options)).expect("within its share"))
+        PoolClient::of(block_on(Client::connect(&socket, options)).expect("within its share"))
     };
-    let (scanner, tenant) = (guest("scanner", 0), guest("tenant", 0));
-    let host = |guest: &Guest| {
-        let stats = block_on(guest.client.stats()).expect("a service");
+    let (scanner, tenant) = (pool_client("scanner", 0), pool_client("tenant", 0));
+    let host = |pool_client: &PoolClient| {
+        let stats = block_on(pool_client.client.stats()).expect("a service");
         let tier = stats.tier(Tier::Host);
         (tier.resident, tier.evictions)
     };

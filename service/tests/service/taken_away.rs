@@ -10,9 +10,9 @@ use kvhoist_service::{
 
 use crate::{
     common::{self, key},
-    guest::{Guest, POOL_BLOCKS},
     hostile::{memfd, register},
     node::{BLOCK_BYTES, DISK_BLOCKS, HOST_BLOCKS},
+    pool_client::{POOL_BLOCKS, PoolClient},
     raw::Raw,
 };
 
@@ -58,7 +58,7 @@ fn blocks_of_memory_that_was_taken_away_are_not_written() {
         config.host_bytes = 2 * HOST_BLOCKS * BLOCK_BYTES as u64;
         config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer).workers(workers);
         let server = Server::start(config).expect("a service");
-        let neighbor = Guest::new(server.socket());
+        let neighbor = PoolClient::new(server.socket());
         neighbor.store(0, POOL_BLOCKS).expect("a service");
         // Copied to host memory first; in place; and a lone one.
         for (blocks, parts) in [(64, 16), (64, 1), (1, 1)] {

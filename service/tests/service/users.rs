@@ -10,8 +10,8 @@ use kvhoist::{Config, DirectIo, Error, block_on};
 use kvhoist_service::{Client, Server, ServerConfig, remove_space, status};
 
 use crate::{
-    guest::{Guest, POOL_BLOCKS},
     node::{BLOCK_BYTES, DISK_BLOCKS, HOST_BLOCKS, Process, options_of, say},
+    pool_client::{POOL_BLOCKS, PoolClient},
 };
 
 const NAMED: u32 = 64_001;
@@ -35,13 +35,13 @@ pub fn run(words: &[&str]) {
             let mut options = options_of(SPACE);
             options.shared = shared;
             block_on(Client::connect(socket, options)).and_then(|client| {
-                let guest = Guest::of(client);
+                let pool_client = PoolClient::of(client);
                 let found = match request {
-                    "store" => guest.store(0, POOL_BLOCKS)?.into_iter().collect::<Result<Vec<_>, _>>()?,
-                    "load" => guest.load(0, POOL_BLOCKS)?,
+                    "store" => pool_client.store(0, POOL_BLOCKS)?.into_iter().collect::<Result<Vec<_>, _>>()?,
+                    "load" => pool_client.load(0, POOL_BLOCKS)?,
                     other => panic!("{other}"),
                 };
-                block_on(guest.client.close())?;
+                block_on(pool_client.client.close())?;
                 Ok(format!("{} blocks", found.iter().filter(|found| **found).count()))
             })
         }
@@ -196,7 +196,7 @@ fn a_space_is_its_users_unless_users_share_it() {
 #[test]
 fn a_forked_child_that_drops_a_client_does_not_hang_up() {
     let (_folder, config, server) = start(|_| {});
-    let guest = Guest::of(block_on(Client::connect(&config.socket, options_of(SPACE))).expect("a service"));
+    let pool_client = PoolClient::of(block_on(Client::connect(&config.socket, options_of(SPACE))).expect("a service"));
     let connection = || {
         let clients = status(&config.socket).expect("a service").clients;
         clients.iter().find(|client| client.namespace == SPACE).map(|client| client.id)
@@ -207,7 +207,7 @@ fn a_forked_child_that_drops_a_client_does_not_hang_up() {
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "{}", std::io::Error::last_os_error());
     if child == 0 {
-        drop(guest);
+        drop(pool_client);
         // SAFETY: ends the child without running what the parent has registered for its end.
         unsafe { libc::_exit(0) };
     }
@@ -215,8 +215,8 @@ fn a_forked_child_that_drops_a_client_does_not_hang_up() {
     // SAFETY: `ended` outlives the call.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut ended, 0) }, child);
     assert_eq!(ended, 0, "the child failed");
-    assert_eq!(guest.load(0, 1).expect("connected"), [false]);
+    assert_eq!(pool_client.load(0, 1).expect("connected"), [false]);
     assert_eq!(connection(), before, "the same connection");
-    drop(guest);
+    drop(pool_client);
     end(server);
 }

@@ -15,9 +15,9 @@ use kvhoist_service::Client;
 use super::{BLOCKS, Engine, House, block_bytes, lent, options, pool_bytes, wait_until_connected, with_gpu};
 use crate::{
     common::{Rng, key, seed},
-    guest::is_away,
     killed::{a_moment, kills},
     node::{HANG, Process, Stopped, say},
+    pool_client::is_away,
 };
 
 /// What a client writes to its memory after the hang-up.

@@ -18,15 +18,15 @@ pub const PASSING_BLOCKS: u64 = 32;
 pub const POOL_BLOCKS: u64 = 16;
 
 /// A client, and its pool.
-pub struct Guest {
+pub struct PoolClient {
     pub client: Client,
     pub pool: Arc<SharedMemory>,
     pub region: ClientRegion,
 }
 
-impl Guest {
+impl PoolClient {
     pub fn new(socket: &Path) -> Self {
-        Guest::of(connect(socket))
+        PoolClient::of(connect(socket))
     }
 
     /// Of a space with a simulated device, whose memory the pool is.
@@ -38,7 +38,7 @@ impl Guest {
         // SAFETY: nobody touches a block of it while the block is on its way.
         let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
         let region = block_on(client.register_device(lent)).expect("registered");
-        Guest { client, pool, region }
+        PoolClient { client, pool, region }
     }
 
     pub fn of(client: Client) -> Self {
@@ -46,7 +46,7 @@ impl Guest {
         // SAFETY: nobody touches a block of it while the block is on its way.
         let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
         let region = block_on(client.register(lent.pinned(true))).expect("registered");
-        Guest { client, pool, region }
+        PoolClient { client, pool, region }
     }
 
     pub fn place(&self, at: u64) -> Vec<Segment> {
@@ -84,7 +84,7 @@ impl Guest {
         Ok(there)
     }
 
-    /// As [`load`](Guest::load), layer by layer: compares each layer's bytes when it is complete.
+    /// As [`load`](PoolClient::load), layer by layer: compares each layer's bytes when it is complete.
     pub fn load_layers(&self, first: u64, count: u64) -> Result<Vec<bool>, Error> {
         self.pool.write(0, &vec![0x5a; count as usize * BLOCK_BYTES]);
         let keys: Vec<BlockKey> = (first..first + count).map(key).collect();
@@ -117,20 +117,20 @@ pub fn cut(block: &Segment) -> Vec<Segment> {
 
 /// The process of a client that stores all blocks.
 pub fn store_all(socket: &str) {
-    let guest = Guest::new(socket.as_ref());
+    let pool_client = PoolClient::new(socket.as_ref());
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        let results = guest.store(first, POOL_BLOCKS).expect("a service");
+        let results = pool_client.store(first, POOL_BLOCKS).expect("a service");
         assert!(results.iter().all(|result| matches!(result, Ok(true))), "{results:?}");
     }
-    block_on(guest.client.close()).expect("closed");
+    block_on(pool_client.client.close()).expect("closed");
     say("done");
 }
 
 /// The process of a client that loads all blocks.
 pub fn load_all(socket: &str) {
-    let guest = Guest::new(socket.as_ref());
+    let pool_client = PoolClient::new(socket.as_ref());
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
-        assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+        assert_eq!(pool_client.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
     }
     say("done");
 }
@@ -160,36 +160,37 @@ pub fn run(socket: &str, seed: u64, may_be_away: bool) {
         }
         say("next");
     };
-    let (guest, mut rng) = (Guest { client, pool, region }, Rng(seed));
+    let (pool_client, mut rng) = (PoolClient { client, pool, region }, Rng(seed));
     loop {
         say("next");
-        checked(draw_call(&guest, &mut rng));
+        checked(draw_call(&pool_client, &mut rng));
     }
 }
 
 /// One of a client's calls.
-fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<(), Error> {
+fn draw_call(pool_client: &PoolClient, rng: &mut Rng) -> Result<(), Error> {
     let count = 1 + rng.below(POOL_BLOCKS);
     let shared = rng.below(BLOCKS - count);
     // Removed and stored again by all that are drawn from, so that stores write.
     let passing = BLOCKS + rng.below(PASSING_BLOCKS - POOL_BLOCKS);
     match rng.below(8) {
         0 => {
-            (passing..passing + 4).try_for_each(|number| block_on(guest.client.remove(&key(number))).map(drop))?;
-            guest.store(passing, count).map(drop)
+            (passing..passing + 4)
+                .try_for_each(|number| block_on(pool_client.client.remove(&key(number))).map(drop))?;
+            pool_client.store(passing, count).map(drop)
         }
-        1 => guest.store(passing, count).map(drop),
-        2 => guest.load(passing, count).map(drop),
-        3 | 4 => guest.load(shared, count).map(drop),
-        6 => guest.load_layers(shared, count).map(drop),
+        1 => pool_client.store(passing, count).map(drop),
+        2 => pool_client.load(passing, count).map(drop),
+        3 | 4 => pool_client.load(shared, count).map(drop),
+        6 => pool_client.load_layers(shared, count).map(drop),
         5 => {
             let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
             // SAFETY: nobody touches a block of it while the block is on its way.
             let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&more)) };
-            let region = block_on(guest.client.register(lent.pinned(true)))?;
-            block_on(guest.client.unregister(&region))
+            let region = block_on(pool_client.client.register(lent.pinned(true)))?;
+            block_on(pool_client.client.unregister(&region))
         }
-        _ => block_on(guest.client.prefetch(&[key(shared), key(passing)])).map(drop),
+        _ => block_on(pool_client.client.prefetch(&[key(shared), key(passing)])).map(drop),
     }
 }
 
