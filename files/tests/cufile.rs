@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
+    time::Duration,
 };
 
 use kvhoist::internals::gpu::{DeviceBuffer, Gpu};
@@ -165,6 +166,56 @@ fn memory_that_does_not_lie_as_the_file_does_is_bounced() {
     with_doubles("memory_that_does_not_lie_as_the_file_does_is_bounced", &["direct"], |_| {
         let report = or_skip!(load(Mode::Cufile, 512));
         assert_eq!((report.cufile_bytes, report.bounced_bytes), (0, report.bytes), "{report:?}");
+    });
+}
+
+/// The double copies a while after it was told to: what is looked at too early, or read over, is wrong.
+#[test]
+fn ranges_arrive_when_their_copies_have_ended_and_a_drop_waits_for_them() {
+    const LEN: usize = 5000;
+    with_doubles("ranges_arrive_when_their_copies_have_ended_and_a_drop_waits_for_them", &["none"], |_| {
+        let folder = directory();
+        let path = folder.path().join("file");
+        let content: Vec<u8> = (0..FILE_BYTES).map(|at| (at * 7 + at / 4096) as u8).collect();
+        std::fs::write(&path, &content).expect("a small file");
+        let gpu = Gpu::open(0).expect("the double has one");
+        let memory = DeviceBuffer::new(gpu, FILE_BYTES).expect("room");
+        let first = memory.base().as_ptr().addr();
+        let ranges = (0..FILE_BYTES / LEN).map(|n| Range {
+            file: 0,
+            offset: (LEN * n) as u64,
+            len: LEN,
+            address: first + LEN * n,
+        });
+        let mut options = Options::default();
+        (options.threads, options.piece_bytes) = (Some(2), Some(16 << 10));
+        let start = || {
+            let files = vec![SourceFile::open(&path).expect("it is there")];
+            // SAFETY: the memory lives until the transfer has ended, and is looked at where ranges have arrived.
+            unsafe { read(files, ranges.clone().collect(), Memory::Cuda(0), &options) }.expect("they are in the file")
+        };
+        // SAFETY: the double's device memory is host memory, where nothing is written now.
+        let found = |range: usize| unsafe { std::slice::from_raw_parts((first + LEN * range) as *const u8, LEN) };
+        let transfer = start();
+        let mut arrived = 0;
+        while let Some(ranges) = transfer.next_ranges(Duration::MAX) {
+            for range in ranges {
+                assert!(*found(range) == content[LEN * range..LEN * (range + 1)], "range {range} was not there");
+                arrived += 1;
+            }
+        }
+        assert_eq!(arrived, FILE_BYTES / LEN);
+        transfer.wait().expect("all is read");
+        for taken in 0..20 {
+            // SAFETY: as above: no transfer is under way.
+            unsafe { std::ptr::write_bytes(first as *mut u8, 0xEE, FILE_BYTES) };
+            let transfer = start();
+            (0..taken).for_each(|_| drop(transfer.next_ranges(Duration::MAX)));
+            drop(transfer);
+            let then: Vec<Vec<u8>> = (0..FILE_BYTES / LEN).map(|range| found(range).to_vec()).collect();
+            std::thread::sleep(Duration::from_millis(2));
+            assert!(then.iter().enumerate().all(|(range, bytes)| found(range) == &bytes[..]), "written after the end");
+        }
     });
 }
 

@@ -38,9 +38,10 @@ enum { DEVICE_ORDINAL = 9, FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF =
        ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
 
 typedef struct { uint64_t address, bytes, after; } piece;
-/* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
-typedef struct work { struct work *next; void *dst; const void *src; size_t len; const piece *pieces; } work;
-typedef struct { work *first, **last; int device; } stream;
+/* A copy; or sums of `len` pieces; or the value `len` `writes` to the word at `dst`; or, with no destination, the wait
+ * until the word at `src` has reached the value `len`. */
+typedef struct work { struct work *next; void *dst; const void *src; size_t len; const piece *pieces; int writes; } work;
+typedef struct stream { work *first, **last; int device, writes; struct stream *next; } stream;
 typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
@@ -72,7 +73,7 @@ static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
     int from = device_of(src), to = device_of(dst);
     if ((dst && from >= 0 && from != s->device) || (to >= 0 && to != s->device)) return INVALID_VALUE;
     work *w = malloc(sizeof *w);
-    *w = (work){ NULL, (void *)dst, (const void *)src, len, NULL };
+    *w = (work){ NULL, (void *)dst, (const void *)src, len, NULL, 0 };
     lock();
     *s->last = w;
     s->last = &w->next;
@@ -116,7 +117,8 @@ static void run(stream *s, work *upto) {
     lock();
     while (s->first && !reached) {
         work *w = s->first;
-        if (w->pieces) sum_up(w->dst, w->pieces, w->len);
+        if (w->writes) { __atomic_store_n((uint32_t *)w->dst, (uint32_t)w->len, __ATOMIC_RELEASE); s->writes--; }
+        else if (w->pieces) sum_up(w->dst, w->pieces, w->len);
         else if (w->dst) memcpy(w->dst, w->src, w->len);
         else if (!is_open(w)) break;
         s->first = w->next;
@@ -315,14 +317,37 @@ int cuMemAllocHost_v2(void **p, size_t n) { return posix_memalign(p, PAGE, n) ? 
 int cuMemFreeHost(void *p) { free(p); return SUCCESS; }
 int cuMemHostUnregister(void *p) { (void)p; return SUCCESS; }
 int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }
+/* All streams. What is behind a value that a stream is to write is done a while later: nobody asks for it. */
+static stream *streams;
+static void *later(void *arg) {
+    for (;; usleep(200)) {
+        lock();
+        for (stream *s = streams; s; s = s->next) if (s->writes) run(s, NULL);
+        unlock();
+    }
+    return arg;
+}
 int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
     (void)flags; (void)priority;
     *s = calloc(1, sizeof **s);
     (*s)->last = &(*s)->first;
     (*s)->device = current;
+    lock();
+    (*s)->next = streams;
+    streams = *s;
+    unlock();
     return SUCCESS;
 }
-int cuStreamDestroy_v2(stream *s) { run(s, NULL); free(s); return SUCCESS; }
+int cuStreamDestroy_v2(stream *s) {
+    lock();
+    stream **at = &streams;
+    while (*at != s) at = &(*at)->next;
+    *at = s->next;
+    run(s, NULL);
+    unlock();
+    free(s);
+    return SUCCESS;
+}
 int cuStreamSynchronize(stream *s) {
     /* What is put into the stream without a name is done at once. */
     while (s && !dead && (run(s, NULL), s->first)) sched_yield();
@@ -385,10 +410,14 @@ int cuMemcpyHtoD_v2(uint64_t dst, const void *src, size_t n) { memcpy((void *)ds
 int cuMemcpyDtoH_v2(void *dst, uint64_t src, size_t n) { memcpy(dst, (const void *)src, n); return SUCCESS; }
 int cuMemsetD8_v2(uint64_t dst, unsigned char byte, size_t n) { memset((void *)dst, byte, n); return SUCCESS; }
 int cuStreamWriteValue32_v2(stream *s, uint64_t address, uint32_t value, unsigned flags) {
+    static pthread_t thread;
     if (flags) return INVALID_VALUE;
-    run(s, NULL);
-    __atomic_store_n((uint32_t *)address, value, __ATOMIC_RELEASE);
-    return SUCCESS;
+    lock();
+    int result = put(s, address, 0, value);
+    if (result == SUCCESS) ((work *)((char *)s->last - offsetof(work, next)))->writes = 1, s->writes++;
+    if (result == SUCCESS && !thread) pthread_create(&thread, NULL, later, NULL);
+    unlock();
+    return result;
 }
 int cuLaunchHostFunc(stream *s, void (*f)(void *), void *arg) { run(s, NULL); f(arg); return SUCCESS; }
 int cuModuleLoadData(void **m, const void *image) {
