@@ -1,8 +1,8 @@
 //! Ranges of any file, to and from host and GPU memory, at the speed of the drives.
 //!
 //! [`read`] takes a list of ranges (file, offset, length, target) and returns a [`Transfer`], which threads carry out
-//! in the order of each drive's files: it can be waited for, awaited, watched range by range, and cancelled. [`write`]
-//! writes a whole file from pieces of memory, or nothing; [`write_at`] changes ranges in place.
+//! in the order of each drive's files: it can be waited for, awaited, watched range by range, and cancelled.
+//! [`write`](fn@write) writes a whole file from pieces of memory, or nothing; [`write_at`] changes ranges in place.
 //!
 //! Neighboring ranges are read together, in pieces of [`Options::piece_bytes`]. What the page cache has is copied from
 //! there; the rest is read with direct I/O, which leaves the page cache alone, straight into host memory that is

@@ -115,7 +115,7 @@ fn follow(path: &Path) -> Result<PathBuf> {
 /// bytes are new and some are old.
 ///
 /// # Safety
-/// As of [`write`]; ranges do not overlap in the file.
+/// As of [`write`](fn@write); ranges do not overlap in the file.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::NoFile`] for what is neither a file nor a block device.
