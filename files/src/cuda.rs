@@ -93,7 +93,7 @@ impl Stream {
         let streams = streams.entry(ordinal).or_default();
         if streams.len() < STREAMS_OF_A_DEVICE {
             let gpu = open(ordinal)?;
-            if !gpu.has_stream_waits() {
+            if !gpu.has_stream_memory_ops() {
                 return Err(device(
                     "found a driver without cuStreamWriteValue32_v2, expected CUDA 11.7's or a newer one",
                 ));

@@ -81,8 +81,8 @@ impl Gpu {
     }
 
     /// Whether streams can wait for a word in memory, and write one.
-    pub fn has_stream_waits(&self) -> bool {
-        self.driver.stream_waits
+    pub fn has_stream_memory_ops(&self) -> bool {
+        self.driver.stream_memory_ops
     }
 
     /// Whether the driver has a batch copy.

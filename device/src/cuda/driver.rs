@@ -50,8 +50,8 @@ pub(super) struct Driver {
     /// The newest CUDA version that it supports: 13000 is 13.0.
     pub version: i32,
     pub batch: Option<BatchForm>,
-    /// Whether streams can wait for a word in memory.
-    pub stream_waits: bool,
+    /// Whether streams can wait for a word in memory, and write one.
+    pub stream_memory_ops: bool,
 }
 
 /// The form of the driver's batch copy.
@@ -160,7 +160,11 @@ impl Driver {
         // SAFETY: the function exists, and writes one integer.
         text(check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }))?;
         let batch = if has("cuMemcpyBatchAsync_v2") { Some(BatchForm::V2) } else { batch_v1().map(BatchForm::V1) };
-        Ok(Driver { version, batch, stream_waits: has("cuStreamWaitValue32_v2") })
+        Ok(Driver {
+            version,
+            batch,
+            stream_memory_ops: ["cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"].iter().all(|name| has(name)),
+        })
     }
 }
 
