@@ -69,15 +69,15 @@ impl Options {
         }
     }
 
-    /// With numbers for what is open, for files that a service holds or for others.
-    pub(crate) fn chosen(&self, are_held: bool) -> Self {
+    /// Threads, and bytes of a request, for files that a service holds or for others.
+    pub(crate) fn chosen(&self, are_held: bool) -> Result<(usize, usize)> {
+        self.check()?;
         let processors = std::thread::available_parallelism().map_or(4, usize::from);
         // Requests under way to drives fit the processors' caches: beyond some 32 MiB bytes go to memory before they
         // are copied. Out of memory a copy to the device takes long enough only if it is a long one.
         let (threads, piece_bytes) =
             if are_held { ((3 * processors / 4).clamp(1, 32), 2 << 20) } else { (32.min(4 * processors), 512 << 10) };
-        let (threads, piece_bytes) = (self.threads.unwrap_or(threads), self.piece_bytes.unwrap_or(piece_bytes));
-        Options { threads: Some(threads), piece_bytes: Some(piece_bytes), ..self.clone() }
+        Ok((self.threads.unwrap_or(threads), self.piece_bytes.unwrap_or(piece_bytes)))
     }
 }
 
@@ -113,11 +113,9 @@ impl Transfer {
         ranges: &[Range],
         memory: Memory,
         (align, drives): (u64, &[u64]),
-        options: &Options,
+        (threads, piece_bytes): (usize, usize),
         carry: Arc<dyn Carry>,
-    ) -> Result<Self> {
-        options.check()?;
-        let (threads, piece_bytes) = (options.threads.expect("chosen"), options.piece_bytes.expect("chosen"));
+    ) -> Self {
         // Requests are as long as buffers, from one multiple of the alignment to another.
         let piece_bytes = piece_bytes.next_multiple_of(align as usize);
         let pieces = plan::by_drive(plan::plan(ranges, piece_bytes as u64, align), drives);
@@ -142,7 +140,7 @@ impl Transfer {
             }
         }
         transfer.shared.end_thread(|| carry.finish());
-        Ok(transfer)
+        transfer
     }
 
     /// Waits for the end.
@@ -235,7 +233,7 @@ impl std::fmt::Debug for Transfer {
 /// Dropping the transfer cancels it: the drop waits for the requests under way.
 pub unsafe fn read(files: Vec<SourceFile>, ranges: Vec<Range>, memory: Memory, options: &Options) -> Result<Transfer> {
     plan::check(&ranges, &files)?;
-    let options = options.chosen(!files.is_empty() && files.iter().all(SourceFile::is_held));
+    let chosen = options.chosen(!files.is_empty() && files.iter().all(SourceFile::is_held))?;
     let align = files.iter().filter_map(SourceFile::direct_align).fold(4096, u64::max);
     let drives: Vec<u64> = files.iter().map(SourceFile::drive).collect();
     let ordinal = match memory {
@@ -244,7 +242,7 @@ pub unsafe fn read(files: Vec<SourceFile>, ranges: Vec<Range>, memory: Memory, o
     };
     let cufile = ordinal.and_then(|ordinal| Routes::new(files.len(), ordinal, options.mode));
     let reads = Reads { files, page_cache: options.page_cache, cufile };
-    Transfer::start(&ranges, memory, (align, &drives), &options, Arc::new(reads))
+    Ok(Transfer::start(&ranges, memory, (align, &drives), chosen, Arc::new(reads)))
 }
 
 #[cfg(test)]

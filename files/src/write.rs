@@ -138,7 +138,7 @@ pub unsafe fn write_at(
 
 fn start(ranges: &[Range], memory: Memory, options: &Options, writes: Writes) -> Result<Transfer> {
     let align = writes.direct.as_ref().map_or(4096, |direct| direct.align.max(4096));
-    Transfer::start(ranges, memory, (align, &[0]), &options.chosen(false), Arc::new(writes))
+    Ok(Transfer::start(ranges, memory, (align, &[0]), options.chosen(false)?, Arc::new(writes)))
 }
 
 impl Writes {
