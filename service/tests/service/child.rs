@@ -15,7 +15,7 @@ fn child() {
     let words: Vec<&str> = role.split(' ').collect();
     match words[..] {
         ["service", ..] => node::run(&words[1..]),
-        ["holds", socket] => files::serve(socket),
+        ["holds", socket] => files::run(socket),
         ["rank", socket, path, seed] => files::rank(socket, path, seed.parse().expect("a number")),
         ["direct", ..] => killed::run(&words[1..]),
         #[cfg(feature = "cuda")]

@@ -10,11 +10,11 @@ use std::{
 
 use kvhoist::{Error, ServiceFault, block_on};
 use kvhoist_files::{Memory, Options, Range, Report, SourceFile};
-use kvhoist_service::{Client, FileClient, Server, ServerConfig, ServiceStatus, status};
+use kvhoist_service::{Client, FileClient, ServerConfig, ServiceStatus, status};
 
 use crate::{
     common,
-    node::{BLOCK_BYTES, HANG, Process, options_of, say},
+    node::{BLOCK_BYTES, HANG, Process, options_of, say, serve},
 };
 
 const HOST_BYTES: u64 = 64 << 20;
@@ -77,14 +77,10 @@ impl Place {
 }
 
 /// The service's process: with host memory, and no drives of its own.
-pub fn serve(socket: &str) {
+pub fn run(socket: &str) {
     let mut config = ServerConfig::new(socket);
     config.host_bytes = HOST_BYTES;
-    let server = Server::start(config).expect("a service");
-    say("ready");
-    std::io::read_to_string(std::io::stdin()).expect("the end of the input");
-    server.drain();
-    server.wait().expect("nothing to write");
+    serve(config);
 }
 
 /// A rank: it reads all of a file, and says whether it is right and whether all came from the service.

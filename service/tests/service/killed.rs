@@ -14,13 +14,13 @@ use std::{
 
 use kvhoist::{Config, DirectIo, Memory, Segment, SharedMemory, StorageKind, block_on};
 use kvhoist_service::{
-    Client, ClientOptions, Server, ServerConfig,
+    Client, ClientOptions, ServerConfig,
     internals::protocol::{Blocks, Place, RegionKind, Reply, Request, SpaceDevice},
 };
 
 use crate::{
     common::{self, Rng, key, seed},
-    node::{HANG, Process, say},
+    node::{HANG, Process, serve},
     pool_client::is_away,
     raw::Raw,
 };
@@ -77,28 +77,24 @@ pub fn run(words: &[&str]) {
         .read_bytes_in_flight_max(POOL_BYTES as u64)
         .workers(workers.parse::<u32>().expect("a number"))
         .storage(if *storage == "uring" { StorageKind::Uring } else { StorageKind::Blocking });
-    let server = Server::start(config).expect("a service");
-    say("ready");
-    std::io::stdin().read_to_end(&mut Vec::new()).expect("the end of the input");
-    server.drain();
-    server.wait().expect("a whole store");
+    serve(config);
 }
 
 /// A store, and the service over it.
-struct House {
+struct DirectService {
     store: tempfile::TempDir,
     place: tempfile::TempDir,
     way: Way,
-    service: Process,
+    process: Process,
 }
 
-impl House {
+impl DirectService {
     /// A service whose space has all blocks.
     fn new(way: Way) -> Self {
         let (store, place) = (common::directory(), tempfile::tempdir().expect("a directory"));
-        let service = House::start(&place.path().join("s"), store.path(), way);
-        let house = House { store, place, way, service };
-        let (client, memory) = (house.client(), Arc::new(SharedMemory::new(POOL_BYTES).expect("memory")));
+        let process = DirectService::start(&place.path().join("s"), store.path(), way);
+        let node = DirectService { store, place, way, process };
+        let (client, memory) = (node.client(), Arc::new(SharedMemory::new(POOL_BYTES).expect("memory")));
         // SAFETY: nothing touches it while blocks are stored from it.
         let region = block_on(client.register(unsafe { Memory::shared(Arc::clone(&memory)) })).expect("registered");
         (0..BLOCKS).for_each(|n| memory.write(n as usize * BLOCK_BYTES, &vec![n as u8; BLOCK_BYTES]));
@@ -106,7 +102,7 @@ impl House {
         let stored = block_on(client.store_from(&keys, None, &places(memory.as_ptr()))).expect("a service");
         assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
         block_on(client.unregister(&region)).expect("unregistered");
-        house
+        node
     }
 
     fn start(socket: &Path, store: &Path, way: Way) -> Process {
@@ -116,7 +112,7 @@ impl House {
     }
 
     fn restart(&mut self) {
-        self.service = House::start(&self.place.path().join("s"), self.store.path(), self.way);
+        self.process = DirectService::start(&self.place.path().join("s"), self.store.path(), self.way);
     }
 
     fn client(&self) -> Client {
@@ -174,9 +170,9 @@ pub fn overwritten_pages(memory: &SharedMemory, mine: &mut [u8]) -> usize {
 }
 
 /// Kills the service in the middle of a raw client's loads; how many pages it wrote to after the hang-up.
-fn kill_amid_loads(house: &mut House, mine: &mut [u8], rng: &mut Rng) -> usize {
+fn kill_amid_loads(node: &mut DirectService, mine: &mut [u8], rng: &mut Rng) -> usize {
     let memory = SharedMemory::new(POOL_BYTES).expect("memory");
-    let mut raw = house.raw(&memory);
+    let mut raw = node.raw(&memory);
     let per_round = BLOCKS / BLOCKS_PER_LOAD;
     raw.send(&loads(100));
     // More is sent when some replies have come, so that the drive never runs dry.
@@ -186,12 +182,12 @@ fn kill_amid_loads(house: &mut House, mine: &mut [u8], rng: &mut Rng) -> usize {
     }
     raw.send(&loads(1000));
     a_moment(rng);
-    house.service.send_kill();
+    node.process.send_kill();
     // What was sent before, and the hang-up.
     let mut buf = vec![0; 1 << 16];
     while raw.stream.read(&mut buf).is_ok_and(|len| len > 0) {}
     let pages = overwritten_pages(&memory, mine);
-    house.service.kill();
+    node.process.kill();
     pages
 }
 
@@ -204,15 +200,15 @@ pub fn a_moment(rng: &mut Rng) {
 }
 
 /// Kills services for each way of transferring; none may overwrite a page.
-fn kill_all(mut kill: impl FnMut(&mut House, &mut [u8], &mut Rng) -> usize) {
+fn kill_all(mut kill: impl FnMut(&mut DirectService, &mut [u8], &mut Rng) -> usize) {
     let (mut rng, mut mine, mut wrong) = (Rng(seed()), vec![MINE; POOL_BYTES], 0);
     for way in WAYS {
-        let (mut house, mut spoiled) = (House::new(way), Vec::new());
+        let (mut node, mut spoiled) = (DirectService::new(way), Vec::new());
         for count in 0..kills() {
             if count > 0 {
-                house.restart();
+                node.restart();
             }
-            let pages = kill(&mut house, &mut mine, &mut rng);
+            let pages = kill(&mut node, &mut mine, &mut rng);
             spoiled.extend((pages > 0).then_some(pages));
         }
         println!("{way}: {} of {} kills overwrote pages: {spoiled:?}", spoiled.len(), kills());
@@ -228,8 +224,8 @@ fn after_the_hang_up_of_a_killed_service_memory_stays_as_its_client_leaves_it() 
 
 #[test]
 fn a_load_that_raises_because_its_service_was_killed_has_given_its_memory_back() {
-    kill_all(|house, mine, rng| {
-        let (client, memory) = (house.client(), Arc::new(SharedMemory::new(POOL_BYTES).expect("memory")));
+    kill_all(|node, mine, rng| {
+        let (client, memory) = (node.client(), Arc::new(SharedMemory::new(POOL_BYTES).expect("memory")));
         // SAFETY: nothing touches it while a load of it is in flight.
         block_on(client.register(unsafe { Memory::shared(Arc::clone(&memory)) })).expect("registered");
         let (keys, places): (Vec<_>, _) = ((0..BLOCKS).map(key).collect(), places(memory.as_ptr()));
@@ -248,10 +244,10 @@ fn a_load_that_raises_because_its_service_was_killed_has_given_its_memory_back()
             // One load has ended, and another has begun.
             (0..2).for_each(|_| told.recv_timeout(HANG).expect("loads"));
             a_moment(rng);
-            house.service.send_kill();
+            node.process.send_kill();
             loads.join().expect("pages")
         });
-        house.service.kill();
+        node.process.kill();
         pages
     });
 }

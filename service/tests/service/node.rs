@@ -44,6 +44,11 @@ pub fn run(words: &[&str]) {
     config.connections_max = connections_max.parse().expect("a number");
     config.regions_max = 8;
     config.region_bytes_max = 64 << 20;
+    serve(config);
+}
+
+/// Serves until the process's standard input ends.
+pub fn serve(config: ServerConfig) {
     let server = Server::start(config).expect("a service");
     say("ready");
     std::io::stdin().read_to_end(&mut Vec::new()).expect("the end of the input");

@@ -12,7 +12,7 @@ use kvhoist::{
 };
 use kvhoist_service::Client;
 
-use super::{BLOCKS, Engine, House, block_bytes, lent, options, pool_bytes, wait_until_connected, with_gpu};
+use super::{BLOCKS, CudaService, Engine, block_bytes, lent, options, pool_bytes, wait_until_connected, with_gpu};
 use crate::{
     common::{Rng, key, seed},
     killed::{a_moment, kills},
@@ -28,8 +28,8 @@ const WAIT: Duration = Duration::from_millis(200);
 #[test]
 fn a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told() {
     with_gpu("ends::a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told", || {
-        let (mut house, mut rng) = (House::new(), Rng(seed()));
-        let engine = Engine::new(&house);
+        let (mut node, mut rng) = (CudaService::new(), Rng(seed()));
+        let engine = Engine::new(&node);
         engine.store(0);
         let (keys, places): (Vec<_>, _) = ((0..BLOCKS).map(key).collect(), engine.places());
         for kill in 0..kills() {
@@ -46,7 +46,7 @@ fn a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told() {
                 let loads: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
                 std::thread::sleep(Duration::from_millis(20));
                 a_moment(&mut rng);
-                house.service.send_kill();
+                node.process.send_kill();
                 loads.into_iter().for_each(|load| load.join().expect("away"));
                 Instant::now()
             });
@@ -55,8 +55,8 @@ fn a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told() {
             std::thread::sleep(WAIT);
             let wrong = engine.read(&engine.pool).iter().filter(|byte| **byte != MINE).count();
             assert_eq!(wrong, 0, "bytes that were written {:?} after the end was told, kill {kill}", ended.elapsed());
-            house.service.kill();
-            house.restart();
+            node.process.kill();
+            node.restart();
         }
         wait_until_connected(&engine.client);
         engine.load(0);
@@ -66,20 +66,20 @@ fn a_killed_service_writes_nothing_to_a_gpu_after_its_end_is_told() {
 #[test]
 fn a_stream_that_waits_for_a_killed_service_goes_on() {
     with_gpu("ends::a_stream_that_waits_for_a_killed_service_goes_on", || {
-        let mut house = House::new();
-        let engine = Engine::new(&house);
+        let mut node = CudaService::new();
+        let engine = Engine::new(&node);
         engine.store(0);
-        let stopped = Stopped::new(house.service.pid());
+        let stopped = Stopped::new(node.process.pid());
         let load = engine.begin_layers(0);
         engine.look_at(&load, 0);
-        house.service.send_kill();
+        node.process.send_kill();
         drop(stopped);
         engine.synchronize();
         let (leading, error) = block_on(load.layer(0)).expect("there is such a layer");
         assert!(leading == 0 && error.is_some(), "{leading}: {error:?}");
         assert!(block_on(load.blocks()).iter().all(Result::is_err));
-        house.service.kill();
-        house.restart();
+        node.process.kill();
+        node.restart();
         wait_until_connected(&engine.client);
         engine.load_layers(0);
     });
@@ -87,8 +87,8 @@ fn a_stream_that_waits_for_a_killed_service_goes_on() {
 
 /// A client's process that loads until it is killed.
 pub fn load_for_ever(socket: &str) {
-    let house = Path::new(socket);
-    let client = block_on(Client::connect(house, options())).expect("a service with the GPU");
+    let node = Path::new(socket);
+    let client = block_on(Client::connect(node, options())).expect("a service with the GPU");
     let gpu = Gpu::open(0).expect("a GPU");
     let pool = DeviceBuffer::new(gpu, pool_bytes()).expect("memory");
     let _region = block_on(client.register_device(lent(&pool, 0, pool_bytes()))).expect("registered");
@@ -106,11 +106,11 @@ pub fn load_for_ever(socket: &str) {
 #[test]
 fn a_service_survives_clients_that_are_killed_in_the_middle_of_copies() {
     with_gpu("ends::a_service_survives_clients_that_are_killed_in_the_middle_of_copies", || {
-        let (house, mut rng) = (House::new(), Rng(seed()));
-        let engine = Engine::new(&house);
+        let (node, mut rng) = (CudaService::new(), Rng(seed()));
+        let engine = Engine::new(&node);
         engine.store(0);
         for _ in 0..kills() {
-            let mut other = Process::start(&format!("cuda-load {}", house.socket().display()));
+            let mut other = Process::start(&format!("cuda-load {}", node.socket().display()));
             (0..3).for_each(|_| assert_eq!(other.word().as_deref(), Some("next")));
             a_moment(&mut rng);
             other.kill();
@@ -118,7 +118,7 @@ fn a_service_survives_clients_that_are_killed_in_the_middle_of_copies() {
             engine.load(0);
         }
         let hang = Instant::now() + HANG;
-        while kvhoist_service::status(&house.socket()).expect("alive").clients.len() > 2 {
+        while kvhoist_service::status(&node.socket()).expect("alive").clients.len() > 2 {
             assert!(Instant::now() < hang, "its memory stays mapped");
             std::thread::yield_now();
         }

@@ -10,7 +10,6 @@ pub mod ends;
 mod moves;
 
 use std::{
-    io::Read,
     path::{Path, PathBuf},
     process::Command,
     sync::{Arc, OnceLock},
@@ -25,12 +24,12 @@ use kvhoist::{
         memory::DeviceMemory,
     },
 };
-use kvhoist_service::{Client, ClientOptions, ClientRegion, Server, ServerConfig};
+use kvhoist_service::{Client, ClientOptions, ClientRegion, ServerConfig};
 use tempfile::TempDir;
 
 use crate::{
     common::{self, key, payload},
-    node::{HANG, Process, say},
+    node::{HANG, Process, serve},
 };
 
 const BLOCKS: u64 = 32;
@@ -93,30 +92,26 @@ pub fn run(words: &[&str]) {
     config.capacity_bytes = 4 * pool_bytes() as u64;
     config.host_bytes = 4 * pool_bytes() as u64;
     config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer);
-    let server = Server::start(config).expect("a service");
-    say("ready");
-    std::io::stdin().read_to_end(&mut Vec::new()).expect("the end of the input");
-    server.drain();
-    server.wait().expect("a whole store");
+    serve(config);
 }
 
 /// A service and its store.
-struct House {
+struct CudaService {
     store: TempDir,
     place: TempDir,
-    service: Process,
+    process: Process,
 }
 
-impl House {
+impl CudaService {
     fn new() -> Self {
-        House::with(&[])
+        CudaService::with(&[])
     }
 
     /// With these variables in the service's environment.
     fn with(variables: &[(&str, &str)]) -> Self {
         let (store, place) = (common::directory(), tempfile::tempdir().expect("a directory"));
-        let service = House::start(&place.path().join("s"), store.path(), variables);
-        House { store, place, service }
+        let process = CudaService::start(&place.path().join("s"), store.path(), variables);
+        CudaService { store, place, process }
     }
 
     fn start(socket: &Path, store: &Path, variables: &[(&str, &str)]) -> Process {
@@ -130,7 +125,7 @@ impl House {
     }
 
     fn restart(&mut self) {
-        self.service = House::start(&self.socket(), self.store.path(), &[]);
+        self.process = CudaService::start(&self.socket(), self.store.path(), &[]);
     }
 }
 
@@ -154,15 +149,15 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(house: &House) -> Self {
-        Engine::on(house, 0)
+    fn new(node: &CudaService) -> Self {
+        Engine::on(node, 0)
     }
 
     /// On the device of this ordinal.
-    fn on(house: &House, ordinal: u32) -> Self {
+    fn on(node: &CudaService, ordinal: u32) -> Self {
         let mut options = options();
         options.device_ordinal = ordinal;
-        let client = block_on(Client::connect(house.socket(), options)).expect("a service with the GPU");
+        let client = block_on(Client::connect(node.socket(), options)).expect("a service with the GPU");
         let gpu = Gpu::open(ordinal).expect("a GPU");
         let [pool, seen] = [(); 2].map(|()| DeviceBuffer::new(Arc::clone(&gpu), pool_bytes()).expect("memory"));
         let region = block_on(client.register_device(lent(&pool, 0, pool_bytes()))).expect("registered");

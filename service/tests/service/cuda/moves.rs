@@ -7,20 +7,22 @@ use kvhoist::{
 };
 use kvhoist_service::Client;
 
-use super::{BLOCKS, Engine, House, block_bytes, is_real, lent, options, pool_bytes, wait_until_connected, with_gpu};
+use super::{
+    BLOCKS, CudaService, Engine, block_bytes, is_real, lent, options, pool_bytes, wait_until_connected, with_gpu,
+};
 use crate::common::{key, payload};
 
 #[test]
 fn blocks_move_between_the_service_and_a_gpu_of_its_client() {
     with_gpu("moves::blocks_move_between_the_service_and_a_gpu_of_its_client", || {
-        let mut house = House::new();
-        let engine = Engine::new(&house);
+        let mut node = CudaService::new();
+        let engine = Engine::new(&node);
         assert!(!engine.region.is_pinned());
         engine.store(0);
         engine.load(0);
         engine.load_layers(0);
-        house.service.end();
-        house.restart();
+        node.process.end();
+        node.restart();
         wait_until_connected(&engine.client);
         let keys: Vec<BlockKey> = (0..BLOCKS).map(key).collect();
         let tiers = block_on(engine.client.match_prefix(&keys)).expect("a service");
@@ -36,8 +38,8 @@ fn blocks_move_between_the_service_and_a_gpu_of_its_client() {
 #[test]
 fn two_clients_on_a_gpu_share_what_one_has_stored() {
     with_gpu("moves::two_clients_on_a_gpu_share_what_one_has_stored", || {
-        let house = House::new();
-        let [one, other] = [(); 2].map(|()| Engine::new(&house));
+        let node = CudaService::new();
+        let [one, other] = [(); 2].map(|()| Engine::new(&node));
         one.store(0);
         other.store(BLOCKS);
         std::thread::scope(|scope| {
@@ -65,8 +67,8 @@ fn clients_on_two_gpus_share_a_space() {
         if Gpu::open(1).is_err() {
             return crate::common::skip::skipped("one GPU, and two are needed");
         }
-        let mut house = House::new();
-        let engines = [0, 1].map(|ordinal| Engine::on(&house, ordinal));
+        let mut node = CudaService::new();
+        let engines = [0, 1].map(|ordinal| Engine::on(&node, ordinal));
         for (engine, first) in engines.iter().zip([0, BLOCKS]) {
             engine.store(first);
         }
@@ -83,8 +85,8 @@ fn clients_on_two_gpus_share_a_space() {
         each(Engine::load_layers);
         each(Engine::load);
         // Out of the drive, and with the other GPU as the space's first.
-        house.service.end();
-        house.restart();
+        node.process.end();
+        node.restart();
         engines.iter().for_each(|engine| wait_until_connected(&engine.client));
         each(Engine::load);
         each(Engine::load_layers);
@@ -100,8 +102,8 @@ unsafe impl Send for Apart<'_> {}
 #[test]
 fn ranges_of_one_allocation_are_registered_one_by_one() {
     with_gpu("moves::ranges_of_one_allocation_are_registered_one_by_one", || {
-        let house = House::new();
-        let engine = Engine::new(&house);
+        let node = CudaService::new();
+        let engine = Engine::new(&node);
         engine.store(0);
         let (client, len) = (&engine.client, block_bytes());
         let register = |offset, len| block_on(client.register_device(lent(&engine.seen, offset, len)));
@@ -124,18 +126,18 @@ fn ranges_of_one_allocation_are_registered_one_by_one() {
 #[test]
 fn memory_that_other_processes_cannot_map_is_refused_with_what_to_set() {
     with_gpu("moves::memory_that_other_processes_cannot_map_is_refused_with_what_to_set", || {
-        let house = House::new();
+        let node = CudaService::new();
         let mut plain = options();
         plain.device = None;
         let gpu = Gpu::open(0).expect("a GPU");
         let memory = DeviceBuffer::new(gpu, 1 << 20).expect("memory");
         // The space has no device for a client that asks for none.
-        let client = block_on(Client::connect(house.socket(), plain)).expect("a service");
+        let client = block_on(Client::connect(node.socket(), plain)).expect("a service");
         let refused = block_on(client.register_device(lent(&memory, 0, 4096))).expect_err("no device").to_string();
         assert!(refused.contains("without a device"), "{refused}");
         drop(client);
-        let house = House::new();
-        let client = block_on(Client::connect(house.socket(), options())).expect("a service");
+        let node = CudaService::new();
+        let client = block_on(Client::connect(node.socket(), options())).expect("a service");
         let mut host = vec![0_u8; 4096];
         // SAFETY: nothing is moved there.
         let lent_host = unsafe { Memory::device(host.as_mut_ptr(), 4096) };
@@ -153,14 +155,14 @@ fn memory_that_other_processes_cannot_map_is_refused_with_what_to_set() {
 #[test]
 fn a_service_without_the_gpu_says_so() {
     with_gpu("moves::a_service_without_the_gpu_says_so", || {
-        let house = House::with(&[("DOUBLE_FAULT", "none"), ("CUDA_VISIBLE_DEVICES", "")]);
-        let refused = block_on(Client::connect(house.socket(), options())).expect_err("no GPU");
+        let node = CudaService::with(&[("DOUBLE_FAULT", "none"), ("CUDA_VISIBLE_DEVICES", "")]);
+        let refused = block_on(Client::connect(node.socket(), options())).expect_err("no GPU");
         assert!(matches!(refused, Error::Service { fault: ServiceFault::Unavailable, .. }), "{refused}");
         let refused = refused.to_string();
         assert!(refused.contains("GPU-") && refused.contains("run the service where"), "{refused}");
         // A space of another kind is served.
         let mut plain = options();
         plain.device = None;
-        block_on(Client::connect(house.socket(), plain)).expect("a service");
+        block_on(Client::connect(node.socket(), plain)).expect("a service");
     });
 }
