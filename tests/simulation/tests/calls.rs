@@ -39,15 +39,26 @@ fn two_pages() -> Config {
     config().disks(vec![kvhoist::DiskPath::with_blocks("simulated", 64)]).bypass_host(true)
 }
 
+/// A world over blank files whose I/O threads do not die.
+fn without_deaths(seed: u64) -> World {
+    let mut world = World::new(seed, sim::blank_files(&two_pages()));
+    world.deaths = 0.0;
+    world
+}
+
+/// Opens a cache there, and registers the pages.
+async fn open(world: &World, pages: &mut Pages) -> (Simulated, Region) {
+    let opened = sim::open(two_pages(), world).await.expect("blank files open");
+    let region = pages.register(&opened.cache).await;
+    (opened, region)
+}
+
 /// Stores all blocks in one call, whose first write fails if `fails` is set. Returns which blocks were stored, and are
 /// there after a kill, the record pages that were written, and the pieces of work that workers did.
 fn store_all(seed: u64, fails: bool) -> (Vec<bool>, u64, u64) {
-    let mut world = World::new(seed, sim::blank_files(&two_pages()));
-    world.deaths = 0.0;
-    let mut pages = Pages::filled();
+    let (world, mut pages) = (without_deaths(seed), Pages::filled());
     sim::block_on(async {
-        let Simulated { cache, reactor } = sim::open(two_pages(), &world).await.expect("blank files open");
-        let _region = pages.register(&cache).await;
+        let (Simulated { cache, reactor }, _region) = open(&world, &mut pages).await;
         let places = pages.places();
         let before = cache.stats().record_writes;
         if fails {
@@ -87,12 +98,9 @@ fn blocks_that_one_call_stores_share_the_writes_of_their_records() {
 fn blocks_that_one_call_stores_begin_and_end_under_one_lock() {
     let mut by_callers = 0;
     for seed in 0..32 {
-        let mut world = World::new(seed, sim::blank_files(&two_pages()));
-        world.deaths = 0.0;
-        let mut pages = Pages::filled();
+        let (world, mut pages) = (without_deaths(seed), Pages::filled());
         sim::block_on(async {
-            let Simulated { cache, reactor } = sim::open(two_pages(), &world).await.expect("blank files open");
-            let _region = pages.register(&cache).await;
+            let (Simulated { cache, reactor }, _region) = open(&world, &mut pages).await;
             let places = pages.places();
             let work_done = cache.stats().work_done;
             let before = kvhoist::internals::seams::locks_taken();
