@@ -285,34 +285,13 @@ impl Metrics {
     /// Counts a moved block by `add`.
     pub(crate) fn moved_by(&self, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
         self.took(route, bytes, &mut add);
-        let (from, to) = ends(route);
+        let (from, to) = route.ends();
         if let Some(tier) = from {
             add(&self.tier(tier).bytes_out, bytes as u64);
         }
         if let Some(tier) = to {
             add(&self.tier(tier).bytes_in, bytes as u64);
         }
-    }
-}
-
-/// The tiers that a route's bytes leave and enter. The host slot of a bounced load counts in the
-/// read that filled it.
-fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
-    match route {
-        Route::DeviceHit | Route::HostHit => (None, None),
-        Route::DiskToHost => (Some(Tier::Disk), Some(Tier::Host)),
-        Route::DiskToHostToDevice | Route::HostToDevice => (Some(Tier::Host), Some(Tier::Device)),
-        Route::DeviceToHost => (Some(Tier::Device), Some(Tier::Host)),
-        Route::CallerToHost => (None, Some(Tier::Host)),
-        Route::HostToCaller => (Some(Tier::Host), None),
-        Route::DeviceToCaller => (Some(Tier::Device), None),
-        Route::DiskToDevice => (Some(Tier::Disk), Some(Tier::Device)),
-        Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
-        Route::DiskToRegion => (Some(Tier::Disk), None),
-        Route::RegionToDisk => (None, Some(Tier::Disk)),
-        Route::DeviceToDisk => (Some(Tier::Device), Some(Tier::Disk)),
-        Route::RemoteToHost => (Some(Tier::Remote), Some(Tier::Host)),
-        Route::HostToRemote => (Some(Tier::Host), Some(Tier::Remote)),
     }
 }
 

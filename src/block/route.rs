@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::Tier;
+
 /// The path that a block's bytes took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -83,6 +85,43 @@ impl Route {
             Route::DeviceToDisk => "device_to_disk",
             Route::RemoteToHost => "remote_to_host",
             Route::HostToRemote => "host_to_remote",
+        }
+    }
+
+    /// The tier that served a block that took this route; the host tier also for what came from its caller's memory.
+    #[doc(hidden)]
+    pub fn served_from(self) -> Tier {
+        match self {
+            Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk | Route::DeviceToCaller => Tier::Device,
+            Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
+            Route::HostHit
+            | Route::HostToDevice
+            | Route::CallerToHost
+            | Route::HostToCaller
+            | Route::HostToDisk
+            | Route::RegionToDisk
+            | Route::RemoteToHost
+            | Route::HostToRemote => Tier::Host,
+        }
+    }
+
+    /// The tiers that its bytes leave and enter. The host slot of a bounced load counts in the read that filled it.
+    pub(crate) fn ends(self) -> (Option<Tier>, Option<Tier>) {
+        match self {
+            Route::DeviceHit | Route::HostHit => (None, None),
+            Route::DiskToHost => (Some(Tier::Disk), Some(Tier::Host)),
+            Route::DiskToHostToDevice | Route::HostToDevice => (Some(Tier::Host), Some(Tier::Device)),
+            Route::DeviceToHost => (Some(Tier::Device), Some(Tier::Host)),
+            Route::CallerToHost => (None, Some(Tier::Host)),
+            Route::HostToCaller => (Some(Tier::Host), None),
+            Route::DeviceToCaller => (Some(Tier::Device), None),
+            Route::DiskToDevice => (Some(Tier::Disk), Some(Tier::Device)),
+            Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
+            Route::DiskToRegion => (Some(Tier::Disk), None),
+            Route::RegionToDisk => (None, Some(Tier::Disk)),
+            Route::DeviceToDisk => (Some(Tier::Device), Some(Tier::Disk)),
+            Route::RemoteToHost => (Some(Tier::Remote), Some(Tier::Host)),
+            Route::HostToRemote => (Some(Tier::Host), Some(Tier::Remote)),
         }
     }
 }

@@ -17,7 +17,7 @@ use tokio::{
 
 use crate::{
     payload::{fill, is_payload, key_of},
-    tally::{Outcome, Tally, tier_of},
+    tally::{Outcome, Tally},
     trace::{Chain, Request},
 };
 
@@ -192,7 +192,7 @@ impl Worker {
     fn count(&self, fetched: Fetched) -> bool {
         let Some((route, verified, took)) = fetched else { return false };
         let mut tally = self.tally.lock().expect("nothing panics under it");
-        tally.count(self.number, Outcome::Hit(tier_of(route)));
+        tally.count(self.number, Outcome::Hit(route.served_from()));
         tally.moved(route, self.cache.config().block_bytes, took);
         tally.verification_failures += u64::from(!verified);
         true

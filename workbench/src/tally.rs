@@ -75,13 +75,3 @@ impl Tally {
         tally.latency_ns.saturating_record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).max(1));
     }
 }
-
-/// The tier that a route's bytes came from.
-pub fn tier_of(route: Route) -> Tier {
-    match route {
-        Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk | Route::DeviceToCaller => Tier::Device,
-        Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
-        // From the host tier, or from the caller's own host memory.
-        _ => Tier::Host,
-    }
-}
