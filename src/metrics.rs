@@ -17,6 +17,7 @@ pub(crate) use tally::{Held, Tally};
 
 use std::{sync::Arc, time::Duration};
 
+use kvhoist_device::COPY_ENGINES;
 use metrics::{Label, Unit};
 
 use crate::{
@@ -143,9 +144,6 @@ impl RouteMetrics {
         }
     }
 }
-
-/// The copy engines, as metric labels.
-pub(crate) const COPY_ENGINES: [&str; 3] = ["memcpy", "cuda", "gdr"];
 
 /// Counters of copies between memories, by engine.
 pub(crate) struct CopyMetrics {

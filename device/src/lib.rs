@@ -48,6 +48,9 @@ use cuda::Gpu;
 pub const ENGINES: [(&str, bool); 3] =
     [("cuda", cfg!(feature = "cuda")), ("cufile", cfg!(feature = "cufile")), ("rdma", cfg!(feature = "rdma"))];
 
+/// The names of the copy engines, and of the processor that copies without one: labels of metrics.
+pub const COPY_ENGINES: [&str; 3] = ["memcpy", "cuda", "gdr"];
+
 /// The engines of this build, and those that it left out, in words.
 pub fn engines_in_words() -> String {
     let names = |built| {

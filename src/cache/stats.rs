@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{
     block::{Route, Tier},
-    device::GdrState,
-    metrics::{COPY_ENGINES, Durations, Metrics, RouteMetrics, counters, tier_counters},
+    device::{COPY_ENGINES, GdrState},
+    metrics::{Durations, Metrics, RouteMetrics, counters, tier_counters},
     state::Locked,
 };
 
@@ -270,12 +270,12 @@ impl Stats {
         &self.routes[route as usize].seconds
     }
 
-    /// Batches of copies between memories, by engine: `memcpy`, `cuda`, `gdr`.
+    /// Batches of copies between memories, by engine.
     pub fn copied_batches(&self) -> BTreeMap<&'static str, u64> {
         COPY_ENGINES.into_iter().zip(self.copies.map(|figures| figures.batches)).collect()
     }
 
-    /// Bytes of copies between memories, by engine: `memcpy`, `cuda`, `gdr`.
+    /// Bytes of copies between memories, by engine.
     pub fn copied_bytes(&self) -> BTreeMap<&'static str, u64> {
         COPY_ENGINES.into_iter().zip(self.copies.map(|figures| figures.bytes)).collect()
     }
