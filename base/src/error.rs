@@ -315,6 +315,21 @@ impl Error {
         self
     }
 
+    /// How the node's service says it to a client.
+    #[doc(hidden)]
+    pub fn fault(&self) -> ServiceFault {
+        match self {
+            Error::Config { .. } | Error::Argument { .. } => ServiceFault::Argument,
+            Error::Busy { .. } => ServiceFault::Busy,
+            Error::Timeout { .. } => ServiceFault::Timeout,
+            Error::Refused { .. } => ServiceFault::Refused,
+            Error::Io { .. } | Error::Copy { .. } => ServiceFault::Io,
+            Error::Closed => ServiceFault::Draining,
+            Error::Service { fault, .. } => *fault,
+            Error::Store { .. } | Error::Unavailable { .. } => ServiceFault::Unavailable,
+        }
+    }
+
     /// True if the same call may succeed later without any change.
     pub fn is_transient(&self) -> bool {
         match self {

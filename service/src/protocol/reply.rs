@@ -30,18 +30,7 @@ impl Failure {
 
 impl From<&Error> for Failure {
     fn from(error: &Error) -> Self {
-        let fault = match error {
-            Error::Config { .. } | Error::Argument { .. } => ServiceFault::Argument,
-            Error::Busy { .. } => ServiceFault::Busy,
-            Error::Timeout { .. } => ServiceFault::Timeout,
-            Error::Refused { .. } => ServiceFault::Refused,
-            Error::Io { .. } | Error::Copy { .. } => ServiceFault::Io,
-            Error::Closed => ServiceFault::Draining,
-            Error::Service { fault, .. } => *fault,
-            // `Store` and `Unavailable`; and kinds that the library does not have yet.
-            _ => ServiceFault::Unavailable,
-        };
-        Failure::new(fault, error.to_string())
+        Failure::new(error.fault(), error.to_string())
     }
 }
 
