@@ -235,12 +235,12 @@ impl Store {
     }
 }
 
-/// What stands for a slot at the end of what its record's crc covers: as the format's page has it.
+/// What stands for a slot at the end of what its record's crc covers: as `docs/design.md` has it.
 fn seal_of(member: u16, local: u32) -> [u8; 8] {
     (checksum(&UUID) ^ (u64::from(member) << 48) ^ u64::from(local)).to_le_bytes()
 }
 
-/// The record that is not all zeros, read by the byte diagram of the format's page; `None` if it does not count.
+/// The record that is not all zeros, read by the byte diagram of `docs/design.md`; `None` if it does not count.
 fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> {
     let number = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("a word"));
     let key = |at: usize| BlockKey::new(*bytes[at..].first_chunk().expect("a key"));

@@ -1,31 +1,7 @@
 //! The on-disk format of a store. All numbers are little endian; unused bytes are zero and checked.
 //!
-//! ```text
-//! member (a file or a raw device)
-//! 0         4096      8192                       data_offset (a multiple of 1 MiB)
-//! | super A | super B | record page | record p.. | slot 0 | slot 1 | ..
-//!                     | 32 records of 128 bytes  | slot_bytes = block_bytes padded to 4 KiB
-//!
-//! superblock (4096 bytes; only the first 512-byte sector is in use, so a sector-wise torn write is
-//! all or nothing)
-//!   0  magic "KVHOIST\0"       8      64  slots of all members   8
-//!   8  format version          4      72  layout fingerprint     8
-//!  12  state (1, 2)            4      80  member index           2
-//!  16  store uuid             16      82  member count           2
-//!  32  sequence number         8      84  namespace length       2
-//!  40  block_bytes             8      86  zero                   2
-//!  48  slot_bytes              8      88  namespace (UTF-8)    255, zero padded
-//!  56  slots of this member    8     504  crc of bytes 0..504    8
-//!
-//! record (128 bytes; all zero: a free slot)
-//!   0  flags                          4      24  last use         8
-//!   4  payload length                 4      32  key             32
-//!   8  generation                     8      64  parent          32
-//!  16  payload checksum               8      96  zero            24
-//!                                           120  crc              8
-//! flags: 1 full; 2 has a parent; 4 and 8 number of requests that used the block (3 or more: 3; unknown: 0);
-//! 16 was written from a caller's memory and not read back since
-//! ```
+//! `docs/design.md` has the byte diagram of the superblocks and the records. Of a superblock only the first 512-byte
+//! sector is in use, so that a sector-wise torn write is all or nothing.
 //!
 //! All checksums are CRC-64/NVME (`checksum.rs`). A record's crc is taken over its first 120
 //! bytes followed by 8 bytes that stand for the store, the member and the slot

@@ -1,6 +1,6 @@
 //! The record of a slot: 128 bytes that identify the block in the slot.
 //!
-//! The byte diagram is in [`format`](super).
+//! The byte diagram is in `docs/design.md`.
 
 use super::{PAGE_BYTES, RECORD_BYTES, array, get_u32, get_u64, is_zero, put};
 use crate::{block::BlockKey, checksum::checksum};

@@ -1,6 +1,6 @@
 //! The superblock: identity and geometry of a member.
 //!
-//! [`format`](super) has the byte diagram and the meaning of the states.
+//! `docs/design.md` has the byte diagram, [`format`](super) the meaning of the states.
 
 use super::{
     PAGE_BYTES, array, get_u16, get_u32, get_u64, is_zero, put,

@@ -13,7 +13,7 @@ use super::{
     sample::{BLOCK_BYTES, Image, SLOT_BYTES, Span},
 };
 
-/// The fields, as the diagram in `format` has them.
+/// The fields, as the diagram of `docs/design.md` has them.
 const FIELDS: [(&str, usize, usize); 10] = [
     ("flags", 0, 4),
     ("length", 4, 4),

@@ -10,7 +10,7 @@ use super::{
     sample::{Image, SLOT_BYTES, Span},
 };
 
-/// The fields, as the diagram in `format` has them.
+/// The fields, as the diagram of `docs/design.md` has them.
 const FIELDS: [(&str, usize, usize); 18] = [
     ("magic", 0, 8),
     ("version", 8, 4),
