@@ -9,23 +9,36 @@ use serde::{
 
 use super::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, RemotePolicy,
-    StorageKind, WritePolicy, remote::RemoteHandle,
+    StorageKind, WritePolicy,
+    remote::RemoteHandle,
+    validate::{DAY_MS, check},
 };
 use crate::{
     block::Layout,
+    error::Result,
     remote::RemoteStore,
     size::{EXPECTED, parse_bytes},
 };
 
-/// `name(type) => field` sets a field, `name(Option<type>) => field` one that may be `None`. Attributes are serde's.
+/// `name(type) => field` sets a field, `name(Option<type>) => field` one that may be `None`. Behind it the range of the
+/// values, with their unit, where that is all there is to check. Attributes are serde's.
 macro_rules! settings {
-    ($($(#[$attribute:meta])* $name:ident($($type:tt)+) => $($field:ident).+;)*) => {
+    ($(
+        $(#[$attribute:meta])*
+        $name:ident($($type:tt)+) => $($field:ident).+ $(, $min:literal..=$max:expr, $unit:literal)?;
+    )*) => {
         /// The names of all settings.
         pub const SETTING_NAMES: &[&str] =
             &["host_bytes", "host_blocks", "device_bytes", "device_blocks", $(stringify!($name)),*];
 
         impl Config {
             $(settings! { @setter $name($($type)+) => $($field).+ })*
+        }
+
+        /// Checks each setting against its range; the error names the first that is outside.
+        pub(super) fn check_ranges(config: &Config) -> Result<()> {
+            $(settings! { @check config.$($field).+, $name $(, $min, $max, $unit)? })*
+            Ok(())
         }
 
         /// All settings but those that have two names.
@@ -59,6 +72,10 @@ macro_rules! settings {
             }
         }
     };
+    (@check $found:expr, $name:ident) => {};
+    (@check $found:expr, $name:ident, $min:literal, $max:expr, $unit:literal) => {
+        check(stringify!($name), $found, $min, $max, $unit)?;
+    };
     (@type Option<$type:ty>) => { Option<$type> };
     (@type $type:ty) => { $type };
     (@setter $name:ident(Option<$type:ty>) => $($field:ident).+) => {
@@ -91,11 +108,11 @@ macro_rules! settings {
 
 settings! {
     #[serde(deserialize_with = "size")]
-    block_bytes(usize) => block_bytes;
+    block_bytes(usize) => block_bytes, 1..=1 << 30, "bytes";
     namespace(String) => namespace;
     eviction_policy(Eviction) => eviction_policy;
-    workers(Option<u32>) => workers;
-    spin_us(u32) => spin_us;
+    workers(Option<u32>) => workers, 0..=256, "threads";
+    spin_us(u32) => spin_us, 0..=10_000, "microseconds";
     low_watermark(f64) => host.low_watermark;
     high_watermark(f64) => host.high_watermark;
     bypass_host(bool) => host.bypass;
@@ -103,16 +120,16 @@ settings! {
     device_ordinal(u32) => device.ordinal;
     device_layout(Option<Layout>) => device.layout;
     copy(Option<CopyMethod>) => device.copy;
-    copy_blocks_max(u32) => device.copy_blocks_max;
+    copy_blocks_max(u32) => device.copy_blocks_max, 1..=1024, "thread blocks";
     copy_prefer(CopyPrefer) => device.copy_prefer;
     gdr(EngineMode) => device.gdr;
     gdr_device(Option<String>) => device.gdr_device;
-    gdr_stuck_ms(u64) => device.gdr_stuck_ms;
+    gdr_stuck_ms(u64) => device.gdr_stuck_ms, 1..=DAY_MS, "milliseconds";
     cufile(EngineMode) => device.cufile;
-    cufile_stuck_ms(u64) => device.cufile_stuck_ms;
+    cufile_stuck_ms(u64) => device.cufile_stuck_ms, 1..=DAY_MS, "milliseconds";
     disks(Vec<DiskPath>) => disk.paths;
     write_policy(WritePolicy) => disk.write_policy;
-    selective_hits(u8) => disk.selective_hits;
+    selective_hits(u8) => disk.selective_hits, 1..=u8::MAX, "hits";
     #[serde(deserialize_with = "size_or_none")]
     write_budget(Option<u64>) => disk.write_budget;
     drive_writes_per_day(Option<f64>) => disk.drive_writes_per_day;
@@ -120,28 +137,28 @@ settings! {
     drive_bytes(Option<u64>) => disk.drive_bytes;
     storage(StorageKind) => disk.storage;
     direct_io(DirectIo) => disk.direct_io;
-    blocking_threads(usize) => disk.blocking_threads;
+    blocking_threads(usize) => disk.blocking_threads, 1..=256, "threads";
     quarantine_max(u32) => disk.quarantine_max;
-    disk_failures_max(u32) => disk.failures_max;
+    disk_failures_max(u32) => disk.failures_max, 1..=u32::MAX, "failures in a row";
     remote(Option<String>) => remote.url;
     remote_policy(RemotePolicy) => remote.policy;
     #[serde(deserialize_with = "size_or_none")]
     remote_bytes(Option<u64>) => remote.bytes;
     #[serde(deserialize_with = "size")]
-    remote_upload_bytes_per_s(u64) => remote.upload_bytes_per_s;
-    remote_interval_s(u64) => remote.interval_s;
-    remote_deadline_ms(u64) => remote.deadline_ms;
-    recompute_us(Option<u64>) => remote.recompute_us;
+    remote_upload_bytes_per_s(u64) => remote.upload_bytes_per_s, 1..=u64::MAX >> 1, "bytes a second";
+    remote_interval_s(u64) => remote.interval_s, 1..=86_400, "seconds";
+    remote_deadline_ms(u64) => remote.deadline_ms, 1..=DAY_MS, "milliseconds";
+    recompute_us(Option<u64>) => remote.recompute_us, 1..=u64::MAX >> 1, "microseconds";
     #[serde(deserialize_with = "size")]
-    remote_index_bytes(u64) => remote.index_bytes;
+    remote_index_bytes(u64) => remote.index_bytes, 65_536..=u64::MAX >> 1, "bytes";
     #[serde(deserialize_with = "size")]
-    read_bytes_in_flight_max(u64) => limits.read_bytes_in_flight_max;
+    read_bytes_in_flight_max(u64) => limits.read_bytes_in_flight_max, 1..=u64::MAX >> 1, "bytes";
     #[serde(deserialize_with = "size")]
-    write_bytes_in_flight_max(u64) => limits.write_bytes_in_flight_max;
-    movements_max(u32) => limits.movements_max;
-    waiters_max(u32) => limits.waiters_max;
-    background_max(u32) => limits.background_max;
-    deadline_ms(u64) => limits.deadline_ms;
+    write_bytes_in_flight_max(u64) => limits.write_bytes_in_flight_max, 1..=u64::MAX >> 1, "bytes";
+    movements_max(u32) => limits.movements_max, 1..=1 << 24, "movements";
+    waiters_max(u32) => limits.waiters_max, 1..=1 << 24, "waiters";
+    background_max(u32) => limits.background_max, 1..=1 << 24, "movements";
+    deadline_ms(u64) => limits.deadline_ms, 1..=DAY_MS, "milliseconds";
 }
 
 impl Config {

@@ -2,14 +2,14 @@
 
 use std::fmt::Display;
 
-use super::{Capacity, Config, DiskPath, WritePolicy};
+use super::{Capacity, Config, DiskPath, WritePolicy, settings::check_ranges};
 use crate::error::{Error, Result};
 
 /// The smallest write budget, in blocks a day.
 const BUDGET_BLOCKS_MIN: u64 = 240;
 const SLOTS_MAX: u32 = u32::MAX >> 1;
 /// A day in milliseconds.
-const DAY_MS: u64 = 86_400_000;
+pub(super) const DAY_MS: u64 = 86_400_000;
 
 impl Config {
     /// Validates every field; the error names the first invalid one.
@@ -17,10 +17,8 @@ impl Config {
     /// # Errors
     /// [`Error::Config`].
     pub fn validate(&self) -> Result<()> {
-        // First: the other sizes follow from this one.
-        check("block_bytes", self.block_bytes, 1, 1 << 30, "bytes")?;
-        check("workers", self.workers.unwrap_or(0), 0, 256, "threads")?;
-        check("spin_us", self.spin_us, 0, 10_000, "microseconds")?;
+        // First: the other sizes follow from `block_bytes`.
+        check_ranges(self)?;
         if self.namespace.is_empty() || self.namespace.len() > 255 {
             return Err(wrong("namespace", format!("{} bytes", self.namespace.len()), "a name of 1 to 255 bytes"));
         }
@@ -28,8 +26,7 @@ impl Config {
         self.validate_device()?;
         self.validate_disk()?;
         self.validate_write_budget()?;
-        self.validate_remote()?;
-        self.validate_limits()
+        self.validate_remote()
     }
 
     fn validate_remote(&self) -> Result<()> {
@@ -39,11 +36,7 @@ impl Config {
             let expected = "a store given by `remote_store`, or a build of kvhoist with the cargo feature `remote`";
             return Err(wrong("remote", format!("an URL that begins with {scheme:?}, and no store"), expected));
         }
-        check("remote_upload_bytes_per_s", remote.upload_bytes_per_s, 1, u64::MAX >> 1, "bytes a second")?;
-        check("remote_interval_s", remote.interval_s, 1, 86_400, "seconds")?;
-        check("remote_deadline_ms", remote.deadline_ms, 1, DAY_MS, "milliseconds")?;
-        check("recompute_us", remote.recompute_us.unwrap_or(1), 1, u64::MAX >> 1, "microseconds")?;
-        check("remote_index_bytes", remote.index_bytes, 1 << 16, u64::MAX >> 1, "bytes")
+        Ok(())
     }
 
     fn validate_host(&self) -> Result<()> {
@@ -61,9 +54,6 @@ impl Config {
     fn validate_device(&self) -> Result<()> {
         let device = &self.device;
         self.validate_capacity(["device_bytes", "device_blocks"], device.capacity, 0)?;
-        check("copy_blocks_max", device.copy_blocks_max, 1, 1024, "thread blocks")?;
-        check("gdr_stuck_ms", device.gdr_stuck_ms, 1, DAY_MS, "milliseconds")?;
-        check("cufile_stuck_ms", device.cufile_stuck_ms, 1, DAY_MS, "milliseconds")?;
         if device.gdr_device.as_deref() == Some("") {
             return Err(wrong("gdr_device", "an empty name", "the name of an RDMA device, mlx5_0 say, or none at all"));
         }
@@ -79,9 +69,6 @@ impl Config {
 
     fn validate_disk(&self) -> Result<()> {
         let disk = &self.disk;
-        check("selective_hits", disk.selective_hits, 1, u8::MAX, "hits")?;
-        check("blocking_threads", disk.blocking_threads, 1, 256, "threads")?;
-        check("disk_failures_max", disk.failures_max, 1, u32::MAX, "failures in a row")?;
         check("disks", disk.paths.len(), 0, 64, "paths")?;
         for path in &disk.paths {
             if path.path.as_os_str().is_empty() {
@@ -125,20 +112,6 @@ impl Config {
         Ok(())
     }
 
-    fn validate_limits(&self) -> Result<()> {
-        let limits = &self.limits;
-        for (field, bytes) in [
-            ("read_bytes_in_flight_max", limits.read_bytes_in_flight_max),
-            ("write_bytes_in_flight_max", limits.write_bytes_in_flight_max),
-        ] {
-            check(field, bytes, 1, u64::MAX >> 1, "bytes")?;
-        }
-        check("movements_max", limits.movements_max, 1, 1 << 24, "movements")?;
-        check("waiters_max", limits.waiters_max, 1, 1 << 24, "waiters")?;
-        check("background_max", limits.background_max, 1, 1 << 24, "movements")?;
-        check("deadline_ms", limits.deadline_ms, 1, DAY_MS, "milliseconds")
-    }
-
     fn validate_path(&self, path: &DiskPath) -> Result<()> {
         let slots = self.path_slots(path);
         match path.capacity {
@@ -172,11 +145,18 @@ fn wrong(field: &'static str, found: impl ToString, expected: impl Into<String>)
     Error::config(field, found, expected)
 }
 
-fn check<T: PartialOrd + Display>(field: &'static str, found: T, min: T, max: T, unit: &str) -> Result<()> {
-    if found < min || found > max {
-        return Err(wrong(field, format!("{found}"), format!("{min} to {max} {unit}")));
+/// Refuses a value out of a range; `None` is in every range.
+pub(super) fn check<T: PartialOrd + Display>(
+    field: &'static str,
+    found: impl Into<Option<T>>,
+    min: T,
+    max: T,
+    unit: &str,
+) -> Result<()> {
+    match found.into() {
+        Some(found) if found < min || found > max => Err(wrong(field, found, format!("{min} to {max} {unit}"))),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 #[cfg(test)]
