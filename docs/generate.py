@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the pages of docs/reference from the code: settings, metrics and errors.
+"""Writes from the code the pages of docs/reference (settings, metrics and errors), and the keywords of the Python package.
 
     docs/generate.py            # writes them
     docs/generate.py --check    # exit status 1 where one is not what the code says
@@ -52,6 +52,13 @@ def block(text: str, begin: str) -> str:
     return text[text.index(begin) :].split("\n}", 1)[0]
 
 
+def setting_lines() -> list[tuple[str, str, str, str]]:
+    """Each line of the table of settings: how serde reads it, its name, its type, its field."""
+    # `spin_us(u32) => spin_us, 0..=10_000, "microseconds";`, and above it `#[serde(deserialize_with = "size")]` for sizes.
+    line = r'^(?:    #\[serde\(deserialize_with = "(\w+)"\)\]\n)?    (\w+)\((.+)\) => ([\w.]+)(?:, .+)?;$'
+    return re.findall(line, source("src/config/settings.rs"), re.M)
+
+
 # The struct of each group of settings.
 GROUPS = {"": "Config", "host": "HostConfig", "device": "DeviceConfig", "disk": "DiskConfig"}
 GROUPS |= {"remote": "RemoteConfig", "limits": "Limits"}
@@ -69,8 +76,7 @@ def settings() -> str:
         # `blocking_threads: 16,` of the default.
         values = re.findall(r"[{,]\s+(\w+): ([^,\n]+?)(?=,| })", block(text, f"impl Default for {struct} {{"))
         defaults |= {at + field: value for field, value in values}
-    # `bypass_host(bool) => host.bypass;`
-    fields = re.findall(r"^    (\w+)\(.+\) => ([\w.]+);$", source("src/config/settings.rs"), re.M)
+    fields = [(name, at) for _, name, _, at in setting_lines()]
     rows = {name: f"{default(defaults[at], kinds[at], text)} | {cell(words[at])}" for name, at in fields}
     for tier in ("host", "device"):
         blocks = re.fullmatch(r"Capacity::Blocks\((\d+)\)", defaults[f"{tier}.capacity"])[1]
@@ -164,19 +170,53 @@ def errors() -> str:
     )
 
 
-PAGES = {"settings.md": settings, "metrics.md": metrics, "errors.md": errors}
+# Settings that are parameters of the Python package's `Cache` by another way.
+OF_CACHE = {"block_bytes", "namespace", "host_bytes", "host_blocks", "disks"}
+
+
+def keywords() -> str:
+    types = {"bool": "bool", "f64": "float", "Layout": "Sequence[int]"}
+    types |= dict.fromkeys(("u8", "u32", "u64", "usize"), "int")
+    lines = []
+    for read, name, kind, at in setting_lines():
+        inner = re.sub(r"^Option<(.+)>$", r"\1", kind)
+        word = "_Size" if read else types.get(inner, "str")
+        if name == "device":
+            # Those with two names are not in the table.
+            lines += ["device_bytes: _Size", "device_blocks: int"]
+        if name not in OF_CACHE:
+            lines.append(f"{name}: {word}" + (" | None" if inner != kind else ""))
+    return (
+        '"""Keywords of `Cache` that are settings of the engine, with their types: docs/reference/settings.md describes them.\n\n'
+        'Written by docs/generate.py from src/config/settings.rs: change that, and run it.\n"""\n\n'
+        "from __future__ import annotations\n\n"
+        "from typing import Sequence, TypedDict, Union\n\n"
+        '__all__ = ["EngineSettings"]\n\n'
+        "_Size = Union[int, str]\n\n\n"
+        "class EngineSettings(TypedDict, total=False):\n"
+        '    """Settings of the engine. Choices are words, checked when the cache is opened. A size is a number of bytes, or text\n'
+        '    such as ``"200GiB"``."""\n\n' + "".join(f"    {line}\n" for line in lines)
+    )
+
+
+WRITTEN = {
+    "docs/reference/settings.md": settings,
+    "docs/reference/metrics.md": metrics,
+    "docs/reference/errors.md": errors,
+    "python/kvhoist/_settings.py": keywords,
+}
 
 
 def main() -> int:
     stale = []
-    for name, write in PAGES.items():
-        path, text = ROOT / "docs" / "reference" / name, write()
+    for name, write in WRITTEN.items():
+        path, text = ROOT / name, write()
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
     for name in stale:
-        print(f"docs/reference/{name}: found another text than the code gives, expected the same; run docs/generate.py")
+        print(f"{name}: found another text than the code gives, expected the same; run docs/generate.py")
     return 1 if stale else 0
 
 

@@ -1,4 +1,7 @@
-"""Keywords of `Cache` that are settings of the engine, with their types: docs/reference/settings.md describes them."""
+"""Keywords of `Cache` that are settings of the engine, with their types: docs/reference/settings.md describes them.
+
+Written by docs/generate.py from src/config/settings.rs: change that, and run it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ class EngineSettings(TypedDict, total=False):
     low_watermark: float
     high_watermark: float
     bypass_host: bool
+    device_bytes: _Size
+    device_blocks: int
     device: str
     device_ordinal: int
     device_layout: Sequence[int] | None
-    device_bytes: _Size
-    device_blocks: int
     copy: str | None
     copy_blocks_max: int
     copy_prefer: str
