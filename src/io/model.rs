@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::{
     driver::{Driver, Wake, Woken},
-    pool::{Pool, Step},
+    pool::Pool,
     transfer::{Completed, OpenFile, Transfer},
     waiter::Waiter,
 };
@@ -36,7 +36,10 @@ struct Modelled {
 
 /// Runs the only I/O thread of a pool, over a file of a model. It dies now and then, as by a panic, and another takes
 /// its place; what it had in flight is dropped then.
+#[cfg(feature = "sim")]
 pub(crate) fn run_io_thread(pool: &Pool, bytes: &Bytes) {
+    use super::pool::Step;
+
     loop {
         let mut driver = Modelled { bytes: Some(Arc::clone(bytes)), ..Modelled::new(2) };
         pool.awake(0);
