@@ -49,6 +49,7 @@ mod size;
 mod state;
 pub mod store;
 mod sync;
+mod task;
 mod urgency;
 
 use kvhoist_base::{bits, checksum, error, fork, memory};

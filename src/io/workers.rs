@@ -30,7 +30,7 @@ use super::{
     transfer::Transfer,
     waiter::{Answer, Transferred, Waiter},
 };
-use crate::{metrics::Count, shield::caught, urgency::Urgency};
+use crate::{metrics::Count, shield::caught, task, urgency::Urgency};
 
 /// Least work worth handing over to threads: about 8 us.
 const WORK_BYTES_MIN: u64 = 64 << 10;
@@ -151,7 +151,7 @@ impl Workers {
             _ => 0,
         };
         let pool = Arc::new(Pool::new(count, callers + rings, wake_bytes));
-        let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
+        let answers = task::spawn(Arc::clone(&pool).take_answers()).abort_handle();
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
         workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, transfers: false };
         let (tell, told) = mpsc::channel();
@@ -182,7 +182,7 @@ impl Workers {
     /// Workers that the caller runs, by the steps of `pool`. Call on the reactor.
     #[cfg(feature = "sim")]
     pub(crate) fn stepped(pool: Arc<Pool>, done: Arc<Count>) -> Rc<Self> {
-        let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
+        let answers = task::spawn(Arc::clone(&pool).take_answers()).abort_handle();
         let kind = Kind::Threads { pool, threads: Vec::new(), answers, transfers: true };
         Rc::new(Workers { kind, busy: Cell::new(0), work_bytes_min: 1, done })
     }

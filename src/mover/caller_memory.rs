@@ -7,6 +7,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+use futures_util::future::join;
 use tokio::time::Instant;
 
 use super::{
@@ -25,6 +26,7 @@ use crate::{
     io::Storage,
     shield::caught,
     state::{Class, Committed, Locked, Purpose},
+    task,
 };
 
 /// A load, and its first step.
@@ -128,7 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let mut state = self.shared.lock();
                 begun.extend(jobs.iter().map(|job| begin(&mut state, job)));
             }
-            let run = |(job, begun)| tokio::task::spawn_local(run(Rc::clone(self), job, begun));
+            let run = |(job, begun)| task::spawn(run(Rc::clone(self), job, begun));
             tasks.extend(turn.into_iter().zip(begun).map(run));
         }
         let mut results = Vec::with_capacity(tasks.len());
@@ -255,7 +257,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 RegionMemory::Device => unsafe { self.copy.checksum(&job.segments, Arc::clone(&job) as _) }.await,
             }
         };
-        let ((result, _, filling), sum) = tokio::join!(self.copy_promptly(Arc::clone(&job), filling), sum);
+        let ((result, _, filling), sum) = join(self.copy_promptly(Arc::clone(&job), filling), sum).await;
         result?;
         // What the copy found may be zeros.
         job.check_is_there()?;

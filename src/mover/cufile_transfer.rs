@@ -6,6 +6,7 @@
 
 use std::{rc::Rc, sync::Arc};
 
+use futures_util::future::join;
 use tokio::time::Instant;
 
 use super::{
@@ -126,7 +127,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (slot, parts) = (filling.slot(), self.parts(&source, offset));
         // SAFETY: `source` keeps its memory, which nobody writes to, the disk slot is unpublished, and both travel.
         let transfer = unsafe { self.cufile_route().cufile.transfer(OpKind::Write, file, parts, (source, filling)) };
-        let (ended, recorded) = tokio::join!(transfer, self.write_page(page));
+        let (ended, recorded) = join(transfer, self.write_page(page)).await;
         drop(permit);
         let (owners, fault) = match self.cufile_ended(ended) {
             Ok((_, filling)) => return Ok(self.written(DiskWrite { id, filling }, recorded)),

@@ -21,6 +21,7 @@ use crate::{
     device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
     state::Pin,
+    task,
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -78,7 +79,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Reads go on while what is in host memory is copied.
         let load_away = |(at, job, begun)| {
             let (this, board) = (Rc::clone(&self), Rc::clone(&board));
-            tokio::task::spawn_local(async move {
+            task::spawn(async move {
                 let outcome = or_panicked(this.load_begun(job, begun)).await;
                 board.borrow_mut().block_ended(at, outcome);
             })
@@ -123,7 +124,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 bytes_under_way -= ended;
             }
             let (this, board, copied) = (Rc::clone(self), Rc::clone(board), Arc::clone(&resident));
-            let task = tokio::task::spawn_local(async move {
+            let task = task::spawn(async move {
                 let result = or_panicked(this.copied(batch).map(|(result, _)| result)).await;
                 board.borrow_mut().layer_ended(layer, copied.numbers(), &result);
             });

@@ -54,9 +54,11 @@ pub use told_layers::ToldLayers;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    future::Future,
+    future::{Future, poll_fn},
+    pin::pin,
     rc::Rc,
     sync::Arc,
+    task::Poll,
 };
 
 use futures_util::FutureExt;
@@ -73,6 +75,7 @@ use crate::{
     error::{Error, Result},
     io::{Storage, Workers},
     state::{Failures, FlightEnd, Outcome, Shared},
+    task,
 };
 
 /// The reactor's side of a cache.
@@ -187,25 +190,31 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         mut urgent: mpsc::UnboundedReceiver<Urgent>,
     ) -> Result<()> {
         let _ended = Ended(Arc::clone(&self.shared));
-        let write_back = tokio::task::spawn_local(Rc::clone(&self).write_back_loop());
-        let deadlines = tokio::task::spawn_local(Rc::clone(&self).deadline_loop());
-        let spin = tokio::task::spawn_local(Rc::clone(&self).spin_loop());
-        let raise = tokio::task::spawn_local(Rc::clone(&self).raise_loop());
+        let write_back = task::spawn(Rc::clone(&self).write_back_loop());
+        let deadlines = task::spawn(Rc::clone(&self).deadline_loop());
+        let spin = task::spawn(Rc::clone(&self).spin_loop());
+        let raise = task::spawn(Rc::clone(&self).raise_loop());
         let remote = self.start_remote();
         loop {
             let may_start = self.active.get() < self.shared.config.limits.movements_max;
-            tokio::select! {
-                biased;
-                Some(request) = urgent.recv() => match request {
-                    Urgent::Close => commands.close(),
-                    request => self.start_urgent(request),
-                },
-                command = commands.recv(), if may_start || self.overdue.get() => match command {
-                    None => break,
-                    Some(command) if may_start => self.start(command),
-                    Some(command) => self.refuse(command),
-                },
-                () = self.settled.notified(), if !may_start => {}
+            let may_take = may_start || self.overdue.get();
+            let mut settled = pin!(self.settled.notified());
+            let next = poll_fn(|cx| {
+                if let Poll::Ready(Some(request)) = urgent.poll_recv(cx) {
+                    return Poll::Ready(Next::Urgent(request));
+                }
+                match if may_take { commands.poll_recv(cx) } else { Poll::Pending } {
+                    Poll::Pending if !may_start => settled.as_mut().poll(cx).map(|()| Next::Settled),
+                    command => command.map(Next::Command),
+                }
+            });
+            match next.await {
+                Next::Urgent(Urgent::Close) => commands.close(),
+                Next::Urgent(request) => self.start_urgent(request),
+                Next::Command(None) => break,
+                Next::Command(Some(command)) if may_start => self.start(command),
+                Next::Command(Some(command)) => self.refuse(command),
+                Next::Settled => {}
             }
         }
         self.end_remote(remote);
@@ -321,9 +330,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Runs a movement to its end, with or without waiters.
     fn spawn(self: &Rc<Self>, movement: impl Future<Output = ()> + 'static) {
         let active = Active::new(self);
-        // An `async` block would have room for the movement twice.
-        tokio::task::spawn_local(movement.map(move |()| drop(active)));
+        task::spawn(movement.map(move |()| drop(active)));
     }
+}
+
+/// What ends a wait of the reactor's loop.
+enum Next {
+    Urgent(Urgent),
+    /// `None` if no further command can come.
+    Command(Option<Command>),
+    /// A movement has ended.
+    Settled,
 }
 
 /// Counts a movement while it runs.

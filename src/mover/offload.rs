@@ -14,6 +14,7 @@ use crate::{
     io::{Storage, Transfer, Transferred, transfer_owned},
     memory::{Guard, IoBuf},
     state::{DiskPlace, Few, Filling, Kind, Permit, Pin},
+    task,
     urgency::Urgency,
 };
 
@@ -132,7 +133,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let buf = unsafe { IoBuf::new(start_of(&segment), segment.len, fixed, Arc::clone(&owner)) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
-            tokio::task::spawn_local(async move { this.transfer_here(kind, file, from, buf).await.0 })
+            task::spawn(async move { this.transfer_here(kind, file, from, buf).await.0 })
         };
         let operations: Vec<_> = parts.into_iter().map(operation).collect();
         let mut result = Ok(None);

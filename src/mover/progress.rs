@@ -1,6 +1,9 @@
 //! How far a load that completes layer by layer has come.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    pin::pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use tokio::sync::Notify;
 
@@ -52,8 +55,7 @@ impl LayerProgress {
     /// Waits for what `look` looks for.
     pub(crate) async fn wait<T>(&self, look: impl Fn(&Self) -> Option<T>) -> T {
         loop {
-            let changed = self.changed.notified();
-            tokio::pin!(changed);
+            let mut changed = pin!(self.changed.notified());
             // Registered before the look, so that no change between the two is lost.
             changed.as_mut().enable();
             if let Some(found) = look(self) {

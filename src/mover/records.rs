@@ -18,6 +18,7 @@ use crate::{
     io::{Storage, transfer_owned},
     memory::AlignedBuf,
     state::{Locked, verify::panicked},
+    task,
 };
 
 /// Pages written at once by `sync`.
@@ -37,7 +38,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Entry::Occupied(mut present) => present.get_mut().next.push(sender),
             Entry::Vacant(vacant) => {
                 vacant.insert(Waiters { next: vec![sender], ..Waiters::default() });
-                tokio::task::spawn_local(Rc::clone(self).serve_page(page));
+                task::spawn(Rc::clone(self).serve_page(page));
             }
         }
         receiver.await.unwrap_or(Err(Error::Closed))
@@ -161,7 +162,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 .iter()
                 .map(|&(page, is_stale)| {
                     let this = Rc::clone(self);
-                    tokio::task::spawn_local(async move {
+                    task::spawn(async move {
                         let settled = this.settle_page(page, is_stale);
                         this.within_deadline("the write of records", settled).await
                     })

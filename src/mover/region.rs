@@ -1,8 +1,11 @@
 //! Memory of callers, and the blocks that they ask to be copied from or to it.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, AtomicUsize, Ordering},
+use std::{
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
 };
 
 use tokio::sync::Notify;
@@ -150,8 +153,7 @@ impl CallerMemory {
     /// Waits until no movement uses the region.
     pub(crate) async fn wait_unused(&self) {
         loop {
-            let unused = self.unused.notified();
-            tokio::pin!(unused);
+            let mut unused = pin!(self.unused.notified());
             unused.as_mut().enable();
             if self.is_unused() {
                 return;

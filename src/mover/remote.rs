@@ -2,12 +2,12 @@
 //!
 //! A batch that fails, or takes longer than its deadline, is a miss for all who wait for what it did not bring.
 
-use std::{cell::Cell, panic::AssertUnwindSafe, rc::Rc, sync::Arc, time::Duration};
+use std::{cell::Cell, panic::AssertUnwindSafe, pin::pin, rc::Rc, sync::Arc, time::Duration};
 
-use futures_util::{FutureExt, StreamExt, stream, stream::FuturesUnordered};
+use futures_util::{FutureExt, StreamExt, future::select, stream, stream::FuturesUnordered};
 use tokio::{
     sync::Semaphore,
-    task::{JoinHandle, spawn_local},
+    task::JoinHandle,
     time::{Instant, sleep},
 };
 
@@ -19,6 +19,7 @@ use crate::{
     remote::{Batch, ReadBlock, ReadBuffer, Remote, RemoteError},
     shield::caught,
     state::{Committed, Filling, Purpose},
+    task,
 };
 
 /// Repetitions of a request that the store throttled or did not answer.
@@ -52,9 +53,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Some(remote) = &self.shared.remote else { return Vec::new() };
         let (this, remote) = (|| Rc::clone(self), || Arc::clone(remote));
         vec![
-            spawn_local(this().remote_loop(remote())),
-            spawn_local(this().remote_listing_loop(remote())),
-            spawn_local(this().remote_upload_loop(remote())),
+            task::spawn(this().remote_loop(remote())),
+            task::spawn(this().remote_listing_loop(remote())),
+            task::spawn(this().remote_upload_loop(remote())),
         ]
     }
 
@@ -75,10 +76,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             while let Some((batch, planned)) = remote.next_batch() {
                 batches.push(self.bring_batch(&remote, &permits, batch, planned));
             }
-            tokio::select! {
-                biased;
-                () = remote.wake.notified() => {}
-                Some(()) = batches.next() => {}
+            let woken = pin!(remote.wake.notified());
+            if batches.is_empty() {
+                woken.await;
+            } else {
+                select(woken, batches.next()).await;
             }
         }
     }

@@ -1,7 +1,8 @@
 //! The ordered end: no new work, finish movements in flight, write dirty blocks, flush.
 
-use std::rc::Rc;
+use std::{future::poll_fn, pin::pin, rc::Rc, task::Poll};
 
+use futures_util::{FutureExt, future::select};
 use tokio::sync::mpsc;
 
 use super::{Mover, Urgent};
@@ -21,11 +22,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // A flight or a load that has begun has its movement in flight or in the channel, or its caller is about to
         // send or to submit it, or an I/O thread ends it.
         while self.active.get() > 0 || self.shared.lock().flights.any() {
-            tokio::select! {
-                biased;
-                Some(request) = urgent.recv() => self.start_urgent(request),
-                () = self.settled.notified() => {}
-                () = self.shared.ended.notified() => {}
+            let (settled, ended) = (pin!(self.settled.notified()), pin!(self.shared.ended.notified()));
+            let mut ended = select(settled, ended);
+            let request = poll_fn(|cx| match urgent.poll_recv(cx) {
+                Poll::Ready(Some(request)) => Poll::Ready(Some(request)),
+                _ => ended.poll_unpin(cx).map(|_| None),
+            });
+            if let Some(request) = request.await {
+                self.start_urgent(request);
             }
         }
         if self.files.is_empty() {

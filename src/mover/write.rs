@@ -3,6 +3,7 @@
 
 use std::{path::PathBuf, rc::Rc, sync::Arc};
 
+use futures_util::future::join;
 use tokio::time::Instant;
 
 use super::{
@@ -155,7 +156,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
         // carries. Nobody here sees the block before both are there.
         let payload = self.write_payload(&permit, &place, from, filling);
-        let ((result, _from, filling), recorded) = tokio::join!(payload, self.write_page(place.page));
+        let ((result, _from, filling), recorded) = join(payload, self.write_page(place.page)).await;
         drop(permit);
         self.shared.account(&self.shared.failures, place.file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(place.file), source)).and(recorded);

@@ -3,10 +3,12 @@
 use std::{
     io,
     os::fd::{BorrowedFd, OwnedFd, RawFd},
+    pin::pin,
     rc::Rc,
     time::{Duration, Instant},
 };
 
+use futures_util::future::{Either, select};
 use tokio::io::{Interest, unix::AsyncFd};
 
 use super::Inner;
@@ -88,16 +90,11 @@ impl Inner {
             return true;
         }
         self.sleeping.set(true);
-        tokio::select! {
-            biased;
-            ready = self.channel.0.readable() => {
-                if let Ok(mut ready) = ready {
-                    self.queue.borrow().qp().completions().take_events();
-                    ready.clear_ready();
-                }
-            }
-            () = self.wake.notified() => {}
-            () = tokio::time::sleep(TICK) => {}
+        let ready = pin!(self.channel.0.readable());
+        let (woken, tick) = (pin!(self.wake.notified()), pin!(tokio::time::sleep(TICK)));
+        if let Either::Left((Ok(mut ready), _)) = select(ready, select(woken, tick)).await {
+            self.queue.borrow().qp().completions().take_events();
+            ready.clear_ready();
         }
         self.sleeping.set(false);
         false
