@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes from the code the pages of docs/reference (settings, metrics and errors), and the keywords of the Python package.
+"""Writes from the code the pages of docs/reference (settings, metrics and errors), the keywords of the Python package, and
+the versions of engines that pages name.
 
     docs/generate.py            # writes them
     docs/generate.py --check    # exit status 1 where one is not what the code says
@@ -10,7 +11,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import partial
 from pathlib import Path
+from runpy import run_path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = "<!-- Written by docs/generate.py from {source}: change that, and run it. -->\n\n"
@@ -199,12 +202,26 @@ def keywords() -> str:
     )
 
 
+# The engines of python/kvhoist/_versions.py whose first and last version pages name.
+ENGINES = {"SGLang": "sglang", "vLLM": "vllm", "transformers": "transformers"}
+
+
+def with_versions(page: str) -> str:
+    """A page with the versions that are supported, where it names a first and a last one: `vLLM 0.28 to 0.33`."""
+    words, text = run_path(str(ROOT / "python/kvhoist/_versions.py"))["words"], source(page)
+    for name, engine in ENGINES.items():
+        text = re.sub(rf"\b{name} [\d.]+ to [\d.]*\d", f"{name} {words(engine)}", text)
+    return text
+
+
 WRITTEN = {
     "docs/reference/settings.md": settings,
     "docs/reference/metrics.md": metrics,
     "docs/reference/errors.md": errors,
     "python/kvhoist/_settings.py": keywords,
 }
+for name in ("docs/files", "docs/sglang", "docs/start/sglang", "docs/start/vllm", "docs/transformers", "docs/vllm", "python/README"):
+    WRITTEN[f"{name}.md"] = partial(with_versions, f"{name}.md")
 
 
 def main() -> int:

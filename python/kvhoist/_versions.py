@@ -8,15 +8,33 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: What the tests drive of each engine.
-TESTED = {
-    "sglang": "the backend is tested with 0.5.17 and 0.5.23",
-    "vllm": "the tier is tested with 0.28 and 0.33",
-    "lmcache": "the adapter is tested with 0.5.0 and 0.5.6",
+#: The first and the last version of each engine that its adapter supports. The tests drive both, but of transformers
+#: the first only; `docs/generate.py` puts them into the pages.
+VERSIONS = {
+    "sglang": ("0.5.17", "0.5.23"),
+    "vllm": ("0.28.0", "0.33.0"),
+    "lmcache": ("0.5.0", "0.5.6"),
+    "transformers": ("5.17.0", "5.24.0"),
 }
 
 #: What a build from source calls itself: a development version, or a commit behind any number.
 _FROM_SOURCE = re.compile(r"dev|\+g[0-9a-f]{6,40}\b")
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
+
+
+def words(engine: str) -> str:
+    """The versions of an engine, for people: `0.28 to 0.33`."""
+    return " to ".join(version.removesuffix(".0") for version in VERSIONS[engine])
+
+
+def supported(engine: Any, what: str) -> "Supported":
+    """The versions of an engine, given as its package."""
+    first, last = (_number(version) for version in VERSIONS[engine.__name__])
+    return Supported(engine, (first[0], first[1]), (last[0], last[1]), what)
 
 
 class Supported:
@@ -35,7 +53,7 @@ class Supported:
 
     @property
     def _number(self) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", self.found.partition("+")[0])[:2]))
+        return _number(self.found)
 
     @property
     def is_from_source(self) -> bool:

@@ -18,12 +18,15 @@ from . import __version__, _native
 from ._store_settings import StoreSettings
 from ._stores import tier_settings
 from ._values import config_error, parse_bytes, parse_json, printable
-from ._versions import TESTED
+from ._versions import VERSIONS
 from .cache import slot_bytes
 from .sglang.linker_settings import LinkerSettings
 from .sglang.prefetch_limits import prefetch_limits
 from .sglang.settings import SGLANG_KEYS, backend_settings
 from .vllm.device_settings import DeviceSettings, vllm_settings
+
+#: The engines whose configuration can be read.
+_ENGINES = ("sglang", "vllm", "lmcache")
 
 #: Where the engines find the adapters, and by which calls.
 _SGLANG = {"module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist", "interface_v1": 1}
@@ -49,7 +52,7 @@ def run(arguments: list[str]) -> int:
         prog="python -m kvhoist doctor", add_help=False, allow_abbrev=False,
         description="What stands in the way of an engine's configuration. Other flags are those of `kvhoist doctor`:",
     )  # fmt: skip
-    parser.add_argument("--engine", choices=tuple(TESTED), help="whose configuration it is (default: sglang)")
+    parser.add_argument("--engine", choices=_ENGINES, help="whose configuration it is (default: sglang)")
     parser.add_argument(
         "--config",
         help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or a file with it (FILE or @FILE)",
@@ -149,7 +152,7 @@ def _version(engine: str) -> str | None:
 
 def _engine(engine: str) -> Finding:
     if version := _version(engine):
-        return (engine, f"{version} ({TESTED[engine]})", None, False)
+        return (engine, f"{version} (tested with {' and '.join(VERSIONS[engine])})", None, False)
     fix = "run the doctor by the Python that runs the engine, in which kvhoist is installed too"
     return (engine, f"not installed in {sys.executable}", fix, True)
 

@@ -19,10 +19,9 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import lmcache
 
-from .._versions import Supported
+from .._versions import supported
 
-#: The first and the last supported version; the tests run with both.
-VERSION = Supported(lmcache, (0, 5), (0, 5), "L2 adapters kvhoist.lmcache")
+VERSION = supported(lmcache, "L2 adapters kvhoist.lmcache")
 VERSION.check()
 try:
     from lmcache.v1.distributed.internal_api import L2StoreResult

@@ -1,4 +1,4 @@
-"""kvhoist under SGLang 0.5.17 to 0.5.23: `HiCacheKvhoist`, a storage backend of HiCache, and `KvhoistLinker`, a linker.
+"""kvhoist under SGLang: `HiCacheKvhoist`, a storage backend of HiCache, and `KvhoistLinker`, a linker.
 
 `docs/sglang.md` has the launch lines and the settings.
 """

@@ -1,4 +1,4 @@
-"""kvhoist as the third tier of SGLang's HiCache: a dynamic storage backend for sglang 0.5.17 to 0.5.23.
+"""kvhoist as the third tier of SGLang's HiCache: a dynamic storage backend for sglang.
 
 `docs/sglang.md` has the launch line and the settings.
 """

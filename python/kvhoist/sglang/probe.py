@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
+from .._versions import words
+
 
 class Seat(NamedTuple):
     """Where SGLang puts an adapter."""
@@ -19,7 +21,7 @@ class Seat(NamedTuple):
 
 
 SEATS = {
-    "HiCacheKvhoist": Seat("backend", "storage backend of HiCache", "0.5.17 to 0.5.23", "install one of these"),
+    "HiCacheKvhoist": Seat("backend", "storage backend of HiCache", words("sglang"), "install one of these"),
     "KvhoistLinker": Seat(
         "linker", "external linker", "0.5.23", "install it, or use HiCacheKvhoist, the storage backend of HiCache"
     ),

@@ -1,4 +1,4 @@
-"""kvhoist under Hugging Face transformers 5.17 to 5.24: `PrefixCache` keeps the KV of prompts.
+"""kvhoist under Hugging Face transformers: `PrefixCache` keeps the KV of prompts.
 
 `docs/transformers.md` has what is supported and what is refused.
 """

@@ -1,4 +1,4 @@
-"""Prompts whose KV outlives the process, for Hugging Face transformers 5.17 to 5.24.
+"""Prompts whose KV outlives the process, for Hugging Face transformers.
 
     prefixes = kvhoist.transformers.PrefixCache(model, "/mnt/nvme/kv", capacity="200GiB")
     output = model.generate(**inputs, past_key_values=prefixes(**inputs))
@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 from .. import errors
 from .._stores import Place
 from .._values import config_error
-from .._versions import Supported
+from .._versions import supported
 from ..cache import _paths
 from .model_identity import model_identity, model_state, refuse_rope_by_length
 from .prompt_record import Known, PromptRecord, cache_argument, cache_of
@@ -38,7 +38,7 @@ __all__ = ["PrefixCache"]
 
 logger = logging.getLogger(__name__)
 
-_supported = Supported(transformers, (5, 17), (5, 24), "kvhoist.transformers")
+_supported = supported(transformers, "kvhoist.transformers")
 _supported.check()
 
 

@@ -1,4 +1,4 @@
-"""kvhoist under vLLM 0.28 to 0.33: `KvhoistTier`, a tier behind its host memory, and `KvhoistOffloadingSpec` with
+"""kvhoist under vLLM: `KvhoistTier`, a tier behind its host memory, and `KvhoistOffloadingSpec` with
 `KvhoistConnector`, which move chunks between a GPU and NVMe.
 
 `docs/vllm.md` has the launch lines and the settings.

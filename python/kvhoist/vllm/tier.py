@@ -1,4 +1,4 @@
-"""kvhoist as a tier of vLLM's KV offloading: a secondary tier under TieringOffloadingSpec, vLLM 0.28 to 0.33.
+"""kvhoist as a tier of vLLM's KV offloading: a secondary tier under TieringOffloadingSpec.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368, "secondary_tiers": [
@@ -17,10 +17,9 @@ from typing import Any, Callable, Collection, Iterable, Mapping
 
 import vllm
 
-from .._versions import Supported
+from .._versions import supported
 
-#: The first and the last supported version; the tests run with both.
-VERSION = Supported(vllm, (0, 28), (0, 33), "KV offloading kvhoist.vllm")
+VERSION = supported(vllm, "KV offloading kvhoist.vllm")
 VERSION.check()
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
