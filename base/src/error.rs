@@ -352,6 +352,25 @@ mod tests {
     }
 
     #[test]
+    fn a_client_gets_the_fault_of_the_error() {
+        let second = std::time::Duration::from_secs(1);
+        let io = Error::io("read", "a", io::ErrorKind::Other.into());
+        let faults = [
+            (Error::argument("keys", 0, "some"), ServiceFault::Argument),
+            (Error::busy("a queue", 1, "waiters_max"), ServiceFault::Busy),
+            (Error::timeout("a slot", second, None), ServiceFault::Timeout),
+            (Error::refused("read-only"), ServiceFault::Refused),
+            (io, ServiceFault::Io),
+            (Error::unavailable("disk", "gone"), ServiceFault::Unavailable),
+            (Error::service(ServiceFault::Memory, "a region"), ServiceFault::Memory),
+            (Error::Closed, ServiceFault::Draining),
+        ];
+        for (error, fault) in faults {
+            assert_eq!(error.fault(), fault, "{error}");
+        }
+    }
+
+    #[test]
     fn settings_are_called_what_the_layer_calls_them() {
         let names = [("disks.blocks", "capacity"), ("disks", "path"), ("host_blocks", "host_bytes")];
         let config =

@@ -131,3 +131,21 @@ impl fmt::Display for Route {
         f.write_str(self.name())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_route_is_served_from_the_tier_that_its_bytes_leave() {
+        for route in Route::ALL {
+            let served = match (route, route.ends().0) {
+                (Route::DiskToHostToDevice, _) => Tier::Disk,
+                (_, Some(Tier::Remote)) | (Route::HostHit, _) => Tier::Host,
+                (Route::DeviceHit, _) => Tier::Device,
+                (_, from) => from.unwrap_or(Tier::Host),
+            };
+            assert_eq!(route.served_from(), served, "{route}");
+        }
+    }
+}
