@@ -13,7 +13,7 @@ pub use crate::{
 /// What the node's service (`kvhoist-service`) takes beyond the public API, with the hidden methods of its types.
 pub mod service {
     pub use crate::{
-        cache::{MemoryOwner, Parked, Ranges, ToldLayers},
+        cache::{LayerReports, MemoryOwner, Parked, Ranges},
         config::HeldFile,
         device::cuda::{Gpu, IPC_HANDLE_BYTES, ImportedMemory, discover, uuid_text},
         fork::{Home, HomeBound},

@@ -12,7 +12,7 @@ use crate::{
     shield::shield,
 };
 
-pub use crate::mover::ToldLayers;
+pub use crate::mover::LayerReports;
 
 /// Layers of a load at most.
 const LAYERS_MAX: usize = 1024;
@@ -122,10 +122,10 @@ impl LayerLoad {
     /// # Errors
     /// [`Error::Argument`] for layers without segments.
     #[doc(hidden)]
-    pub fn elsewhere(layer_of: &[usize], counts: &[usize], gpu: Option<Arc<Gpu>>) -> Result<(Self, Arc<ToldLayers>)> {
+    pub fn elsewhere(layer_of: &[usize], counts: &[usize], gpu: Option<Arc<Gpu>>) -> Result<(Self, Arc<LayerReports>)> {
         let layers = segments_by_layer(layer_of)?.len();
-        let (progress, told) = ToldLayers::new(layers, counts);
-        Ok((LayerLoad { progress: HomeBound::new(progress), layers, gpu: HomeBound::new(gpu) }, told))
+        let (progress, reports) = LayerReports::new(layers, counts);
+        Ok((LayerLoad { progress: HomeBound::new(progress), layers, gpu: HomeBound::new(gpu) }, reports))
     }
 
     /// How many layers it has.

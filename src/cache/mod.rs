@@ -26,7 +26,7 @@ pub mod seams;
 mod stats;
 
 pub use exported::{Kind, Metric, Sample, WEAR, metrics};
-pub use layers::{LayerLoad, ToldLayers};
+pub use layers::{LayerLoad, LayerReports};
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use park::Parked;
 pub use queue::CompletionQueue;

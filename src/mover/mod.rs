@@ -18,6 +18,7 @@ mod flush;
 mod in_place;
 #[cfg(feature = "sim")]
 mod invariants;
+mod layer_reports;
 mod layers;
 mod load;
 mod offload;
@@ -39,18 +40,17 @@ mod store;
 mod submit;
 #[cfg(test)]
 mod tests;
-mod told_layers;
 mod write;
 mod write_budget;
 
 pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
+pub use layer_reports::LayerReports;
 pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 #[cfg(test)]
 pub(crate) use region::COMPARED;
 pub(crate) use region::{CallerMemory, Job, RegionMemory, RegionUse};
 pub(crate) use store::StoreCall;
 pub(crate) use submit::{Begun, QueuedRead, Submitter};
-pub use told_layers::ToldLayers;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
-use kvhoist::{BlockKey, LayerLoad, Segment, internals::service::ToldLayers};
+use kvhoist::{BlockKey, LayerLoad, Segment, internals::service::LayerReports};
 
 use super::{
     calls::{Client, unexpected},
@@ -17,17 +17,17 @@ use crate::{
 
 /// One request of a load: the part of its blocks that one frame has. Its end, also its drop, ends the part.
 pub(super) struct LayersPart {
-    told: ToldPart,
+    report: PartReport,
     /// Whose regions are given up with it.
     places: Arc<Places>,
     regions: BTreeSet<u32>,
 }
 
-/// A part of a load, and what is told of it.
+/// A part of a load, and its report.
 #[derive(Clone)]
-pub(super) struct ToldPart(Arc<ToldLayers>, usize);
+pub(super) struct PartReport(Arc<LayerReports>, usize);
 
-impl ToldPart {
+impl PartReport {
     /// What a layer came to.
     pub(super) fn layer(&self, layer: u32, leading: u32, failed: bool) {
         self.0.layer(self.1, layer as usize, leading as usize, failed);
@@ -35,8 +35,8 @@ impl ToldPart {
 }
 
 impl LayersPart {
-    pub(super) fn told(&self) -> ToldPart {
-        self.told.clone()
+    pub(super) fn report(&self) -> PartReport {
+        self.report.clone()
     }
 
     /// The end of its call.
@@ -49,13 +49,13 @@ impl LayersPart {
             Ok(other) => Err(unexpected(&other)),
             Err(error) => Err(error),
         };
-        self.told.0.end(self.told.1, results);
+        self.report.0.end(self.report.1, results);
     }
 }
 
 impl Drop for LayersPart {
     fn drop(&mut self) {
-        self.told.0.end(self.told.1, Err(Error::Closed));
+        self.report.0.end(self.report.1, Err(Error::Closed));
     }
 }
 
@@ -64,7 +64,7 @@ impl Client {
     /// when the requests are sent, or wait for others to be sent.
     ///
     /// Every layer completes, whatever becomes of the service: where it dies, when the connection has ended, with no
-    /// more blocks in place than it had told of. A service that hangs is waited for, until the memory is given up
+    /// more blocks in place than it had reported. A service that hangs is waited for, until the memory is given up
     /// ([`give_up`](super::ClientOptions::give_up)).
     ///
     /// # Errors
@@ -95,12 +95,15 @@ impl Client {
         }
         let parts = self.parts(keys, segments)?;
         let counts: Vec<usize> = parts.iter().map(|(blocks, _)| blocks.keys.len()).collect();
-        let (load, told) = LayerLoad::elsewhere(layer_of, &counts, self.inner.gpu.clone())?;
+        let (load, reports) = LayerLoad::elsewhere(layer_of, &counts, self.inner.gpu.clone())?;
         let layers: Vec<u16> = layer_of.iter().map(|&layer| layer as u16).collect();
         for (at, (blocks, regions)) in parts.into_iter().enumerate() {
             let request = Request::LoadLayers { layer_of: layers.clone(), blocks };
-            let part =
-                LayersPart { told: ToldPart(Arc::clone(&told), at), places: Arc::clone(&self.inner.places), regions };
+            let part = LayersPart {
+                report: PartReport(Arc::clone(&reports), at),
+                places: Arc::clone(&self.inner.places),
+                regions,
+            };
             // Dropped with a call that does not begin, a part has ended; those before it are under way.
             let begun = self.begin_for(Answer::Layers(part), |id| request.encode(id), What::Move, None);
             if at == 0 {

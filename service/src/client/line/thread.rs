@@ -50,13 +50,13 @@ impl Line {
     pub(in crate::client) fn answered(&self, id: u64, reply: Reply) {
         let mut state = self.lock();
         if let Reply::Layer { layer, leading, failed } = reply {
-            let told = match state.pending.get(&id).map(|pending| &pending.reply) {
-                Some(Some(Answer::Layers(part))) => Some(part.told()),
+            let report = match state.pending.get(&id).map(|pending| &pending.reply) {
+                Some(Some(Answer::Layers(part))) => Some(part.report()),
                 _ => None,
             };
             drop(state);
             // Without the lock: it wakes callers.
-            return told.iter().for_each(|part| part.layer(layer, leading, failed));
+            return report.iter().for_each(|part| part.layer(layer, leading, failed));
         }
         // Requests of the thread itself have no caller.
         let Some(mut pending) = state.take(id) else { return };
