@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::{
     Command, Urgent,
     command::Reply,
-    plan::{OnDisk, Trip},
+    plan::{OnDisk, Source, Trip},
     region::Job,
     results::CallResults,
     route::{Hop, Shape},
@@ -23,7 +23,7 @@ use crate::{
     error::{Error, Result},
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
-    state::{Kind, Locked, Permit},
+    state::{Kind, Locked, Permit, Purpose},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -141,21 +141,17 @@ impl Submitter {
     }
 
     fn plan_load(&self, state: &mut Locked<'_>, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
-        let shared = &self.ends.shared;
         if state.check_open().is_err() || !self.reaches_in_place(job) {
             return None;
         }
         let id = state.index.find(&job.key)?;
         let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true });
         let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToCaller])?;
-        let bytes = shared.config.slot_bytes() as u64;
-        let permit = shared.in_flight.take_now(Kind::Read, Urgency::Awaited, bytes)?;
-        let pin = state.pin(id, Tier::Disk, row.route)?;
-        let block = OnDisk::of(state, pin);
+        let Source::OnDisk(block) = trip.begin(state, row, Purpose::Call) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.
         state.flights.begin_load();
-        Some((block, permit, file))
+        Some((block, trip.taken.permit(), file))
     }
 
     fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {

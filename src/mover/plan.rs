@@ -51,6 +51,11 @@ impl Taken {
         (slot.slot(), permit.urgency())
     }
 
+    /// The flight for which bytes in flight were taken has a number by now.
+    pub(super) fn set_urgency(&mut self, urgency: Urgency) {
+        self.permit.as_mut().expect("its plan has taken one").set_urgency(urgency);
+    }
+
     pub(super) fn slot(&mut self) -> Filling {
         self.slot.take().expect("its plan has taken one")
     }
@@ -63,7 +68,8 @@ impl Taken {
     ///
     /// A slot before bytes to be read, which a movement may wait for with its slot: it is as urgent as the callers that
     /// wait for a host slot. Bytes to be written before a disk slot: background writes get none while awaited reads
-    /// wait, and must not hold a slot that a store waits for.
+    /// wait, and must not hold a slot that a store waits for. So where a flight is about to begin, which waits for
+    /// nothing.
     pub(super) fn take(
         &mut self,
         state: &mut Locked<'_>,
@@ -71,7 +77,7 @@ impl Taken {
         purpose: Purpose<'_>,
     ) -> Option<Missing> {
         let mut wanted = [tier.map(Missing::Slot), kind.map(Missing::Permit)];
-        if kind == Some(Kind::Write) {
+        if kind == Some(Kind::Write) || matches!(purpose, Purpose::NewMovement(_)) {
             wanted.reverse();
         }
         let is_missing = |missing: &Missing| match *missing {
@@ -123,6 +129,18 @@ impl OnDisk {
     }
 }
 
+/// What the first transfer of a way reads, once all that it needs is taken.
+pub(super) enum Source {
+    /// Something is not to be had at once.
+    Missing(Missing),
+    /// The tier has the block no longer.
+    Gone,
+    /// It is in memory, pinned.
+    Pinned(Pin),
+    /// It is on disk, pinned.
+    OnDisk(OnDisk),
+}
+
 /// The next step of a movement.
 pub(super) enum Step<S: Storage, C: CopyEngine> {
     /// Something is not to be had at once.
@@ -155,6 +173,17 @@ pub(super) struct Fill<S: Storage, C: CopyEngine> {
     pub(super) step: Step<S, C>,
 }
 
+impl<S: Storage, C: CopyEngine> From<Source> for Step<S, C> {
+    fn from(source: Source) -> Self {
+        match source {
+            Source::Missing(missing) => Step::Wait(missing),
+            Source::Gone => Step::Gone,
+            Source::Pinned(pin) => Step::Pinned(pin),
+            Source::OnDisk(block) => Step::OnDisk(block),
+        }
+    }
+}
+
 impl Trip {
     /// The movement of a block to a slot of `tier`, whose flight has begun.
     pub(super) fn to_slot(key: &BlockKey, tier: Tier) -> Self {
@@ -165,12 +194,6 @@ impl Trip {
     /// The load of a block to a caller's memory.
     pub(super) fn load(key: &BlockKey, shape: Shape) -> Self {
         Trip::new(key, Want::Load, None, shape, Use::Now)
-    }
-
-    /// The read of a block to a host slot, by a row that has been chosen.
-    pub(super) fn read(key: &BlockKey, row: &'static Row, slot: Filling, permit: Permit) -> Self {
-        let taken = Taken { slot: Some(slot), permit: Some(permit) };
-        Trip { taken, row: Some(row), ..Trip::to_slot(key, Tier::Host) }
     }
 
     fn new(key: &BlockKey, want: Want, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
@@ -192,6 +215,35 @@ impl Trip {
         self.row
     }
 
+    /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to.
+    pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Source {
+        let (needs, tier) = match row.hops.first() {
+            None => (Needs(None, None), Tier::Host),
+            Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
+            Some(Hop::DiskToDevice) => (Needs(Some(Tier::Device), Some(Kind::Read)), Tier::Disk),
+            Some(Hop::DiskToCaller) => (Needs(None, Some(Kind::Read)), Tier::Disk),
+            Some(Hop::DeviceToHost) => (Needs(Some(Tier::Host), None), Tier::Device),
+            Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
+        };
+        if let Some(missing) = self.taken.take(state, needs, purpose) {
+            return Source::Missing(missing);
+        }
+        let id = state.index.find(&self.key);
+        let pin = id.and_then(|id| state.pin(id, tier, row.route));
+        let Some(pin) = pin else { return Source::Gone };
+        // Without a hop nothing is filled.
+        let filled = self.flight.filter(|_| !row.hops.is_empty());
+        if filled.is_some_and(|tier| !state.index.begin_fill(pin.id(), tier)) {
+            assert!(filled == Some(Tier::Device), "flights are single, and stores publish in one step");
+            pin.release(state);
+            return Source::Gone;
+        }
+        match tier {
+            Tier::Disk => Source::OnDisk(OnDisk::of(state, pin)),
+            _ => Source::Pinned(pin),
+        }
+    }
+
     /// Has the next plan take the next row.
     pub(super) fn rule_out(&mut self) {
         let row = self.row();
@@ -209,6 +261,12 @@ impl Trip {
     }
 }
 
+/// As [`Trip::begin`], of a call, or of a movement whose flight has begun.
+fn begin(state: &mut Locked<'_>, trip: &mut Trip, row: &'static Row) -> Source {
+    let key = trip.key;
+    trip.begin(state, row, purpose(&key, trip.flight))
+}
+
 fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
     flight.map_or(Purpose::Call, |tier| Purpose::Movement(key, tier))
 }
@@ -221,7 +279,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
             return self.begin_to_host(state, &trip.key, Class::Awaited, usage);
         }
-        Ok(self.begin_row(state, trip, row))
+        Ok(begin(state, trip, row).into())
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
@@ -242,35 +300,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn choose(&self, state: &Locked<'_>, trip: &mut Trip) -> Option<&'static Row> {
         let has_cufile = self.cufile.get().is_some() && state.cufile.reads() && state.device_service.reads();
         trip.choose(state, state.index.find(&trip.key), has_cufile)
-    }
-
-    /// Takes what the first transfer of a way needs, and pins its source.
-    fn begin_row(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip, row: &'static Row) -> Step<S, C> {
-        let (needs, tier) = match row.hops.first() {
-            None => (Needs(None, None), Tier::Host),
-            Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
-            Some(Hop::DiskToDevice) => (Needs(Some(Tier::Device), Some(Kind::Read)), Tier::Disk),
-            Some(Hop::DiskToCaller) => (Needs(None, Some(Kind::Read)), Tier::Disk),
-            Some(Hop::DeviceToHost) => (Needs(Some(Tier::Host), None), Tier::Device),
-            Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
-        };
-        if let Some(missing) = trip.taken.take(state, needs, purpose(&trip.key, trip.flight)) {
-            return Step::Wait(missing);
-        }
-        let id = state.index.find(&trip.key);
-        let pin = id.and_then(|id| state.pin(id, tier, row.route));
-        let Some(pin) = pin else { return Step::Gone };
-        // Without a hop nothing is filled.
-        let filled = trip.flight.filter(|_| !row.hops.is_empty());
-        if filled.is_some_and(|tier| !state.index.begin_fill(pin.id(), tier)) {
-            assert!(filled == Some(Tier::Device), "flights are single, and stores publish in one step");
-            pin.release(state);
-            return Step::Gone;
-        }
-        if tier != Tier::Disk {
-            return Step::Pinned(pin);
-        }
-        Step::OnDisk(OnDisk::of(state, pin))
     }
 
     /// Pins a block in host memory, or waits for its movement there, which begins unless it has begun.
@@ -314,7 +343,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Plans the fill of a host slot.
     pub(super) fn begin_fill(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Step<S, C> {
         match self.choose(state, trip) {
-            Some(row) => self.begin_row(state, trip, row),
+            Some(row) => begin(state, trip, row).into(),
             None => Step::Gone,
         }
     }

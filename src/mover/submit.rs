@@ -14,15 +14,15 @@ use tokio::{
 
 use super::{
     Urgent,
-    plan::{OnDisk, Trip},
-    route::{Hop, Row},
+    plan::{OnDisk, Source, Trip},
+    route::Hop,
 };
 use crate::{
     block::{BlockKey, OpKind, Tier},
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
-    state::{Class, Few, Filling, Kind, Locked, Outcome, Permit, Shared, Started, Unverified},
+    state::{Class, Few, Locked, Outcome, Purpose, Shared, Started, Unverified},
     urgency::Urgency,
 };
 
@@ -99,52 +99,43 @@ impl Submitter {
         room: impl FnOnce() -> Option<P>,
     ) -> Option<Begun<'a, P>> {
         let this = this.filter(|_| tier == Tier::Host);
-        let Some((this, taken)) = this.and_then(|this| Some((this, this.take(state, (key, id), class)?))) else {
+        let Some((this, read)) = this.and_then(|this| Some((this, this.plan(state, (key, id), class)?))) else {
             let room = room()?;
             state.flights.begin((key, tier), id, class, Few::one(waiter), false);
             return Some(Begun::Command(room));
         };
-        Some(Begun::Read(this.begin_read(state, (key, id), class, waiter, taken)))
+        Some(Begun::Read(this.begin_read(state, id, class, waiter, read)))
     }
 
-    /// Takes what the read of a block to a host slot needs. `None` where something must be waited for, or the block
-    /// takes another way.
-    fn take(
-        &self,
-        state: &mut Locked<'_>,
-        (key, id): (&BlockKey, EntryId),
-        class: Class,
-    ) -> Option<(&'static Row, Permit, Filling)> {
-        let shared = &self.ends.shared;
-        let config = &shared.config;
-        let row = Trip::to_slot(key, Tier::Host).choose(state, Some(id), false);
-        let row = row.filter(|row| row.hops == [Hop::DiskToHost])?;
-        if state.flights.len() >= config.limits.movements_max as usize {
+    /// Plans the read of a block to a host slot. `None` where something must be waited for, or the block takes another
+    /// way.
+    fn plan(&self, state: &mut Locked<'_>, (key, id): (&BlockKey, EntryId), class: Class) -> Option<(Trip, OnDisk)> {
+        let mut trip = Trip::to_slot(key, Tier::Host);
+        let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToHost])?;
+        if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
             return None;
         }
-        // Its flight has no number yet. No caller waits for a host slot where one is to be had.
-        let urgency = if class == Class::Awaited { Urgency::Awaited } else { Urgency::Background(0) };
-        let permit = shared.in_flight.take_now(Kind::Read, urgency, config.slot_bytes() as u64)?;
-        Some((row, permit, state.acquire(Tier::Host)?))
+        match trip.begin(state, row, Purpose::NewMovement(class)) {
+            Source::OnDisk(block) => Some((trip, block)),
+            Source::Missing(_) => None,
+            _ => unreachable!("the disk has the block, and nothing else fills a host slot with it"),
+        }
     }
 
     fn begin_read(
         &self,
         state: &mut Locked<'_>,
-        (key, id): (&BlockKey, EntryId),
+        id: EntryId,
         class: Class,
         waiter: oneshot::Sender<Outcome>,
-        (row, permit, slot): (&'static Row, Permit, Filling),
+        (mut trip, block): (Trip, OnDisk),
     ) -> Submission<'_> {
-        let pin = state.pin(id, Tier::Disk, row.route).expect("the disk has it");
-        assert!(state.index.begin_fill(id, Tier::Host), "flights are single, and stores publish in one step");
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
-        let started = state.flights.begin((key, Tier::Host), id, class, waiters, true);
+        let started = state.flights.begin((&trip.key, Tier::Host), id, class, waiters, true);
         let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
         state.watch();
-        let trip = Trip::read(key, row, slot, permit.with_urgency(urgency));
-        let block = OnDisk::of(state, pin);
+        trip.taken.set_urgency(urgency);
         let file = state.files[usize::from(block.file.0)].clone();
         let read = Some(PlannedRead { trip, started, block, began: Instant::now() });
         Submission { submitter: self, read, file }

@@ -59,10 +59,8 @@ impl Permit {
     }
 
     /// Of the operation that it was given for, which has a number by now.
-    pub(crate) fn with_urgency(self, urgency: Urgency) -> Self {
-        let mut permit = self;
-        permit.urgency = urgency;
-        permit
+    pub(crate) fn set_urgency(&mut self, urgency: Urgency) {
+        self.urgency = urgency;
     }
 
     /// How urgent its operation was when it was given.

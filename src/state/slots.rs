@@ -5,7 +5,7 @@ use std::sync::{Arc, atomic::Ordering};
 use tokio::sync::oneshot;
 
 use super::{
-    Filling, KEPT_PART, Locked, Shared, State,
+    Class, Filling, KEPT_PART, Locked, Shared, State,
     requests::{Request, TierRequests},
 };
 use crate::{
@@ -22,6 +22,8 @@ pub(crate) enum Purpose<'a> {
     Call,
     /// A step of the movement of this block to this tier, whose flight has begun.
     Movement(&'a BlockKey, Tier),
+    /// The first step of a movement of this class, whose flight begins if all that it needs is to be had.
+    NewMovement(Class),
 }
 
 /// A slot granted to a request, sent after the unlock.
@@ -93,6 +95,9 @@ impl State {
         match purpose {
             Purpose::Call => Urgency::Awaited,
             Purpose::Movement(key, tier) => self.flights.urgency(key, tier),
+            Purpose::NewMovement(Class::Awaited) => Urgency::Awaited,
+            // Its flight has no number yet.
+            Purpose::NewMovement(_) => Urgency::Background(0),
         }
     }
 
@@ -320,7 +325,7 @@ impl SlotWait {
         state.raise_holders();
         state.expect_slots();
         let movement = match purpose {
-            Purpose::Call => None,
+            Purpose::Call | Purpose::NewMovement(_) => None,
             Purpose::Movement(key, to) => Some((*key, to)),
         };
         let waiting = SlotWait { shared: Arc::clone(shared), tier, number, movement, answer };
