@@ -212,8 +212,9 @@ proptest! {
         let (mut filling, mut full, mut quarantined) = (BTreeSet::new(), BTreeMap::new(), 0);
         let mut medium = vec![[0; PAGE_BYTES]; slots.stripe.pages() as usize];
         for (at, (op, pick)) in (0..).zip(ops) {
-            let some_filling = (!filling.is_empty()).then(|| *pick.get(&Vec::from_iter(filling.clone())));
-            let some_full = (!full.is_empty()).then(|| *pick.get(&Vec::from_iter(full.keys().copied())));
+            let one_of = |count: usize| (count > 0).then(|| pick.index(count));
+            let some_filling = one_of(filling.len()).and_then(|n| filling.iter().nth(n).copied());
+            let some_full = one_of(full.len()).and_then(|n| full.keys().nth(n).copied());
             match (op, some_filling, some_full) {
                 (Op::Alloc, ..) => match slots.alloc() {
                     Some(slot) => prop_assert!(filling.insert(slot) && !full.contains_key(&slot)),
