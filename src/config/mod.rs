@@ -2,6 +2,7 @@
 
 mod choices;
 mod groups;
+mod range;
 mod remote;
 mod settings;
 pub(crate) mod sizing;

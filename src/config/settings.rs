@@ -9,9 +9,7 @@ use serde::{
 
 use super::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, RemotePolicy,
-    StorageKind, WritePolicy,
-    remote::RemoteHandle,
-    validate::{DAY_MS, check},
+    StorageKind, WritePolicy, range::check, remote::RemoteHandle,
 };
 use crate::{
     block::Layout,
@@ -19,6 +17,9 @@ use crate::{
     remote::RemoteStore,
     size::{EXPECTED, parse_bytes},
 };
+
+/// A day in milliseconds.
+const DAY_MS: u64 = 86_400_000;
 
 /// `name(type) => field` sets a field, `name(Option<type>) => field` one that may be `None`. Behind it the range of the
 /// values, with their unit, where that is all there is to check. Attributes are serde's.

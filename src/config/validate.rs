@@ -1,15 +1,11 @@
 //! Validation: each error names the setting as users write it.
 
-use std::fmt::Display;
-
-use super::{Capacity, Config, DiskPath, WritePolicy, settings::check_ranges};
+use super::{Capacity, Config, DiskPath, WritePolicy, range::check, settings::check_ranges};
 use crate::error::{Error, Result};
 
 /// The smallest write budget, in blocks a day.
 const BUDGET_BLOCKS_MIN: u64 = 240;
 const SLOTS_MAX: u32 = u32::MAX >> 1;
-/// A day in milliseconds.
-pub(super) const DAY_MS: u64 = 86_400_000;
 
 impl Config {
     /// Validates every field; the error names the first invalid one.
@@ -143,20 +139,6 @@ impl Config {
 
 fn wrong(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Error {
     Error::config(field, found, expected)
-}
-
-/// Refuses a value out of a range; `None` is in every range.
-pub(super) fn check<T: PartialOrd + Display>(
-    field: &'static str,
-    found: impl Into<Option<T>>,
-    min: T,
-    max: T,
-    unit: &str,
-) -> Result<()> {
-    match found.into() {
-        Some(found) if found < min || found > max => Err(wrong(field, found, format!("{min} to {max} {unit}"))),
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]
