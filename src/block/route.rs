@@ -88,20 +88,15 @@ impl Route {
         }
     }
 
-    /// The tier that served a block that took this route; the host tier also for what came from its caller's memory.
+    /// The tier that served a block that took this route; the host tier also for what came from its caller's memory, or
+    /// from beyond the node.
     #[doc(hidden)]
     pub fn served_from(self) -> Tier {
-        match self {
-            Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk | Route::DeviceToCaller => Tier::Device,
-            Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
-            Route::HostHit
-            | Route::HostToDevice
-            | Route::CallerToHost
-            | Route::HostToCaller
-            | Route::HostToDisk
-            | Route::RegionToDisk
-            | Route::RemoteToHost
-            | Route::HostToRemote => Tier::Host,
+        match (self, self.ends().0) {
+            (Route::DeviceHit, _) => Tier::Device,
+            (Route::DiskToHostToDevice, _) => Tier::Disk,
+            (_, None | Some(Tier::Remote)) => Tier::Host,
+            (_, Some(tier)) => tier,
         }
     }
 
@@ -137,15 +132,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_route_is_served_from_the_tier_that_its_bytes_leave() {
+    fn a_route_is_served_from_the_tier_that_had_the_block() {
+        use Route::{DeviceHit, DeviceToCaller, DeviceToDisk, DeviceToHost};
+        use Route::{DiskToDevice, DiskToHost, DiskToHostToDevice, DiskToRegion};
         for route in Route::ALL {
-            let served = match (route, route.ends().0) {
-                (Route::DiskToHostToDevice, _) => Tier::Disk,
-                (_, Some(Tier::Remote)) | (Route::HostHit, _) => Tier::Host,
-                (Route::DeviceHit, _) => Tier::Device,
-                (_, from) => from.unwrap_or(Tier::Host),
+            let tier = match route {
+                DeviceHit | DeviceToHost | DeviceToDisk | DeviceToCaller => Tier::Device,
+                DiskToHost | DiskToHostToDevice | DiskToDevice | DiskToRegion => Tier::Disk,
+                _ => Tier::Host,
             };
-            assert_eq!(route.served_from(), served, "{route}");
+            assert_eq!(route.served_from(), tier, "{route}");
         }
     }
 }

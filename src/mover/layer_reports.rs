@@ -111,7 +111,7 @@ mod tests {
         reports.layer(1, 0, 1, true);
         let (leading, error) = progress.layer(0).expect("reported");
         assert!(leading == 4 && error.is_some(), "{leading}");
-        // Told again, out of range, or more than there are.
+        // Reported again, out of range, or more than there are.
         reports.layer(1, 0, 2, false);
         reports.layer(0, 7, 3, false);
         reports.layer(1, 1, 900, false);

@@ -23,7 +23,7 @@ use crate::{
     error::{Error, Result},
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
-    state::{Kind, Locked, Permit, Purpose},
+    state::{Kind, Locked, Permit},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -147,7 +147,7 @@ impl Submitter {
         let id = state.index.find(&job.key)?;
         let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true });
         let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToCaller])?;
-        let Source::OnDisk(block) = trip.begin(state, row, Purpose::Call) else { return None };
+        let Source::OnDisk(block) = trip.begin(state, row) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.
         state.flights.begin_load();

@@ -215,8 +215,15 @@ impl Trip {
         self.row
     }
 
-    /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to.
-    pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Source {
+    /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to: of a
+    /// call, or of a movement whose flight has begun.
+    pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Source {
+        let key = self.key;
+        self.begin_for(state, row, purpose(&key, self.flight))
+    }
+
+    /// As [`begin`](Self::begin), for this purpose.
+    pub(super) fn begin_for(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Source {
         let (needs, tier) = match row.hops.first() {
             None => (Needs(None, None), Tier::Host),
             Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
@@ -261,12 +268,6 @@ impl Trip {
     }
 }
 
-/// As [`Trip::begin`], of a call, or of a movement whose flight has begun.
-fn begin(state: &mut Locked<'_>, trip: &mut Trip, row: &'static Row) -> Source {
-    let key = trip.key;
-    trip.begin(state, row, purpose(&key, trip.flight))
-}
-
 fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
     flight.map_or(Purpose::Call, |tier| Purpose::Movement(key, tier))
 }
@@ -279,7 +280,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
             return self.begin_to_host(state, &trip.key, Class::Awaited, usage);
         }
-        Ok(begin(state, trip, row).into())
+        Ok(trip.begin(state, row).into())
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
@@ -343,7 +344,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Plans the fill of a host slot.
     pub(super) fn begin_fill(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Step<S, C> {
         match self.choose(state, trip) {
-            Some(row) => begin(state, trip, row).into(),
+            Some(row) => trip.begin(state, row).into(),
             None => Step::Gone,
         }
     }

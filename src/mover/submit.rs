@@ -115,7 +115,7 @@ impl Submitter {
         if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
             return None;
         }
-        match trip.begin(state, row, Purpose::NewMovement(class)) {
+        match trip.begin_for(state, row, Purpose::NewMovement(class)) {
             Source::OnDisk(block) => Some((trip, block)),
             Source::Missing(_) => None,
             _ => unreachable!("the disk has the block, and nothing else fills a host slot with it"),
