@@ -352,7 +352,7 @@ fn wrong_flags_are_refused_in_one_sentence_that_names_them() {
     for (args, said) in [
         (&["serve", "--path", "x"][..], "not provided: --capacity <SIZE>, --host-bytes <SIZE>; for"),
         (&["replay", "--disk-blocks", "-1"], "invalid value '-1' for '--disk-blocks <N>'"),
-        (&["replay", "--policy", "best"], "for '--policy <POLICY>'; expected one of lru, rb, "),
+        (&["replay", "--policy", "best"], "for '--policy <POLICY>'; expected one of lru, rb, rb_refuse; for"),
         (&["replay", "--disk-blocks", "many"], "for '--disk-blocks <N>': expected a whole number, 0 or more; for"),
         (&["top", "--count", "99999999999999999999"], "for '--count <N>': expected a smaller number; for"),
         (&["serve", "--capcity", "1G"], "found; a similar argument exists: '--capacity'; for the flags, try '--help'"),

@@ -95,7 +95,7 @@ impl Stream {
             let gpu = open(ordinal)?;
             if !gpu.has_stream_memory_ops() {
                 return Err(device(
-                    "found a driver without cuStreamWriteValue32_v2, expected CUDA 11.7's or a newer one",
+                    "found a driver without stream memory operations, expected CUDA 11.7's or a newer one",
                 ));
             }
             gpu.make_current().map_err(device)?;

@@ -80,7 +80,7 @@ impl Gates {
     /// Takes `count` gates. Pins more memory if too few are free; that waits for no stream.
     pub fn take(gpu: &Arc<Gpu>, count: usize) -> Result<Gates> {
         if !gpu.has_stream_memory_ops() {
-            let reason = "the driver has no cuStreamWaitValue32_v2; install CUDA 11.7's or a newer one";
+            let reason = "the driver has no stream memory operations; install CUDA 11.7's or a newer one";
             return Err(Error::unavailable("device", reason));
         }
         let pool = Pool::of(&gpu.device().pci_address);

@@ -9,20 +9,20 @@ from typing import NamedTuple
 from .._versions import words
 
 
-class Seat(NamedTuple):
-    """Where SGLang puts an adapter."""
+class Interface(NamedTuple):
+    """An interface of SGLang, and the module of its adapter."""
 
     module: str
-    #: What SGLang calls the interface, and the versions whose interface it is.
-    interface: str
+    #: What SGLang calls it, and the versions that have it.
+    called: str
     versions: str
     #: What to do where SGLang's is another.
     instead: str
 
 
-SEATS = {
-    "HiCacheKvhoist": Seat("backend", "storage backend of HiCache", words("sglang"), "install one of these"),
-    "KvhoistLinker": Seat(
+INTERFACES = {
+    "HiCacheKvhoist": Interface("backend", "storage backend of HiCache", words("sglang"), "install one of these"),
+    "KvhoistLinker": Interface(
         "linker", "external linker", "0.5.23", "install it, or use HiCacheKvhoist, the storage backend of HiCache"
     ),
 }
@@ -33,19 +33,19 @@ def adapter(name: str) -> type:
 
     Methods that a version adds with a default are inherited; those that it demands and the adapter lacks are named.
     """
-    seat = SEATS[name]
+    interface = INTERFACES[name]
     try:
-        found = getattr(import_module(f"{__package__}.{seat.module}"), name)
+        found = getattr(import_module(f"{__package__}.{interface.module}"), name)
     except ImportError as error:
-        raise _refusal(name, seat, f"no {seat.interface} that it knows ({error})") from error
+        raise _refusal(name, interface, f"no {interface.called} that it knows ({error})") from error
     if lacking := sorted(found.__abstractmethods__):
-        raise _refusal(name, seat, f"the methods {', '.join(lacking)} in its {seat.interface}")
+        raise _refusal(name, interface, f"the methods {', '.join(lacking)} in its {interface.called}")
     return found
 
 
-def _refusal(name: str, seat: Seat, what: str) -> ImportError:
+def _refusal(name: str, interface: Interface, what: str) -> ImportError:
     version = str(getattr(sys.modules.get("sglang"), "__version__", None) or "unknown")
     return ImportError(
-        f"sglang: found version {version}, with {what}; expected {seat.versions}, whose {seat.interface} {name} supports; "
-        f"{seat.instead}"
+        f"sglang: found version {version}, with {what}; expected {interface.versions}, whose {interface.called} {name} supports; "
+        f"{interface.instead}"
     )
