@@ -8,7 +8,18 @@ use modelled as primitives;
 #[cfg(not(test))]
 use std::sync as primitives;
 
+use std::sync::TryLockError;
+
 pub(crate) use primitives::MutexGuard;
+
+/// Why a lock was not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// Another thread has it.
+    Taken,
+    /// An invariant is broken.
+    Broken,
+}
 
 /// A mutex that a panic of its holder poisons for good.
 pub(crate) struct Mutex<T>(primitives::Mutex<T>);
@@ -37,7 +48,7 @@ impl<T> Mutex<T> {
         const ATTEMPTS: u32 = 24;
         const PAUSES: u32 = 4;
         for _ in 0..ATTEMPTS {
-            if let Some(guard) = self.try_lock() {
+            if let Ok(guard) = self.try_lock() {
                 return Some(guard);
             }
             for _ in 0..PAUSES {
@@ -49,8 +60,11 @@ impl<T> Mutex<T> {
 
     /// Locks, unless another thread has the lock or an invariant is broken.
     #[inline]
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.0.try_lock().ok()
+    pub(crate) fn try_lock(&self) -> Result<MutexGuard<'_, T>, Refused> {
+        self.0.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => Refused::Taken,
+            TryLockError::Poisoned(_) => Refused::Broken,
+        })
     }
 
     /// Locks; `None` if an invariant is broken.

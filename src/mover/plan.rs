@@ -35,6 +35,8 @@ pub(super) struct Trip {
     pub(super) is_suspect: bool,
     /// The last plan's.
     row: Option<&'static Row>,
+    /// The entry of its block, by the last plan's look-up.
+    id: Option<EntryId>,
 }
 
 /// A slot, and a share of the bytes in flight.
@@ -198,7 +200,7 @@ impl Trip {
 
     fn new(key: &BlockKey, want: Want, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
         let taken = Taken::default();
-        Trip { key: *key, want, shape, flight, usage, taken, ruled_out: None, is_suspect: false, row: None }
+        Trip { key: *key, want, shape, flight, usage, taken, ruled_out: None, is_suspect: false, row: None, id: None }
     }
 
     /// Chooses the way of its block, which has this entry. `has_cufile`: libcufile is in service for reads.
@@ -212,11 +214,12 @@ impl Trip {
             memory: self.shape,
         };
         self.row = route::choose(self.want, &view, self.ruled_out);
+        self.id = id;
         self.row
     }
 
     /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to: of a
-    /// call, or of a movement whose flight has begun.
+    /// call, or of a movement whose flight has begun. Under the lock under which the way was chosen.
     pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Source {
         let key = self.key;
         self.begin_for(state, row, purpose(&key, self.flight))
@@ -235,8 +238,7 @@ impl Trip {
         if let Some(missing) = self.taken.take(state, needs, purpose) {
             return Source::Missing(missing);
         }
-        let id = state.index.find(&self.key);
-        let pin = id.and_then(|id| state.pin(id, tier, row.route));
+        let pin = self.id.and_then(|id| state.pin(id, tier, row.route));
         let Some(pin) = pin else { return Source::Gone };
         // Without a hop nothing is filled.
         let filled = self.flight.filter(|_| !row.hops.is_empty());

@@ -22,7 +22,7 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
-    state::{Class, Few, Locked, Outcome, Purpose, Shared, Started, Unverified},
+    state::{Class, Few, FlightEnd, LeftWork, Locked, Outcome, Purpose, Shared, Started, Unverified},
     urgency::Urgency,
 };
 
@@ -57,12 +57,37 @@ pub(crate) struct PlannedRead {
     pub(super) began: Instant,
 }
 
+/// A read whose block matched its checksum, to be published.
+struct MatchedRead {
+    ends: Arc<Ends>,
+    key: BlockKey,
+    /// `None` once it is published.
+    unverified: Option<Unverified>,
+    end: Option<FlightEnd>,
+}
+
+impl LeftWork for MatchedRead {
+    fn make(&mut self, state: &mut Locked<'_>) {
+        self.end = self.unverified.take().map(|unverified| state.publish_read(&self.key, unverified));
+    }
+
+    fn answer(&mut self) {
+        let Some((answers, next)) = self.end.take() else { return };
+        for (waiter, answer) in answers {
+            drop(waiter.send(answer));
+        }
+        if let Some(write) = next {
+            // Where the reactor is gone, the write's flight ended with it.
+            drop(self.ends.urgent.send(Urgent::Write(write)));
+        }
+    }
+}
+
 /// A read that is about to be submitted. Handed to the reactor when it is dropped before.
 pub(crate) struct Submission<'a> {
     submitter: &'a Submitter,
     /// `None` once it is submitted.
-    read: Option<PlannedRead>,
-    file: OpenFile,
+    read: Option<(PlannedRead, OpenFile)>,
 }
 
 /// A read that is queued. It is counted, and the thread that it needs is woken, outside of its caller's locks.
@@ -137,15 +162,15 @@ impl Submitter {
         state.watch();
         trip.taken.set_urgency(urgency);
         let file = state.files[usize::from(block.file.0)].clone();
-        let read = Some(PlannedRead { trip, started, block, began: Instant::now() });
-        Submission { submitter: self, read, file }
+        let read = PlannedRead { trip, started, block, began: Instant::now() };
+        Submission { submitter: self, read: Some((read, file)) }
     }
 }
 
 impl Ends {
     /// The end of a read, on the thread that has made it. One that was lost is made again: the kernel is done with its
     /// memory.
-    fn end(&self, read: PlannedRead, result: Summed) {
+    fn end(self: Arc<Self>, read: PlannedRead, result: Summed) {
         self.shared.metrics.movements.add(-1.0);
         match result {
             Some(Ok(sum)) if sum == read.block.checksum => self.publish(read),
@@ -158,21 +183,16 @@ impl Ends {
     }
 
     /// Makes a block that was read and matched visible, and answers its waiters.
-    fn publish(&self, read: PlannedRead) {
+    fn publish(self: Arc<Self>, read: PlannedRead) {
         let PlannedRead { mut trip, block: OnDisk { pin, checksum, file, .. }, began, .. } = read;
         drop(trip.taken.permit());
         self.shared.account(&self.shared.failures, file, OpKind::Read, &Ok(()));
         self.shared.metrics.work_done.add(1);
         let filling = trip.taken.slot();
         let unverified = Unverified { source: pin, filling, checksum, sum: Some(checksum), started: began };
-        let (answers, next) = self.shared.end_read(&trip.key, unverified, true);
-        for (waiter, answer) in answers {
-            drop(waiter.send(answer));
-        }
-        if let Some(write) = next {
-            // Where the reactor is gone, the write's flight ended with it.
-            drop(self.urgent.send(Urgent::Write(write)));
-        }
+        let shared = Arc::clone(&self.shared);
+        shared.count_read(began);
+        shared.make_or_leave(MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), end: None });
     }
 }
 
@@ -180,9 +200,9 @@ impl<'a> Submission<'a> {
     /// Queues the read for the I/O threads. The caller [wakes](QueuedRead::wake) one if it must. One that
     /// nobody awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
     pub(crate) fn submit(mut self) -> QueuedRead<'a> {
-        let (submitter, file) = (self.submitter, self.file.clone());
+        let submitter = self.submitter;
         let shared = &submitter.ends.shared;
-        let read = self.read.take().expect("it is submitted once");
+        let (read, file) = self.read.take().expect("it is submitted once");
         let (slot, urgency) = read.trip.taken.of_read();
         // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
         // waiter, which whoever transfers drops or calls after the memory.
@@ -199,7 +219,7 @@ impl<'a> Submission<'a> {
 
 impl Drop for Submission<'_> {
     fn drop(&mut self) {
-        if let Some(read) = self.read.take() {
+        if let Some((read, _)) = self.read.take() {
             self.submitter.ends.hand_over(read, None);
         }
     }

@@ -2,11 +2,15 @@
 
 use std::sync::Arc;
 
-use super::{Filling, Locked, Pin, Shared, State, left_pins::EndedPin};
+use super::{
+    Filling, Locked, Pin, Shared, State,
+    left::{EndedPin, Work},
+};
 use crate::{
     block::{Route, Tier},
     index::EntryId,
     remote::Slot,
+    sync::Refused,
 };
 
 impl Filling {
@@ -135,13 +139,10 @@ impl Drop for Pin {
     fn drop(&mut self) {
         let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
         let pin = EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased };
-        if let Some(mut state) = shared.try_lock() {
-            return state.unpin(pin);
-        }
-        if !shared.left_pins.leave(pin)
-            && let Some(mut state) = shared.lock_unless_broken()
-        {
-            state.unpin(pin);
+        match shared.try_lock() {
+            Ok(mut state) => state.unpin(pin),
+            Err(Refused::Taken) => shared.leave(Work::Pin(pin)),
+            Err(Refused::Broken) => {}
         }
     }
 }
@@ -153,20 +154,8 @@ impl Locked<'_> {
         Some(Pin::taken(Arc::clone(self.shared()), id, tier, slot, route))
     }
 
-    /// Ends the pins that were left to the next holder of the lock.
-    #[cold]
-    pub(super) fn end_left_pins(&mut self) {
-        self.shared().left_pins.take(|pin| self.unpin(pin));
-    }
-
-    /// A request waits for a slot from now on: pins that were left may hold one.
-    pub(super) fn expect_slots(&mut self) {
-        self.shared().left_pins.await_slot(true);
-        self.end_left_pins();
-    }
-
     #[inline]
-    fn unpin(&mut self, EndedPin { id, tier, is_leased }: EndedPin) {
+    pub(super) fn unpin(&mut self, EndedPin { id, tier, is_leased }: EndedPin) {
         if is_leased {
             self.shared().leases[tier as usize].sub_locked(1, self);
         }

@@ -11,13 +11,21 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{Flight, Outcome, Shared, State, requests::Refused, slots::Grant};
+use super::{
+    Flight, Outcome, Shared, State,
+    left::{LeftWork, Work},
+    requests,
+    slots::Grant,
+};
 use crate::{
     block::Tier,
     error::Error,
     metrics::{Count, Export, Held},
-    sync::MutexGuard,
+    sync::{MutexGuard, Refused},
 };
+
+/// How often a thread that has released the lock takes it again for what others leave meanwhile.
+const TURNS_MAX: u32 = 4;
 
 impl Shared {
     /// Locks the state.
@@ -39,22 +47,61 @@ impl Shared {
         self.state.lock_unless_poisoned().map(|state| self.locked(state))
     }
 
-    /// Locks the state for the drop of a pin, if that need not be waited for. `None` also if an invariant is broken.
+    /// Locks the state, if that need not be waited for.
     #[inline(always)] // each drop of a lease pays for it
-    pub(super) fn try_lock(self: &Arc<Self>) -> Option<Locked<'_>> {
+    pub(super) fn try_lock(self: &Arc<Self>) -> Result<Locked<'_>, Refused> {
         self.state.try_lock().map(|state| self.locked(state))
+    }
+
+    /// Does work under the lock, or leaves it to who has the lock. It is dropped if an invariant is broken.
+    pub(crate) fn make_or_leave(self: &Arc<Self>, work: impl LeftWork + 'static) {
+        let mut work = work;
+        match self.try_lock() {
+            Ok(mut state) => {
+                work.make(&mut state);
+                drop(state);
+                work.answer();
+            }
+            Err(Refused::Taken) => self.leave(Work::Other(Box::new(work))),
+            Err(Refused::Broken) => {}
+        }
+    }
+
+    /// Leaves work to the holder of the lock, for a thread that has found it taken.
+    #[inline(never)]
+    pub(super) fn leave(self: &Arc<Self>, work: Work) {
+        self.left.leave(work);
+        self.serve_left();
+    }
+
+    /// Does what was left, unless another thread has the lock, who does it then.
+    #[cold]
+    fn serve_left(self: &Arc<Self>) {
+        for _ in 0..TURNS_MAX {
+            match self.try_lock() {
+                Ok(mut state) => state.after.is_serving = true,
+                Err(Refused::Taken) => return,
+                // The flights have ended, and the owners leave the state as it is.
+                Err(Refused::Broken) => return drop(self.left.take()),
+            }
+            if !self.left.any() {
+                return;
+            }
+        }
+        // The reactor's task takes the lock next: this thread has work of its own.
+        self.raised.notify_one();
     }
 
     #[inline(always)]
     fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
-        let after = AfterUnlock { shared: self, evicted: None, work: None };
+        let after = AfterUnlock { shared: self, evicted: None, work: None, left: Vec::new(), is_serving: false };
         let mut locked = Locked { state, was_unwinding, after };
         #[cfg(feature = "sim")]
         count_lock();
-        if !self.left_pins.is_empty() {
-            locked.end_left_pins();
+        if !self.left.is_empty() {
+            locked.after.left = locked.make_left();
         }
         locked
     }
@@ -155,20 +202,20 @@ impl<'a> Locked<'a> {
 
     /// Takes all waiters, who are answered after the last unlock.
     #[cold]
-    fn abandon(&mut self) -> Box<Work> {
+    fn abandon(&mut self) -> Box<FollowUp> {
         let flights = self.flights.finish_all();
         let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
-        Box::new(Work::Abandon { flights, requests })
+        Box::new(FollowUp::Abandon { flights, requests })
     }
 
     /// Grants available slots to the requests that wait, and takes what is left for after the unlock.
     #[cold]
-    fn serve(&mut self) -> Option<Box<Work>> {
+    fn serve(&mut self) -> Option<Box<FollowUp>> {
         let granted = self.grant_slots();
         let is_raised = !self.raised.is_empty();
         let (exports, gone) = (std::mem::take(&mut self.exports), std::mem::take(&mut self.flights.gone));
         let any = is_raised || !granted.is_empty() || !exports.is_empty() || !gone.is_empty();
-        any.then(|| Box::new(Work::Serve { granted, is_raised, exports, _gone: gone }))
+        any.then(|| Box::new(FollowUp::Serve { granted, is_raised, exports, _gone: gone }))
     }
 }
 
@@ -210,15 +257,19 @@ impl Drop for Locked<'_> {
 struct AfterUnlock<'a> {
     shared: &'a Arc<Shared>,
     evicted: Option<[u32; Tier::COUNT]>,
-    work: Option<Box<Work>>,
+    work: Option<Box<FollowUp>>,
+    /// What was left, and is done.
+    left: Vec<Work>,
+    /// Its thread looks itself for what is left.
+    is_serving: bool,
 }
 
-enum Work {
+enum FollowUp {
     /// Sends the granted slots, wakes the task that raises priorities, tells the recorder of metrics, and drops the
     /// waiters that have left.
     Serve { granted: Vec<Grant>, is_raised: bool, exports: Vec<Export>, _gone: Vec<oneshot::Sender<Outcome>> },
     /// Answers all waiters.
-    Abandon { flights: Vec<Flight>, requests: [Refused; Tier::COUNT] },
+    Abandon { flights: Vec<Flight>, requests: [requests::Refused; Tier::COUNT] },
 }
 
 impl Drop for AfterUnlock<'_> {
@@ -226,16 +277,22 @@ impl Drop for AfterUnlock<'_> {
     fn drop(&mut self) {
         LOCKS_HELD.set(LOCKS_HELD.get() - 1);
         // Taken: nothing is left to drop.
-        let (evicted, work) = (self.evicted.take(), self.work.take());
-        if evicted.is_some() || work.is_some() {
-            self.shared.follow_up(evicted, work);
+        let (evicted, work, left) = (self.evicted.take(), self.work.take(), std::mem::take(&mut self.left));
+        if evicted.is_some() || work.is_some() || !left.is_empty() {
+            self.shared.follow_up(evicted, work, left);
+        }
+        if self.shared.left.any() && !self.is_serving {
+            self.shared.serve_left();
         }
     }
 }
 
 impl Shared {
     #[cold]
-    fn follow_up(self: &Arc<Self>, evicted: Option<[u32; Tier::COUNT]>, work: Option<Box<Work>>) {
+    fn follow_up(self: &Arc<Self>, evicted: Option<[u32; Tier::COUNT]>, work: Option<Box<FollowUp>>, left: Vec<Work>) {
+        if !left.is_empty() {
+            self.left.answer(left);
+        }
         if let Some(evicted) = evicted {
             self.metrics.evicted(evicted);
         }
@@ -245,17 +302,17 @@ impl Shared {
     }
 }
 
-impl Work {
+impl FollowUp {
     fn run(self, shared: &Arc<Shared>) {
         match self {
-            Work::Serve { granted, is_raised, exports, _gone } => {
+            FollowUp::Serve { granted, is_raised, exports, _gone } => {
                 if is_raised {
                     shared.raised.notify_one();
                 }
                 granted.into_iter().for_each(|grant| grant.send(shared));
                 exports.into_iter().for_each(Export::run);
             }
-            Work::Abandon { flights, requests } => {
+            FollowUp::Abandon { flights, requests } => {
                 requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
                 // Dropping the senders answers the waiters with `Error::Closed`.
                 drop(flights);
@@ -360,23 +417,37 @@ mod tests {
     }
 
     #[test]
-    fn a_pin_dropped_while_the_lock_is_taken_ends_before_a_request_waits_for_a_slot() {
+    fn a_pin_dropped_while_the_lock_is_taken_ends_with_the_unlock() {
         let key = BlockKey::new([1; 32]);
         let shared = with_a_block(&key);
-        for is_slot_awaited in [true, false] {
-            let held = pin(&shared, &key);
-            let id = held.id();
-            let mut state = shared.lock();
+        let held = pin(&shared, &key);
+        let (id, filling) = (held.id(), shared.lock().acquire(Tier::Host).expect("the other slot"));
+        let mut for_a_slot = pin!(shared.acquire(Tier::Host, Purpose::Call));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(for_a_slot.as_mut().poll(&mut context).is_pending(), "both slots are held");
+
+        let state = shared.lock();
+        drop(held);
+        assert_eq!(state.index.pins(id, Tier::Host), 1, "it is left to the holder");
+        drop(state);
+
+        assert!(shared.left.is_empty(), "the holder looks again, though nobody takes the lock after it");
+        assert!(matches!(for_a_slot.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "its slot is granted");
+        drop(filling);
+    }
+
+    #[test]
+    fn what_is_left_under_a_broken_lock_is_dropped() {
+        let key = BlockKey::new([1; 32]);
+        let shared = with_a_block(&key);
+        let held = pin(&shared, &key);
+        let broken = catch_unwind(AssertUnwindSafe(|| {
+            let _state = shared.lock();
             drop(held);
-            assert_eq!(state.index.pins(id, Tier::Host), 1, "it is left to the next holder");
-            if is_slot_awaited {
-                state.expect_slots();
-                assert_eq!(state.index.pins(id, Tier::Host), 0, "its end may free the slot");
-                shared.left_pins.await_slot(false);
-            }
-            drop(state);
-            assert_eq!(shared.lock().index.pins(id, Tier::Host), 0, "the next holder ends it");
-        }
+            panic!("an invariant is broken");
+        }));
+        assert!(broken.is_err() && shared.left.is_empty());
+        assert_eq!(Arc::strong_count(&shared), 1, "nothing that was left holds the state");
     }
 
     #[test]

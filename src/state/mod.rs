@@ -14,7 +14,7 @@ mod guards;
 mod health;
 mod hints;
 mod in_flight;
-mod left_pins;
+mod left;
 mod lenders;
 mod limits;
 mod lock;
@@ -36,6 +36,7 @@ pub(crate) use few::Few;
 pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use in_flight::{InFlight, Kind, Permit};
+pub(crate) use left::LeftWork;
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
@@ -54,7 +55,7 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-use self::{left_pins::LeftPins, refusals::Refusals, requests::SlotRequests, write_queue::WriteQueue};
+use self::{left::Left, refusals::Refusals, requests::SlotRequests, write_queue::WriteQueue};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -121,7 +122,7 @@ const KEPT_PART: u64 = 4;
 pub(crate) struct Shared {
     pub(crate) config: Config,
     state: Mutex<State>,
-    left_pins: LeftPins,
+    left: Left,
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
@@ -205,7 +206,7 @@ impl Shared {
             failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
             config,
             state: Mutex::new(state),
-            left_pins: LeftPins::new(),
+            left: Left::new(),
             arena,
             device,
             metrics,

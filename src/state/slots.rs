@@ -323,7 +323,6 @@ impl SlotWait {
             }
         };
         state.raise_holders();
-        state.expect_slots();
         let movement = match purpose {
             Purpose::Call | Purpose::NewMovement(_) => None,
             Purpose::Movement(key, to) => Some((*key, to)),
@@ -360,9 +359,6 @@ impl Drop for SlotWait {
         // Sent just before the channel was closed: the slot has no owner.
         if let Ok(Ok(slot)) = sent {
             state.push_free(self.tier, slot);
-        }
-        if state.slot_requests.is_empty() {
-            self.shared.left_pins.await_slot(false);
         }
         drop(state);
         drop(request);

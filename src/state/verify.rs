@@ -41,21 +41,20 @@ impl Shared {
     /// Ends a read to a host slot, and its flight: publishes the block under one lock if it `matches`, gives it up for
     /// good otherwise.
     pub(crate) fn end_read(self: &Arc<Self>, key: &BlockKey, unverified: Unverified, matches: bool) -> FlightEnd {
-        let Unverified { source, filling, checksum, started, .. } = unverified;
         if !matches {
+            let Unverified { source, filling, .. } = unverified;
             self.metrics.checksum_failures.add(1);
             self.unlink(source, filling, Fault::Mismatch);
             return self.lock().end_flight(key, Tier::Host, Ok(None));
         }
-        let (route, bytes) = (Route::DiskToHost, self.config.block_bytes);
-        self.metrics.timed(route, started.elapsed());
-        let mut state = self.lock();
-        let pin = state.publish(source.id(), filling, checksum, route, source);
-        let end = state.end_flight(key, Tier::Host, Ok(pin));
-        self.metrics.moved_by(route, bytes, |count, n| count.add_locked(n, &mut state));
-        drop(state);
-        self.metrics.moved_by(route, bytes, Count::export);
-        end
+        self.count_read(unverified.started);
+        self.lock().publish_read(key, unverified)
+    }
+
+    /// Counts a read that is about to be published, as far as that needs no lock.
+    pub(crate) fn count_read(&self, started: Instant) {
+        self.metrics.timed(Route::DiskToHost, started.elapsed());
+        self.metrics.moved_by(Route::DiskToHost, self.config.block_bytes, Count::export);
     }
 
     /// Gives back the disk slots of blocks that were read past host memory. Those that were right, since `began`, count
@@ -187,6 +186,16 @@ impl Shared {
 }
 
 impl Locked<'_> {
+    /// Publishes a block that was read to a host slot, and ends its flight.
+    pub(crate) fn publish_read(&mut self, key: &BlockKey, unverified: Unverified) -> FlightEnd {
+        let Unverified { source, filling, checksum, .. } = unverified;
+        let (route, shared) = (Route::DiskToHost, self.shared());
+        let pin = self.publish(source.id(), filling, checksum, route, source);
+        let end = self.end_flight(key, Tier::Host, Ok(pin));
+        shared.metrics.moved_by(route, shared.config.block_bytes, |count, n| count.add_locked(n, self));
+        end
+    }
+
     /// Makes a filled host or device slot visible, and releases the source. Returns a pin for the first waiter; `None`
     /// if the block was removed meanwhile.
     pub(crate) fn publish(
