@@ -10,7 +10,7 @@ mod count;
 mod durations;
 mod tally;
 
-pub(crate) use count::{Count, Export, Gauge};
+pub(crate) use count::{Count, Derived, Export, Gauge};
 pub use durations::Durations;
 pub(crate) use durations::Histogram;
 pub(crate) use tally::{Held, Tally};
@@ -26,7 +26,8 @@ use crate::{
 };
 
 /// The counters of a tier, each declared once: its field in [`TierMetrics`] and in `TierStats`, and what it counts. The
-/// metric is `kvhoist_<field>_total`, with the label `tier`.
+/// metric is `kvhoist_<field>_total`, with the label `tier`. `derived` ones follow from the blocks of each route: those
+/// of which the tier is this end.
 macro_rules! tier_counters {
     ($then:ident $($more:tt)*) => {
         $then! {
@@ -34,8 +35,10 @@ macro_rules! tier_counters {
                 hits: "Blocks fetched or loaded from a tier, by tier";
                 evictions: "Blocks evicted, by tier";
                 refused: "New blocks that a full tier refused, by tier";
-                bytes_in: "Bytes moved into a tier, by tier";
-                bytes_out: "Bytes moved out of a tier, by tier";
+            }
+            derived {
+                bytes_in: "Bytes moved into a tier, by tier" = |(_, to)| to;
+                bytes_out: "Bytes moved out of a tier, by tier" = |(from, _)| from;
             }
             $($more)*
         }
@@ -110,16 +113,21 @@ const LIVE: [Described; 3] = [
 ];
 
 macro_rules! tier_metrics {
-    (counters { $($field:ident: $text:literal;)* }) => {
+    (
+        counters { $($field:ident: $text:literal;)* }
+        derived { $($derived:ident: $_:literal = $end:expr;)* }
+    ) => {
         /// Counters of one tier.
         pub(crate) struct TierMetrics {
             $(pub(crate) $field: Count,)*
+            $($derived: Derived,)*
         }
 
         impl TierMetrics {
             fn new(of: &Of<'_>, tier: Tier) -> Self {
                 TierMetrics {
                     $($field: of.labelled(concat!("kvhoist_", stringify!($field), "_total"), "tier", tier.name()),)*
+                    $($derived: of.derived(concat!("kvhoist_", stringify!($derived), "_total"), "tier", tier.name()),)*
                 }
             }
         }
@@ -131,7 +139,7 @@ tier_counters!(tier_metrics);
 /// Counters of one route.
 pub(crate) struct RouteMetrics {
     pub(crate) blocks: Count,
-    pub(crate) bytes: Count,
+    bytes: Derived,
     pub(crate) durations: Histogram,
 }
 
@@ -139,7 +147,7 @@ impl RouteMetrics {
     fn new(of: &Of<'_>, route: Route) -> Self {
         RouteMetrics {
             blocks: of.labelled(MOVED_BLOCKS.0, "route", route.name()),
-            bytes: of.labelled(MOVED_BYTES.0, "route", route.name()),
+            bytes: of.derived(MOVED_BYTES.0, "route", route.name()),
             durations: of.histogram(MOVEMENT_SECONDS.0, route),
         }
     }
@@ -185,6 +193,7 @@ macro_rules! metrics {
         pub(crate) struct Metrics {
             pub(crate) tiers: [TierMetrics; Tier::WITH_REMOTE.len()],
             pub(crate) routes: [RouteMetrics; Route::COUNT],
+            block_bytes: u64,
             /// By why.
             pub(crate) writes_declined: [Count; DECLINED.len()],
             pub(crate) write_share: Gauge,
@@ -196,12 +205,13 @@ macro_rules! metrics {
         }
 
         impl Metrics {
-            /// The metrics of the cache of a namespace, which is their label `cache`.
-            pub(crate) fn new(namespace: &str) -> Self {
+            /// The metrics of the cache of a namespace, which is their label `cache`, of blocks of this size.
+            pub(crate) fn new(namespace: &str, block_bytes: usize) -> Self {
                 let of = Of(namespace);
                 Metrics {
                     tiers: Tier::WITH_REMOTE.map(|tier| TierMetrics::new(&of, tier)),
                     routes: Route::ALL.map(|route| RouteMetrics::new(&of, route)),
+                    block_bytes: block_bytes as u64,
                     writes_declined: DECLINED.map(|why| of.labelled(WRITES_DECLINED.0, "reason", why)),
                     write_share: of.gauge("kvhoist_write_share"),
                     work_done: Arc::new(of.plain("kvhoist_work_done_total")),
@@ -230,11 +240,18 @@ impl Metrics {
         }
     }
 
-    /// Counts a hit in `tier`, whose block is lent to the caller where it is, by `add`.
+    /// Counts a hit in `tier`, whose block is lent to the caller where it is, for the holder of the index lock, who
+    /// [exports](Self::export_hit) it after the unlock.
     #[inline]
-    pub(crate) fn hit(&self, tier: Tier, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
-        add(&self.tier(tier).hits, 1);
-        self.took(route, bytes, add);
+    pub(crate) fn hit_locked(&self, tier: Tier, route: Route, held: &mut impl Held) {
+        self.tier(tier).hits.add_locked(1, held);
+        self.moved_locked(route, held);
+    }
+
+    #[inline]
+    pub(crate) fn export_hit(&self, tier: Tier, route: Route) {
+        self.tier(tier).hits.export(1);
+        self.export_moved(route);
     }
 
     /// Reports evictions of each tier to the recorder.
@@ -244,30 +261,37 @@ impl Metrics {
         }
     }
 
-    /// Counts a block that took `route`.
+    /// Counts a store: of a new block, or of one that was resident. What comes from a store beyond the node is no
+    /// caller's store. For the holder of the index lock, who [exports](Self::export_stored) it after the unlock.
     #[inline]
-    fn took(&self, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
-        let metrics = &self.routes[route as usize];
-        add(&metrics.blocks, 1);
-        add(&metrics.bytes, bytes as u64);
-    }
-
-    /// Counts a store by `add`: of a new block, or of one that was resident. What comes from a store beyond the node is
-    /// no caller's store.
-    #[inline]
-    pub(crate) fn stored(&self, is_new: bool, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
+    pub(crate) fn stored_locked(&self, is_new: bool, route: Route, held: &mut impl Held) {
         if route == Route::CallerToHost {
-            add(if is_new { &self.stores } else { &self.stores_known }, 1);
+            self.stores_of(is_new).add_locked(1, held);
         }
         if is_new {
-            self.moved_by(route, bytes, add);
+            self.moved_locked(route, held);
         }
+    }
+
+    #[inline]
+    pub(crate) fn export_stored(&self, is_new: bool, route: Route) {
+        if route == Route::CallerToHost {
+            self.stores_of(is_new).export(1);
+        }
+        if is_new {
+            self.export_moved(route);
+        }
+    }
+
+    fn stores_of(&self, is_new: bool) -> &Count {
+        if is_new { &self.stores } else { &self.stores_known }
     }
 
     /// Counts a moved block and its duration.
-    pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
+    pub(crate) fn moved(&self, route: Route, took: Duration) {
         self.timed(route, took);
-        self.moved_untimed(route, bytes);
+        self.routes[route as usize].blocks.add_unexported(1);
+        self.export_moved(route);
     }
 
     /// Records the duration of a movement that is counted elsewhere.
@@ -275,21 +299,35 @@ impl Metrics {
         self.routes[route as usize].durations.record(took);
     }
 
-    /// Counts a moved block without its duration.
-    pub(crate) fn moved_untimed(&self, route: Route, bytes: usize) {
-        self.moved_by(route, bytes, Count::add);
+    /// Counts a moved block, for the holder of the index lock, who [exports](Self::export_moved) it after the unlock.
+    #[inline]
+    pub(crate) fn moved_locked(&self, route: Route, held: &mut impl Held) {
+        self.routes[route as usize].blocks.add_locked(1, held);
     }
 
-    /// Counts a moved block by `add`.
-    pub(crate) fn moved_by(&self, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
-        self.took(route, bytes, &mut add);
-        let (from, to) = route.ends();
+    /// Reports a moved block to the recorder.
+    #[inline]
+    pub(crate) fn export_moved(&self, route: Route) {
+        let (metrics, (from, to)) = (&self.routes[route as usize], route.ends());
+        metrics.blocks.export(1);
+        metrics.bytes.export(self.block_bytes);
         if let Some(tier) = from {
-            add(&self.tier(tier).bytes_out, bytes as u64);
+            self.tier(tier).bytes_out.export(self.block_bytes);
         }
         if let Some(tier) = to {
-            add(&self.tier(tier).bytes_in, bytes as u64);
+            self.tier(tier).bytes_in.export(self.block_bytes);
         }
+    }
+
+    /// The bytes of the blocks that took `route`.
+    pub(crate) fn route_bytes(&self, route: Route) -> u64 {
+        self.routes[route as usize].blocks.get() * self.block_bytes
+    }
+
+    /// The bytes of the routes of which `tier` is this end.
+    pub(crate) fn tier_bytes(&self, tier: Tier, end: impl Fn((Option<Tier>, Option<Tier>)) -> Option<Tier>) -> u64 {
+        let routes = Route::ALL.into_iter().filter(|route| end(route.ends()) == Some(tier));
+        routes.map(|route| self.route_bytes(route)).sum()
     }
 }
 
@@ -297,6 +335,10 @@ impl Metrics {
 pub(crate) struct Of<'a>(pub(crate) &'a str);
 
 impl Of<'_> {
+    fn derived(&self, name: &'static str, label: &'static str, value: &'static str) -> Derived {
+        Derived::new(caught(|| metrics::counter!(name, "cache" => self.cache(), label => value)))
+    }
+
     fn cache(&self) -> String {
         self.0.to_owned()
     }

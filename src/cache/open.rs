@@ -167,7 +167,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
     exported::describe();
-    let metrics = Metrics::new(&config.namespace);
+    let metrics = Metrics::new(&config.namespace, config.block_bytes);
     let paths: Vec<_> = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
     let plan = ThreadPlan {

@@ -68,7 +68,7 @@ pub async fn open<S: Storage, C: CopyEngine>(
     world: World<S, C>,
 ) -> Result<(Cache, Reactor<S, C>)> {
     let World { storage, copy, workers, members, memory_align_bytes, registered, seed } = world;
-    let metrics = Metrics::new(&config.namespace);
+    let metrics = Metrics::new(&config.namespace, config.block_bytes);
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&seed.to_le_bytes());
     let parts = Parts {

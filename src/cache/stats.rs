@@ -27,6 +27,7 @@ struct Now<'a> {
 macro_rules! tier_stats {
     (
         counters { $($counter:ident: $counted:literal;)* }
+        derived { $($derived:ident: $summed:literal = $end:expr;)* }
         figures { $($figure:ident: $metric:literal = $read:expr, $what:literal;)* }
         others { $($(#[$more:meta])* $other:ident = $find:expr;)* }
     ) => {
@@ -36,6 +37,7 @@ macro_rules! tier_stats {
         #[non_exhaustive]
         pub struct TierStats {
             $(#[doc = concat!($counted, ".")] pub $counter: u64,)*
+            $(#[doc = concat!($summed, ".")] pub $derived: u64,)*
             $(#[doc = concat!($what, ".")] pub $figure: u64,)*
             $($(#[$more])* pub $other: u64,)*
         }
@@ -45,6 +47,7 @@ macro_rules! tier_stats {
                 let read = |figure: fn(&Now<'_>, Tier) -> u64| figure(now, tier);
                 TierStats {
                     $($counter: now.metrics.tier(tier).$counter.get(),)*
+                    $($derived: now.metrics.tier_bytes(tier, $end),)*
                     $($figure: read($read),)*
                     $($other: read($find),)*
                 }
@@ -57,6 +60,11 @@ macro_rules! tier_stats {
                 name: concat!("kvhoist_", stringify!($counter), "_total"),
                 help: $counted,
                 samples: |stats| by_tier(stats, |tier| tier.$counter),
+            },)*
+            $(Metric {
+                name: concat!("kvhoist_", stringify!($derived), "_total"),
+                help: $summed,
+                samples: |stats| by_tier(stats, |tier| tier.$derived),
             },)*
             $(Metric { name: $metric, help: $what, samples: |stats| by_tier(stats, |tier| tier.$figure) },)*
         ];
@@ -86,9 +94,9 @@ struct RouteFigures {
 }
 
 impl RouteFigures {
-    fn of(metrics: &RouteMetrics) -> Self {
-        let RouteMetrics { blocks, bytes, durations } = metrics;
-        RouteFigures { blocks: blocks.get(), bytes: bytes.get(), seconds: durations.get() }
+    fn of(metrics: &Metrics, route: Route) -> Self {
+        let RouteMetrics { blocks, durations, .. } = &metrics.routes[route as usize];
+        RouteFigures { blocks: blocks.get(), bytes: metrics.route_bytes(route), seconds: durations.get() }
     }
 }
 
@@ -135,7 +143,7 @@ macro_rules! stats {
                 }
                 Stats {
                     tiers: Tier::WITH_REMOTE.map(|tier| TierStats::read(now, tier)),
-                    routes: Route::ALL.map(|route| RouteFigures::of(&now.metrics.routes[route as usize])),
+                    routes: Route::ALL.map(|route| RouteFigures::of(now.metrics, route)),
                     copies: std::array::from_fn(|at| {
                         let (batches, bytes) = now.metrics.copies.of(at);
                         CopyFigures { batches, bytes }

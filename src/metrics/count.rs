@@ -22,8 +22,13 @@ impl Count {
     }
 
     pub(crate) fn add(&self, n: u64) {
-        self.own.add(n);
+        self.add_unexported(n);
         self.export(n);
+    }
+
+    /// Counts what is [exported](Self::export) by who calls.
+    pub(crate) fn add_unexported(&self, n: u64) {
+        self.own.add(n);
     }
 
     /// Counts, for the holder of the index lock, who [exports](Self::export) it after the unlock.
@@ -45,6 +50,21 @@ impl Count {
 
     pub(crate) fn get(&self) -> u64 {
         self.own.get()
+    }
+}
+
+/// A counter that follows from others, for the recorder alone.
+pub(crate) struct Derived(Counter);
+
+impl Derived {
+    pub(super) fn new(exported: Option<Counter>) -> Self {
+        Derived(exported.unwrap_or(Counter::noop()))
+    }
+
+    /// Reports what the others have counted to the recorder.
+    #[inline]
+    pub(crate) fn export(&self, n: u64) {
+        _ = caught(|| self.0.increment(n));
     }
 }
 

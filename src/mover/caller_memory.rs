@@ -203,7 +203,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by
     /// now.
     pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
-        self.shared.metrics.moved(Route::HostToCaller, self.shared.config.block_bytes, started.elapsed());
+        self.shared.metrics.moved(Route::HostToCaller, started.elapsed());
         if self.shared.config.selects_for_disk()
             && let Some(write) = self.shared.selected_for_disk(key)
         {

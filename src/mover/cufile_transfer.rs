@@ -90,7 +90,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 if self.end_write(&job.key, id, None, written).await? {
                     self.shared.metrics.stores.add(1);
                     self.shared.note_stored(&job.key);
-                    self.shared.metrics.moved(Route::DeviceToDisk, self.shared.config.block_bytes, began.elapsed());
+                    self.shared.metrics.moved(Route::DeviceToDisk, began.elapsed());
                 }
                 return Ok(None);
             }

@@ -180,7 +180,8 @@ mod tests {
     fn dirty_blocks_are_listed_some_at_a_time_and_each_once() {
         let config = Config::default().block_bytes(4096).host_blocks(2);
         let arena = std::sync::Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = std::sync::Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
+        let shared =
+            std::sync::Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)));
         let mut state = shared.lock();
         let keys = (0..3 * LISTED_PER_LOCK as u64 + 1).map(|n| {
             let mut key = [0; 32];

@@ -209,7 +209,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn count_stored(&self, key: &BlockKey, began: Instant) {
         self.shared.metrics.stores.add(1);
         self.shared.note_stored(key);
-        self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
+        self.shared.metrics.moved(Route::RegionToDisk, began.elapsed());
     }
 
     /// Takes what the write of a block from a caller's memory needs beside what it has taken, and begins the write and

@@ -44,7 +44,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let (id, checksum, route) = (block.pin.id(), block.checksum, trip.row().route);
             if let Some((pin, filling)) = self.read_by_cufile(&mut trip, block).await? {
                 let outcome = self.shared.lock().publish(id, filling, checksum, route, pin);
-                self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
+                self.shared.metrics.moved(route, started.elapsed());
                 return Ok(outcome);
             }
             trip.rule_out();
@@ -92,7 +92,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let checksum = state.host_checksums[source.slot() as usize];
         let pin = state.publish(id, filling, checksum, route, source);
         drop(state);
-        self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
+        self.shared.metrics.moved(route, started.elapsed());
         Ok(pin)
     }
 
@@ -146,7 +146,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let started = Instant::now();
         let (result, _, buffer) = self.copy(pin, Buffer::new(buf, &self.shared)).await;
         result?;
-        self.shared.metrics.moved(Route::DeviceToCaller, self.shared.config.block_bytes, started.elapsed());
+        self.shared.metrics.moved(Route::DeviceToCaller, started.elapsed());
         Ok(buffer.into_bytes())
     }
 }

@@ -155,7 +155,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let outcome = self.shared.lock().publish(id, filling, checksum, Route::DeviceToHost, pin);
         if outcome.is_some() {
-            self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
+            self.shared.metrics.moved(Route::DeviceToHost, started.elapsed());
         }
         Ok(outcome)
     }

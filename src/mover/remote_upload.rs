@@ -147,7 +147,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.shared.metrics.remote_writes.add(1);
                 limits.count(bytes, self.shared.config.remote.upload_bytes_per_s);
                 for _ in 0..count {
-                    self.shared.metrics.moved(Route::HostToRemote, self.shared.config.block_bytes, began.elapsed());
+                    self.shared.metrics.moved(Route::HostToRemote, began.elapsed());
                 }
                 is_known = remote.enter(&object.name, table);
                 self.shared.metrics.remote_unlisted.add(u64::from(!is_known));

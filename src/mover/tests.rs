@@ -47,7 +47,7 @@ fn mover() -> Rc<Mover<Silent, Memcpy>> {
     config.limits.write_bytes_in_flight_max = BYTES as u64;
     let slots = DiskSlots::new(Stripe::new(&config), [7; 16], true).expect("memory for a few slots");
     let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
-    let metrics = crate::metrics::Metrics::new("");
+    let metrics = crate::metrics::Metrics::new("", BYTES);
     let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), Some(slots), 1, metrics));
     Mover::new(shared, Silent, Memcpy::new(), Workers::none(), 1, true)
 }

@@ -38,7 +38,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (id, pin) = (pin.id(), Arc::new(pin));
         let (written, route) = self.write_pinned(&guard, &pin).await;
         if let Ok(true) = self.end_write(&key, id, Some(pin), written).await {
-            self.shared.metrics.moved(route, self.shared.config.block_bytes, began.elapsed());
+            self.shared.metrics.moved(route, began.elapsed());
         }
     }
 

@@ -10,7 +10,6 @@ use crate::{
     config::{Eviction, WritePolicy},
     error::{Error, Result},
     index::EntryId,
-    metrics::Count,
 };
 
 /// The next step of a store.
@@ -87,10 +86,10 @@ impl Shared {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
         }
-        self.metrics.stored(is_new, route, self.config.block_bytes, |count, n| count.add_locked(n, &mut state));
+        self.metrics.stored_locked(is_new, route, &mut state);
         let committed = state.apply_policy(id, key);
         drop(state);
-        self.metrics.stored(is_new, route, self.config.block_bytes, Count::export);
+        self.metrics.export_stored(is_new, route);
         if is_new && route == Route::CallerToHost {
             self.note_stored(key);
         }

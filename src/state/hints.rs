@@ -79,7 +79,7 @@ mod tests {
         const BLOCKS: u64 = 1 << 15;
         let config = Config::default().block_bytes(4096).host_blocks(2);
         let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
+        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)));
         let keys = (0..BLOCKS).map(|n| {
             let mut key = [0; 32];
             key[..8].copy_from_slice(&n.to_le_bytes());

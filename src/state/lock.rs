@@ -349,7 +349,7 @@ mod tests {
     fn with_a_block(key: &BlockKey) -> Arc<Shared> {
         let config = Config::default().block_bytes(BYTES).host_blocks(2);
         let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
-        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
+        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", BYTES)));
         let filling = shared.lock().acquire(Tier::Host).expect("both slots are free");
         assert!(shared.commit(key, None, filling, 0).is_ok(), "stored");
         shared

@@ -9,7 +9,6 @@ use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
     index::EntryId,
-    metrics::Count,
 };
 
 /// The result of a look-up.
@@ -76,11 +75,10 @@ impl Shared {
         if let Some(slot) = state.index.pin_used(id, tier) {
             state.reconsider(id);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-            let bytes = self.config.block_bytes;
             self.leases[tier as usize].add_locked(1, &mut state);
-            self.metrics.hit(tier, route, bytes, |count, n| count.add_locked(n, &mut state));
+            self.metrics.hit_locked(tier, route, &mut state);
             drop(state);
-            self.metrics.hit(tier, route, bytes, Count::export);
+            self.metrics.export_hit(tier, route);
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }));
         }
         self.look_elsewhere(state, (key, id), tier, begin)

@@ -112,7 +112,7 @@ mod tests {
         const BLOCKS: usize = 3 * DROPPED_PER_LOCK;
         let config = Config::default().block_bytes(4096).host_blocks(2).device_blocks(BLOCKS as u32);
         let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("")));
+        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)));
         let mut state = shared.lock();
         for n in 0..BLOCKS as u64 {
             let mut key = [0; 32];

@@ -10,7 +10,6 @@ use crate::{
     disk::Origin,
     error::Error,
     index::EntryId,
-    metrics::Count,
 };
 
 /// The error of the waiters for a movement that panicked.
@@ -54,7 +53,7 @@ impl Shared {
     /// Counts a read that is about to be published, as far as that needs no lock.
     pub(crate) fn count_read(&self, started: Instant) {
         self.metrics.timed(Route::DiskToHost, started.elapsed());
-        self.metrics.moved_by(Route::DiskToHost, self.config.block_bytes, Count::export);
+        self.metrics.export_moved(Route::DiskToHost);
     }
 
     /// Gives back the disk slots of blocks that were read past host memory. Those that were right, since `began`, count
@@ -84,7 +83,7 @@ impl Shared {
         drop(state);
         for began in right {
             self.metrics.looked_up(Some(Tier::Disk));
-            self.metrics.moved(route, self.config.block_bytes, began.elapsed());
+            self.metrics.moved(route, began.elapsed());
         }
     }
 
@@ -192,7 +191,7 @@ impl Locked<'_> {
         let (route, shared) = (Route::DiskToHost, self.shared());
         let pin = self.publish(source.id(), filling, checksum, route, source);
         let end = self.end_flight(key, Tier::Host, Ok(pin));
-        shared.metrics.moved_by(route, shared.config.block_bytes, |count, n| count.add_locked(n, self));
+        shared.metrics.moved_locked(route, self);
         end
     }
 

@@ -272,7 +272,15 @@ async fn serve(
     let layout = || Layout::contiguous(BLOCK_BYTES).expect("one segment");
     let device =
         (config.device_slots() > 0).then(|| DevicePool::simulated(config.device_slots(), layout()).expect("few"));
-    let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new("model"));
+    let shared = Shared::new(
+        config,
+        arena,
+        device,
+        index,
+        Some(slots),
+        u64::from(stored) + 1,
+        Metrics::new("model", BLOCK_BYTES),
+    );
     let shared = Arc::new(shared);
     *bytes.lock().expect("nothing panics under it") = file;
     let storage = Memory(bytes);
