@@ -38,14 +38,15 @@
 //!
 //! # What counts as a use
 //!
-//! Every unpin, [`touch`](Index::touch), [`touch_chain`](Index::touch_chain), and a fill that completes, unless a
-//! faster tier holds the block already: a demotion must not make a cold block recent.
+//! The calls that ask for a block, whatever the policy: [`touch`](Index::touch), [`touch_chain`](Index::touch_chain),
+//! [`announce`](Index::announce) and [`pin_used`](Index::pin_used). Its movements are none: neither the end of a pin nor
+//! that of a fill, which must not make a cold block recent. The exception is the first fill to complete of a block that
+//! was resident nowhere, if no call has used the block since that began: it is being stored.
 //!
-//! [`Rb`] needs the number of requests for a block, not of its movements. With this policy the ends of pins and fills
-//! are no uses, except the fill of a block that was never used (it is being stored), and several uses in one request
-//! count as one. A request begins with [`begin_request`](Index::begin_request) and ends with the next one, or when two
-//! uses for each of its blocks have been counted; outside of a request each call counts as one. An
-//! [announced](Index::announce) use is not counted again when it follows, whatever requests begin in between.
+//! [`Rb`] needs the number of requests for a block: with this policy several uses in one request count as one. A
+//! request begins with [`begin_request`](Index::begin_request) and ends with the next one, or when two uses for each of
+//! its blocks have been counted; outside of a request each call counts as one. An [announced](Index::announce) use is
+//! not counted again when it follows, whatever requests begin in between.
 //!
 //! # Bytes
 //!
@@ -60,12 +61,12 @@
 //! [`victim`](Index::victim) when no leaf can be evicted: pinning and unpinning an inner block changes that block
 //! alone.
 //!
-//! Every operation is O(1), with these exceptions. A late arrival in an [`Lru`] is O(log n). A search for a victim
-//! takes copies out of the order that may not be evicted, each of which cost an arrival; when no leaf can be evicted,
-//! it takes a step for each inner copy that was pinned since the last such search. `touch_chain` and `match_prefix` are
-//! linear in their keys. A use of a released block takes at most 64 steps up its chain, and so does a search for a
-//! victim after it. Linking a block that has children to a parent that has parents walks up the chain in search of a
-//! cycle, 16,384 steps at most.
+//! Every operation is O(1), with these exceptions. A late arrival in an order by last use is O(log n). A search for a
+//! victim takes copies out of the order that may not be evicted, each of which cost an arrival, and arrives late when
+//! it may be evicted again; when no leaf can be evicted, the search takes a step for each inner copy that was pinned
+//! since the last such one. `touch_chain` and `match_prefix` are linear in their keys. A use of a released block takes
+//! at most 64 steps up its chain, and so does a search for a victim after it. Linking a block that has children to a
+//! parent that has parents walks up the chain in search of a cycle, 16,384 steps at most.
 
 mod chain;
 mod entry;

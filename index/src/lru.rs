@@ -22,7 +22,8 @@ const STEPS_MAX: u32 = 8;
 ///
 /// Almost all arrivals are in order: an entry was just used. But when a leaf is evicted, its parent can be evicted from
 /// then on and was used long ago; at the recent end it would stay another whole round, and so would every block of the
-/// chain after it. Such late arrivals enter an ordered set, and the victim is the colder of the two fronts.
+/// chain after it. A demoted block was used long ago too, and a copy that a search took out was so before its last pin
+/// or fill ended. Such late arrivals enter an ordered set, and the victim is the colder of the two fronts.
 pub struct Lru {
     coldest: u32,
     hottest: u32,

@@ -58,8 +58,7 @@ impl Policy {
         }
     }
 
-    /// The policy, if it counts uses by requests: only calls are uses, once per request, neither the end of a pin nor
-    /// that of a fill.
+    /// The policy, if it counts uses by requests: several in one request are one.
     pub(super) fn rb(&self) -> Option<&Rb> {
         match self {
             Policy::Rb(rb) => Some(rb),

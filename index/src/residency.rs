@@ -42,6 +42,10 @@ impl Index {
             return false;
         }
         let is_first = !entry.occupies_any();
+        if is_first {
+            // It is about to be stored, which is a use, however often the block was used before it left.
+            entry.forget_uses();
+        }
         entry.set(tier, FILLING);
         self.weigh_inner(id, tier);
         if let Some(parent) = self.parent(id) {
@@ -58,8 +62,8 @@ impl Index {
         true
     }
 
-    /// Ends a fill: the block is resident in `slot` of `tier` from now on. A use, unless a faster tier holds the
-    /// block already.
+    /// Ends a fill: the block is resident in `slot` of `tier` from now on. A use only if it is the first: the block is
+    /// being stored.
     ///
     /// False if the entry was removed meanwhile: nothing is resident and the caller keeps the slot.
     ///
@@ -84,17 +88,17 @@ impl Index {
             self.vacate(id, tier);
             return false;
         }
-        let best = entry.best_tier();
-        let demoted = best.is_some_and(|best| best < tier);
+        let is_new = entry.best_tier().is_none();
         entry.clear(tier, FILLING);
         entry.set(tier, FULL);
         let place = entry.place_mut(tier);
         (place.slot, place.pins) = (slot, pins);
         self.resident[tier as usize] += 1;
         self.kept.count(self.entries[id.0 as usize].is_kept(), tier, true);
-        self.blocks += usize::from(best.is_none());
-        if !demoted {
-            self.touch_in_passing(id);
+        self.blocks += usize::from(is_new);
+        if self.entry(id).used().uses == 0 {
+            // The fill began before, so it does not end a release.
+            self.touch_as_released(id);
         }
         self.enter_order(id, tier);
         self.relist_all(id);
@@ -136,8 +140,8 @@ impl Index {
         Some(slot)
     }
 
-    /// Ends one pin. A use. Returns the slot if the entry was removed and this was its last pin: it is free, and the
-    /// caller gives it back.
+    /// Ends one pin, which is no use. Returns the slot if the entry was removed and this was its last pin: it is free,
+    /// and the caller gives it back.
     ///
     /// # Panics
     /// If the copy has no pin.
@@ -156,7 +160,6 @@ impl Index {
             }
             return freed;
         }
-        self.touch_in_passing(id);
         if last {
             self.relist(id, tier);
         }

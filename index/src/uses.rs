@@ -42,7 +42,7 @@ impl Index {
 
     /// A use that does not end a release.
     #[inline]
-    fn touch_as_released(&mut self, id: EntryId) {
+    pub(super) fn touch_as_released(&mut self, id: EntryId) {
         if self.counts_requests {
             return self.touch_once_a_request(id);
         }
@@ -114,15 +114,6 @@ impl Index {
     /// Takes the blocks that were used for the second time since the last call, the first thousands of them.
     pub fn take_reused(&mut self) -> Vec<BlockKey> {
         self.reused.as_mut().map(std::mem::take).unwrap_or_default()
-    }
-
-    /// A use by the end of a pin or a fill, not by a call. Where requests are counted it does not count, unless it is
-    /// the first use. The pin or the fill began before, so it does not end a release.
-    #[inline]
-    pub(super) fn touch_in_passing(&mut self, id: EntryId) {
-        if !self.counts_requests || self.entry(id).used().uses == 0 {
-            self.touch_as_released(id);
-        }
     }
 
     /// The date of an eviction now. Never [`NONE`].

@@ -86,6 +86,7 @@ impl Index {
             ensure!(entry.parent == NONE, "resident nowhere, but names a parent");
         }
         self.validate_hints(id, entry)?;
+        ensure!(entry.best_tier().is_none() || entry.used().uses > 0, "stored, which is a use, and never used");
         ensure!(entry.last_use <= self.clock, "last use {} is after the clock {}", entry.last_use, self.clock);
         for tier in Tier::ALL {
             self.validate_place(id, entry, tier, counts).map_err(|what| format!("{tier}: {what}"))?;

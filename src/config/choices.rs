@@ -46,8 +46,7 @@ pub enum RemotePolicy {
     /// Every block that is stored: another node may need it soon.
     Stored,
     /// Blocks that the last tier of the node (disk, or host memory without one) evicts next, before it does: as far as
-    /// `remote_upload_bytes_per_s` keeps up with the evictions. With the eviction policy `lru` the read of a block for
-    /// that is a use, and the block is evicted a round later.
+    /// `remote_upload_bytes_per_s` keeps up with the evictions.
     Evicted,
     /// None: the store is only read.
     Never,

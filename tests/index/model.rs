@@ -11,7 +11,7 @@ pub struct Known {
     /// Slot, pins, dirty.
     pub copies: [Option<(u32, u32, bool)>; Tier::COUNT],
     pub last_use: u64,
-    /// Requests that used it, 3 at most; only counted for policies that count requests.
+    /// Uses, 3 at most.
     pub uses: u8,
     /// Tiers that have evicted it since its last use.
     evicted: [bool; Tier::COUNT],
@@ -128,20 +128,12 @@ impl Model {
         }
         self.clock += 1;
         let clock = self.clock;
-        let uses = match (self.requests, uses) {
-            (None, _) => 0,
-            (_, 0) => 1 + Tier::ALL.map(|tier| self.take_ghost(n, tier)).into_iter().max().expect("three tiers"),
-            (_, uses) => uses + 1,
+        let uses = match uses {
+            0 => 1 + Tier::ALL.map(|tier| self.take_ghost(n, tier)).into_iter().max().expect("three tiers"),
+            uses => uses + 1,
         };
         let known = self.known_mut(n);
         (known.last_use, known.uses, known.evicted) = (clock, uses.min(3), Default::default());
-    }
-
-    /// A use by the end of a pin or a fill, which policies that count requests do not count.
-    pub fn touch_in_passing(&mut self, n: u64) {
-        if self.requests.is_none() || self.known[&n].uses == 0 {
-            self.touch(n);
-        }
     }
 
     /// The uses of a block when the tier evicted it; 0 if the tier does not remember that.
@@ -228,9 +220,7 @@ impl Model {
             ghosts.push(Some((n, uses)));
             ghosts.drain(..ghosts.len().saturating_sub(room));
         }
-        if self.requests.is_some() {
-            self.known_mut(n).last_use = 0;
-        }
+        self.known_mut(n).last_use = 0;
         if self.children_anywhere(n).is_empty() {
             self.known.insert(n, Known::default());
         }

@@ -35,7 +35,6 @@ fn what_was_restored_in_any_order_is_evicted_like_the_model() {
             let id = index.restore(key(n), parent.map(key), Tier::Disk, slot, used).expect("not there yet");
             assert_eq!(index.restore(key(n), parent.map(key), Tier::Disk, 99, used), Err(id));
             let known = model.known.entry(n).or_default();
-            let uses = if name == "LRU" { 0 } else { uses };
             (known.parent, known.last_use, known.uses) = (parent, last_use, uses);
             known.fill(Tier::Disk, slot);
             model.clock = model.clock.max(last_use);

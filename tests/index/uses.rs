@@ -1,11 +1,11 @@
-//! Uses: once a request, and remembered.
+//! Uses: by calls, once a request, and remembered.
 
 use kvhoist::{
-    Tier,
+    BlockKey, Tier,
     internals::index::{EntryId, Index, Policy, Rb},
 };
 
-use crate::{common::key, full};
+use crate::{common::key, drawn::POLICIES, full};
 
 /// An index in which every tier of four slots is RB-LRU.
 fn counting() -> Index {
@@ -14,6 +14,84 @@ fn counting() -> Index {
 
 fn uses(index: &Index, n: u64) -> u8 {
     index.used(index.find(&key(n)).expect("it is here")).uses
+}
+
+/// The order in which `tier` evicts what it may.
+fn evicted(index: &mut Index, tier: Tier) -> Vec<BlockKey> {
+    let victims = std::iter::from_fn(|| {
+        let id = index.victim(tier)?;
+        let victim = index.key(id);
+        index.evict(id, tier);
+        index.validate().unwrap_or_else(|what| panic!("{what}"));
+        Some(victim)
+    });
+    victims.collect()
+}
+
+/// A read from disk: a use by its call, a copy in host memory, and the ends of two pins.
+#[test]
+fn the_ends_of_pins_and_fills_leave_a_block_where_its_last_use_has_put_it() {
+    for (name, policy) in POLICIES {
+        let mut index = Index::with_policies(1, |_| policy());
+        let ids: Vec<_> = (0..4).map(|n| full(&mut index, n, None, Tier::Disk)).collect();
+        for (at, &id) in ids.iter().enumerate() {
+            index.touch(id);
+            index.pin(id, Tier::Disk).expect("resident");
+            assert!(index.begin_fill(id, Tier::Host), "{name}: block {at}");
+        }
+        let used: Vec<_> = ids.iter().map(|&id| index.used(id)).collect();
+        // The movements end in another order than that of the uses.
+        for at in [2, 0, 3, 1] {
+            assert!(index.complete_fill_pinned(ids[at], Tier::Host, at as u32));
+            assert_eq!(index.unpin(ids[at], Tier::Disk), None);
+        }
+        for at in [3, 1, 0, 2] {
+            assert_eq!(index.unpin(ids[at], Tier::Host), None);
+        }
+        assert_eq!((index.clock(), ids.iter().map(|&id| index.used(id)).collect()), (8, used), "{name}");
+        let in_order: Vec<_> = (0..4).map(key).collect();
+        assert_eq!(evicted(&mut index, Tier::Host), in_order, "{name}");
+        assert_eq!(evicted(&mut index, Tier::Disk), in_order, "{name}");
+    }
+}
+
+/// The search for a victim takes what is pinned out of the order; it comes back by its last use, not by its last pin.
+#[test]
+fn a_copy_that_was_passed_over_while_it_was_pinned_is_evicted_by_its_last_use() {
+    for (name, policy) in POLICIES {
+        let mut index = Index::with_policies(1, |_| policy());
+        // So many that it comes after more than an order is searched for the place of a late arrival.
+        let ids: Vec<_> = (0..20).map(|n| full(&mut index, n, None, Tier::Host)).collect();
+        for at in [0, 2] {
+            index.pin(ids[at], Tier::Host).expect("resident");
+        }
+        assert_eq!(index.victim(Tier::Host), Some(ids[1]), "{name}: the coldest is pinned");
+        index.evict(ids[1], Tier::Host);
+        assert_eq!(index.victim(Tier::Host), Some(ids[3]), "{name}: both are pinned");
+        for at in [2, 0] {
+            assert_eq!(index.unpin(ids[at], Tier::Host), None);
+        }
+        let left: Vec<_> = (0..20).filter(|n| *n != 1).map(key).collect();
+        assert_eq!(evicted(&mut index, Tier::Host), left, "{name}");
+    }
+}
+
+/// A ghost that calls have named, and that was used before it left: what is stored is as recent as its store.
+#[test]
+fn a_block_that_is_stored_again_is_the_most_recent() {
+    for (name, policy) in POLICIES {
+        let mut index = Index::with_policies(1, |_| policy());
+        let parent = full(&mut index, 0, None, Tier::Disk);
+        full(&mut index, 1, Some(0), Tier::Disk);
+        _ = index.remove(parent);
+        assert_eq!(index.find(&key(0)), Some(parent), "its child names it");
+        index.touch(parent);
+        full(&mut index, 2, None, Tier::Disk);
+        let before = index.clock();
+        assert_eq!(full(&mut index, 0, None, Tier::Disk), parent);
+        assert_eq!((index.clock(), index.last_use(parent), uses(&index, 0)), (before + 1, before + 1, 1), "{name}");
+        assert_eq!(evicted(&mut index, Tier::Disk), [1, 2, 0].map(key), "{name}");
+    }
 }
 
 #[test]

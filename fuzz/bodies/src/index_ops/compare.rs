@@ -22,7 +22,7 @@ impl Pair {
             assert_eq!(index.key(id), block_key(entity.key));
             assert_eq!(index.parent_key(id), model.parent_key(at).map(block_key), "parent of {}", entity.key);
             assert_eq!((index.hits(id), index.last_use(id)), (entity.hits, entity.last_use));
-            assert!(index.used(id).uses == entity.uses || !model.counts_requests(), "uses of {}", entity.key);
+            assert_eq!(index.used(id).uses, entity.uses, "uses of {}", entity.key);
             assert_eq!(index.best_tier(id), model.best_tier(at).filter(|_| !entity.removed));
             for tier in Tier::ALL {
                 let (slot, pins, dirty) = match entity.copies[tier as usize] {

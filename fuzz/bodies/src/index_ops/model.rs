@@ -248,6 +248,11 @@ impl Model {
     pub fn begin_fill(&mut self, at: usize, tier: Tier) -> bool {
         let may = !self.entity(at).removed && self.copy(at, tier) == Copy::None;
         if may {
+            let entity = self.entity_mut(at);
+            if entity.copies == [Copy::None; Tier::COUNT] {
+                // What is stored is new, also where a ghost was used.
+                (entity.last_use, entity.uses) = (0, 0);
+            }
             self.set(at, tier, Copy::Filling);
         }
         may
@@ -258,11 +263,10 @@ impl Model {
             self.vacate(at, tier);
             return false;
         }
-        let demoted = self.best_tier(at).is_some_and(|best| best < tier);
         self.entity_mut(at).evicted[tier as usize] = false;
         self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
-        if !demoted {
-            self.touch_in_passing(at);
+        if self.entity(at).uses == 0 {
+            self.touch(at);
         }
         true
     }
@@ -292,14 +296,11 @@ impl Model {
         *pins -= 1;
         let last = *pins == 0;
         let slot = *slot;
-        if !removed {
-            self.touch_in_passing(at);
-            return None;
-        }
-        if last {
+        let freed = (removed && last).then_some(slot);
+        if freed.is_some() {
             self.vacate(at, tier);
         }
-        last.then_some(slot)
+        freed
     }
 
     pub fn hit(&mut self, at: usize) -> u8 {

@@ -62,12 +62,6 @@ impl Model {
         self.entity_mut(at).evicted = [false; Tier::COUNT];
     }
 
-    pub(super) fn touch_in_passing(&mut self, at: usize) {
-        if !self.counts_requests() || self.entity(at).uses == 0 {
-            self.touch(at);
-        }
-    }
-
     pub(super) fn take_ghost(&mut self, key: u8, tier: Tier) -> Option<u8> {
         let is_its = |ghost: &&mut Option<(u8, u8)>| ghost.is_some_and(|(of, _)| of == key);
         self.ghosts[tier as usize].iter_mut().find(is_its)?.take().map(|(_, uses)| uses)
