@@ -127,7 +127,7 @@ def snake(name: str) -> str:
 
 def metrics() -> str:
     declared, figures, more = (source(f"src/{name}.rs") for name in ("metrics", "cache/stats", "cache/exported"))
-    plain = {f"kvhoist_{field}_total": words for field, words in re.findall(r'^ {16}(\w+):\s+"([^"]+)";$', declared, re.M)}
+    plain = {f"kvhoist_{field}_total": words for field, words in re.findall(r'^ {16}(\w+):\s+"([^"]+)"(?: = .+)?;$', declared, re.M)}
     plain |= dict(re.findall(r'\w+: "(kvhoist_\w+)".*?"([^"]+)";', figures, re.S))
     # Name and words, in the order of a tuple's or a struct's fields.
     pairs = r'"(kvhoist_\w+)",\s*(?:help: )?"([^"]+)"'

@@ -31,8 +31,13 @@ impl<T> Mutex<T> {
 
     /// Locks. A poisoned lock means that an invariant is broken: continuing could serve wrong bytes, so the panic
     /// propagates.
-    #[inline]
+    #[inline(always)] // each hit pays for it
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.try_lock().unwrap_or_else(|_| self.wait())
+    }
+
+    #[cold]
+    fn wait(&self) -> MutexGuard<'_, T> {
         // A model checker has every order without it.
         #[cfg(not(test))]
         if let Some(guard) = self.spin() {
@@ -43,7 +48,6 @@ impl<T> Mutex<T> {
 
     /// Tries for a few microseconds: the lock is held for less, and a thread that sleeps and is woken costs more.
     #[cfg(not(test))]
-    #[inline]
     fn spin(&self) -> Option<MutexGuard<'_, T>> {
         const ATTEMPTS: u32 = 24;
         const PAUSES: u32 = 4;

@@ -39,7 +39,7 @@
 //! # What counts as a use
 //!
 //! The calls that ask for a block, whatever the policy: [`touch`](Index::touch), [`touch_chain`](Index::touch_chain),
-//! [`announce`](Index::announce) and [`pin_used`](Index::pin_used). Its movements are none: neither the end of a pin nor
+//! [`announce`](Index::announce) and [`pin_used`](Index::pin_used). Movements are none: neither the end of a pin nor
 //! that of a fill, which must not make a cold block recent. The exception is the first fill to complete of a block that
 //! was resident nowhere, if no call has used the block since that began: it is being stored.
 //!

@@ -13,7 +13,7 @@ use crate::{
     index::EntryId,
     mover::{Begun, Command, DeviceRead, Submitter, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Committed, Found, Locked, Outcome, Promotion, Purpose, Use},
+    state::{BegunStore, Class, Committed, Elsewhere, Locked, LookedUp, Outcome, Promotion, Purpose, Use},
 };
 
 /// Room for a command in the reactor's channel.
@@ -250,14 +250,18 @@ impl Cache {
     pub(super) async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
         let room = || self.inner.commands.try_reserve().ok();
         let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
-        let asked = match self.inner.shared.look_up(key, tier, Some(begin))? {
-            Found::Hit(pin) => {
+        let shared = &self.inner.shared;
+        let elsewhere = match shared.look_up(key, tier)? {
+            LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(pin));
             }
-            Found::Miss => return Ok(None),
-            Found::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
-            Found::Elsewhere(asked) => (asked, Use::Counted),
+            LookedUp::NoHit(state, id) => shared.look_elsewhere(state, (key, id), tier, begin)?,
+        };
+        let asked = match elsewhere {
+            Elsewhere::Nowhere => return Ok(None),
+            Elsewhere::Remote => (Promotion::NotStarted, shared.bring(key, Use::Now).await),
+            Elsewhere::Promotion(asked) => (asked, Use::Counted),
         };
         let pin = shield(self.promote(key, tier, asked)).await?;
         if pin.is_some() {

@@ -6,15 +6,13 @@ use std::{
 };
 
 use bytes::Bytes;
-use tokio::sync::oneshot;
 
 use super::Cache;
 use crate::{
-    block::{BlockKey, Route, Segment, Tier},
+    block::{BlockKey, Route, Segment},
     checksum::checksum,
     error::{Error, Result},
-    index::EntryId,
-    state::{Filling, Found, Locked, Outcome, Pin, Shared},
+    state::{Filling, Pin, Shared},
 };
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
@@ -72,9 +70,6 @@ impl From<Lease> for Bytes {
 
 debug_fields!(Lease, lease => len: lease.len(), route: lease.route());
 
-/// Begins no movement.
-type BeginNothing = fn(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<()>;
-
 impl Cache {
     /// A lease on a block that is in host memory already; `None` for every other one. No I/O, and no wait.
     ///
@@ -90,10 +85,7 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub fn lease(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        match self.inner.shared.look_up(key, Tier::Host, None::<BeginNothing>)? {
-            Found::Hit(pin) => Ok(Some(Lease::new(pin))),
-            Found::Elsewhere(_) | Found::Remote | Found::Miss => Ok(None),
-        }
+        Ok(self.inner.shared.look_up_host(key)?.map(Lease::new))
     }
 }
 

@@ -45,7 +45,6 @@ pub(super) struct Left {
     any: AtomicBool,
 }
 
-#[derive(Default)]
 struct Works {
     left: Vec<Work>,
     /// An empty list, for the next ones.
@@ -67,7 +66,8 @@ impl Left {
     /// Whether there may be work, for a thread that has just released the lock.
     #[inline]
     pub(super) fn any(&self) -> bool {
-        self.any.fetch_or(false, Ordering::AcqRel)
+        // As a `fetch_or` of nothing this would be a fence, which costs as much as a hit.
+        self.any.compare_exchange(false, false, Ordering::AcqRel, Ordering::Acquire).is_err()
     }
 
     /// True if there is none but what other threads are leaving.
@@ -98,7 +98,7 @@ impl Left {
 
 impl Locked<'_> {
     /// Does what was left before this thread took the lock.
-    #[cold]
+    #[inline(never)]
     pub(super) fn make_left(&mut self) -> Vec<Work> {
         let mut works = self.shared().left.take();
         for work in &mut works {

@@ -11,16 +11,21 @@ use crate::{
     index::EntryId,
 };
 
-/// The result of a look-up.
-pub(crate) enum Found<P> {
+/// The result of a look-up. Small: it is made for each hit.
+pub(crate) enum LookedUp<'a> {
     /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
-    /// Resident in another tier only. The promotion that was requested.
-    Elsewhere(Promotion<P>),
+    /// Not resident there; its entry, if it has one. Not counted yet.
+    NoHit(Locked<'a>, Option<EntryId>),
+}
+
+/// Where a block is that is not resident in the wanted tier.
+pub(crate) enum Elsewhere<P> {
+    /// In another tier. The promotion that was requested.
+    Promotion(Promotion<P>),
     /// Resident nowhere, and offered by the remote tier. Not counted yet.
     Remote,
-    /// Resident nowhere.
-    Miss,
+    Nowhere,
 }
 
 /// A block that is resident no more.
@@ -58,67 +63,72 @@ pub(crate) enum Promotion<P> {
 }
 
 impl Shared {
-    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and has its promotion begin if it is
-    /// elsewhere, as [`promote`](Locked::promote) does. Counts the use, and the hit or the miss; nothing
-    /// where it is elsewhere and there is no `begin`.
+    /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit.
     #[inline(always)] // the pin of a hit is made where its caller wants it
-    pub(crate) fn look_up<P>(
-        self: &Arc<Self>,
-        key: &BlockKey,
-        tier: Tier,
-        begin: Option<impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
-    ) -> Result<Found<P>> {
+    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<LookedUp<'_>> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
-        let Some(id) = state.index.find(key) else { return Ok(self.miss(state, key)) };
-        if let Some(slot) = state.index.pin_used(id, tier) {
-            state.reconsider(id);
-            let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-            self.leases[tier as usize].add_locked(1, &mut state);
-            self.metrics.hit_locked(tier, route, &mut state);
-            drop(state);
-            self.metrics.export_hit(tier, route);
-            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }));
-        }
-        self.look_elsewhere(state, (key, id), tier, begin)
+        let id = state.index.find(key);
+        let Some((id, slot)) = id.and_then(|id| Some((id, state.index.pin_used(id, tier)?))) else {
+            return Ok(LookedUp::NoHit(state, id));
+        };
+        state.reconsider(id);
+        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+        self.leases[tier as usize].add_locked(1, &mut state);
+        self.metrics.hit_locked(tier, route, &mut state);
+        drop(state);
+        self.metrics.export_hit(tier, route);
+        Ok(LookedUp::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }))
     }
 
-    /// Begins the promotion of a block that is not resident in `tier`.
+    /// Begins the promotion of a block that [was looked up](Self::look_up) and is not resident in `tier`, as
+    /// [`promote`](Locked::promote) does. Counts the use, and the hit of the tier that has it, or the miss.
     #[inline(never)]
-    fn look_elsewhere<P>(
+    pub(crate) fn look_elsewhere<P>(
         self: &Arc<Self>,
         mut state: Locked<'_>,
-        found: (&BlockKey, EntryId),
+        (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
-        begin: Option<impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>>,
-    ) -> Result<Found<P>> {
-        let source = state.served_tier(found.1);
-        let Some(begin) = begin else {
-            let is_somewhere = source.is_some() || state.flights.contains(found.0, tier);
-            return Ok(if is_somewhere { Found::Elsewhere(Promotion::NotStarted) } else { self.miss(state, found.0) });
-        };
-        let promotion = state.promote_found(found, source, tier, (Class::Awaited, Use::Now), begin)?;
+        begin: impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
+    ) -> Result<Elsewhere<P>> {
+        let Some(id) = id else { return Ok(self.miss(state, key)) };
+        let source = state.served_tier(id);
+        let promotion = state.promote_found((key, id), source, tier, (Class::Awaited, Use::Now), begin)?;
         if matches!(promotion, Promotion::Miss) {
-            return Ok(self.miss(state, found.0));
+            return Ok(self.miss(state, key));
         }
         let counted = source.map_or(&self.metrics.misses, |tier| &self.metrics.tier(tier).hits);
         counted.add_locked(1, &mut state);
         drop(state);
         counted.export(1);
         spare::make();
-        Ok(Found::Elsewhere(promotion))
+        Ok(Elsewhere::Promotion(promotion))
+    }
+
+    /// Looks `key` up for a lease of a block that is in host memory already. Where it is elsewhere nothing is counted.
+    pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
+        match self.look_up(key, Tier::Host)? {
+            LookedUp::Hit(pin) => return Ok(Some(pin)),
+            LookedUp::NoHit(state, id) => {
+                let is_coming = || state.flights.contains(key, Tier::Host);
+                if !id.is_some_and(|id| state.served_tier(id).is_some() || is_coming()) {
+                    let _: Elsewhere<()> = self.miss(state, key);
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Counts a miss, unless the remote tier offers the block.
-    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> Found<P> {
+    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> Elsewhere<P> {
         if self.remote.as_ref().is_some_and(|remote| remote.offers(key)) {
-            return Found::Remote;
+            return Elsewhere::Remote;
         }
         self.metrics.misses.add_locked(1, &mut state);
         drop(state);
         self.metrics.misses.export(1);
-        Found::Miss
+        Elsewhere::Nowhere
     }
 
     /// Forgets `key`. Pinned copies stay until their last reader is done.

@@ -41,7 +41,7 @@ pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
-pub(crate) use lookup::{Found, Promotion, Removed, Use};
+pub(crate) use lookup::{Elsewhere, LookedUp, Promotion, Removed, Use};
 pub(crate) use slots::Purpose;
 
 use std::{
@@ -66,14 +66,12 @@ use crate::{
     index::{EntryId, Index},
     io::OpenFile,
     memory::Arena,
-    metrics::{Export, Metrics, Tally},
+    metrics::{Metrics, Tally},
     sync::Mutex,
 };
 
 /// Movements in flight.
 pub(crate) type Flights = flights::Flights<Outcome>;
-/// The waiters of one movement.
-pub(crate) type Flight = flights::Flight<Outcome>;
 /// The result of joining a movement.
 pub(crate) type Joined = flights::Joined<Outcome>;
 /// The waiters that a movement leaves when it ends.
@@ -105,9 +103,7 @@ pub(crate) struct State {
     pub(crate) write_queue: WriteQueue,
     /// Blocks that the disk tier refused, and whose refusal no caller got.
     pub(crate) refusals: Refusals,
-    /// What the recorder of metrics is told after the unlock, and of how many evictions.
-    exports: Vec<Export>,
-    evicted: [u32; Tier::COUNT],
+    follow_ups: lock::FollowUps,
     /// The files, while callers may submit reads to I/O threads; their last owners are the threads.
     pub(crate) files: Vec<OpenFile>,
     /// The task of the deadlines looks at the clock, or is about to.
@@ -195,8 +191,7 @@ impl Shared {
             dirty: BTreeSet::new(),
             write_queue: WriteQueue::default(),
             refusals: Refusals::default(),
-            exports: Vec::new(),
-            evicted: [0; Tier::COUNT],
+            follow_ups: lock::FollowUps::default(),
             files: Vec::new(),
             is_watched: false,
             closed: false,

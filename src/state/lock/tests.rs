@@ -1,0 +1,144 @@
+use std::{
+    future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+
+use tokio::sync::oneshot;
+
+use crate::{
+    block::{BlockKey, Route, Tier},
+    config::Config,
+    error::Error,
+    index::Index,
+    memory::Arena,
+    metrics::Metrics,
+    state::{Class, Few, Joined, Pin, Purpose, Shared},
+};
+
+const BYTES: usize = 4096;
+
+/// A cache of host memory alone, with one block.
+fn with_a_block(key: &BlockKey) -> Arc<Shared> {
+    let config = Config::default().block_bytes(BYTES).host_blocks(2);
+    let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
+    let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", BYTES)));
+    let filling = shared.lock().acquire(Tier::Host).expect("both slots are free");
+    assert!(shared.commit(key, None, filling, 0).is_ok(), "stored");
+    shared
+}
+
+fn pin(shared: &Arc<Shared>, key: &BlockKey) -> Pin {
+    let mut state = shared.lock();
+    let id = state.index.find(key).expect("stored");
+    state.pin(id, Tier::Host, Route::HostHit).expect("in host memory")
+}
+
+#[test]
+fn a_panic_under_the_lock_answers_the_waiters_and_lets_owners_be_dropped() {
+    let key = BlockKey::new([1; 32]);
+    let shared = with_a_block(&key);
+    let held = pin(&shared, &key);
+    let filling = shared.lock().acquire(Tier::Host).expect("the other slot");
+    let mut for_a_slot = pin!(shared.acquire(Tier::Host, Purpose::Call));
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(for_a_slot.as_mut().poll(&mut context).is_pending(), "both slots are held");
+    let mut for_a_block = {
+        let mut state = shared.lock();
+        let id = state.index.find(&key).expect("stored");
+        let (sender, receiver) = oneshot::channel();
+        state.flights.begin((&key, Tier::Disk), id, Class::Awaited, Few::one(sender), false);
+        receiver
+    };
+
+    let broken = catch_unwind(AssertUnwindSafe(|| {
+        let mut state = shared.lock();
+        let id = state.index.find(&key).expect("stored");
+        // Dropped while this thread still holds the lock.
+        let _pin = state.pin(id, Tier::Host, Route::HostHit);
+        panic!("an invariant is broken");
+    }));
+
+    assert!(broken.is_err());
+    assert!(for_a_block.try_recv().is_err_and(|error| error == tokio::sync::oneshot::error::TryRecvError::Closed));
+    assert!(matches!(for_a_slot.as_mut().poll(&mut context), Poll::Ready(Err(Error::Closed))));
+    drop(filling);
+    // The pin is dropped by a caller that panics because of the lock: a second panic would end the process.
+    let refused = catch_unwind(AssertUnwindSafe(|| {
+        let _held = held;
+        drop(shared.lock());
+    }));
+    assert!(refused.is_err(), "no state is shown that may be wrong");
+}
+#[test]
+fn a_lease_dropped_by_a_panic_of_its_caller_gives_its_slot_to_the_first_in_line() {
+    let key = BlockKey::new([1; 32]);
+    let shared = with_a_block(&key);
+    let held = pin(&shared, &key);
+    let _filling = shared.lock().acquire(Tier::Host).expect("the other slot");
+    let mut waiting = pin!(shared.acquire(Tier::Host, Purpose::Call));
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(waiting.as_mut().poll(&mut context).is_pending(), "both slots are held");
+
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let _held = held;
+        panic!("a caller, on purpose");
+    }));
+
+    assert!(panicked.is_err());
+    assert!(matches!(waiting.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "no other event would grant it");
+}
+
+#[test]
+fn a_pin_dropped_while_the_lock_is_taken_ends_with_the_unlock() {
+    let key = BlockKey::new([1; 32]);
+    let shared = with_a_block(&key);
+    let held = pin(&shared, &key);
+    let (id, filling) = (held.id(), shared.lock().acquire(Tier::Host).expect("the other slot"));
+    let mut for_a_slot = pin!(shared.acquire(Tier::Host, Purpose::Call));
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(for_a_slot.as_mut().poll(&mut context).is_pending(), "both slots are held");
+
+    let state = shared.lock();
+    drop(held);
+    assert_eq!(state.index.pins(id, Tier::Host), 1, "it is left to the holder");
+    drop(state);
+
+    assert!(shared.left.is_empty(), "the holder looks again, though nobody takes the lock after it");
+    assert!(matches!(for_a_slot.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "its slot is granted");
+    drop(filling);
+}
+
+#[test]
+fn what_is_left_under_a_broken_lock_is_dropped() {
+    let key = BlockKey::new([1; 32]);
+    let shared = with_a_block(&key);
+    let held = pin(&shared, &key);
+    let broken = catch_unwind(AssertUnwindSafe(|| {
+        let _state = shared.lock();
+        drop(held);
+        panic!("an invariant is broken");
+    }));
+    assert!(broken.is_err() && shared.left.is_empty());
+    assert_eq!(Arc::strong_count(&shared), 1, "nothing that was left holds the state");
+}
+
+#[test]
+fn waiters_that_have_left_are_dropped_after_the_unlock() {
+    let key = BlockKey::new([1; 32]);
+    let shared = with_a_block(&key);
+    let mut state = shared.lock();
+    let id = state.index.find(&key).expect("stored");
+    // Its waiter leaves at once. Before tokio 1.50 the channel keeps the waker of a receiver that is gone.
+    state.flights.begin((&key, Tier::Disk), id, Class::Background, Few::one(oneshot::channel().0), false);
+    let joined = state.flights.join(&key, Tier::Disk, 1);
+    assert!(matches!(joined, Joined::Waiting(_)), "the one that left made room");
+    assert_eq!(state.flights.gone.len(), 1, "it is not dropped under the lock");
+    drop(joined);
+    assert!(matches!(state.flights.join(&key, Tier::Disk, 1), Joined::Waiting(_)));
+    assert_eq!(state.flights.gone.len(), 2);
+    drop(state);
+    assert!(shared.lock().flights.gone.is_empty(), "the unlock dropped them");
+}
