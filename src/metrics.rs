@@ -299,7 +299,7 @@ impl Metrics {
         self.routes[route as usize].durations.record(took);
     }
 
-    /// Counts a moved block, for the holder of the index lock, who [exports](Self::export_moved) it after the unlock.
+    /// Counts a moved block, for the holder of the index lock. It is [exported](Self::export_moved) without the lock.
     #[inline]
     pub(crate) fn moved_locked(&self, route: Route, held: &mut impl Held) {
         self.routes[route as usize].blocks.add_locked(1, held);

@@ -55,15 +55,15 @@ impl Index {
             self.child_arrived(parent, tier);
         }
         if self.entry(id).last_use > 0 {
-            // Now, right after the use for which it is filled, it arrives in order.
+            // Now: mostly right after the use for which it is filled, so that it arrives in order.
             self.enter_order(id, tier);
         }
         self.relist_all(id);
         true
     }
 
-    /// Ends a fill: the block is resident in `slot` of `tier` from now on. A use only if it is the first: the block is
-    /// being stored.
+    /// Ends a fill: the block is resident in `slot` of `tier` from now on. A use only if no call has used
+    /// it since the fill of a block that was resident nowhere began: it is being stored.
     ///
     /// False if the entry was removed meanwhile: nothing is resident and the caller keeps the slot.
     ///

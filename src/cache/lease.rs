@@ -17,7 +17,8 @@ use crate::{
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
 ///
-/// Dereferences to the block's bytes; turns into [`Bytes`] without a copy.
+/// Dereferences to the block's bytes; turns into [`Bytes`] without a copy. Its drop, like any call, may wake other
+/// callers on this thread.
 ///
 /// # Slow readers
 /// A lease takes a slot of the host tier for as long as it lives. If leases, or the [`Bytes`] made of them, go to

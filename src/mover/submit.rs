@@ -182,7 +182,7 @@ impl Ends {
         drop(self.urgent.send(Urgent::EndRead(Box::new(read), result)));
     }
 
-    /// Makes a block that was read and matched visible, and answers its waiters.
+    /// Makes a block that was read and matched visible, and answers its waiters; or whoever has the lock does.
     fn publish(self: Arc<Self>, read: PlannedRead) {
         let PlannedRead { mut trip, block: OnDisk { pin, checksum, file, .. }, began, .. } = read;
         drop(trip.taken.permit());

@@ -3,7 +3,7 @@
 //! To wait for the lock would cost a thread more than such work itself, and all others another turn, while the holder
 //! has the memory that the work needs in its processor's caches. So a thread that finds the lock taken leaves the work,
 //! if it needs no answer, and goes on. Whoever takes the lock does first what was left, and looks again once it has
-//! released the lock: nothing stays that was left.
+//! released the lock. So nothing stays: where too much comes while a thread looks, the reactor takes the lock next.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -34,15 +34,20 @@ pub(crate) trait LeftWork: Send {
 pub(super) enum Work {
     Pin(EndedPin),
     Other(Box<dyn LeftWork>),
+    /// It is done, or is being done.
+    Made,
 }
 
 /// The work that was left.
 pub(super) struct Left {
     works: Mutex<Works>,
-    /// Whether there may be any. Only read-modify-writes: a thread that leaves work sets it and then tries the lock; a
-    /// holder unlocks and then looks at it. If the holder was first, the try comes after that unlock, and fails only
-    /// because of a later holder, who looks as well.
+    /// Whether there may be any. A thread that leaves work sets it and then tries the lock; a holder unlocks and then
+    /// looks at it. Both are read-modify-writes: if the holder was first, the try comes after that unlock, and fails
+    /// only because of a later holder, who looks as well.
     any: AtomicBool,
+    /// An invariant is broken, and no holder will look. The lock itself does not always tell: who finds it poisoned has
+    /// it for a moment.
+    is_broken: AtomicBool,
 }
 
 struct Works {
@@ -54,13 +59,22 @@ struct Works {
 impl Left {
     pub(super) fn new() -> Self {
         let works = Works { left: Vec::with_capacity(WORKS), spare: Vec::with_capacity(WORKS) };
-        Left { works: Mutex::new(works), any: AtomicBool::new(false) }
+        Left { works: Mutex::new(works), any: AtomicBool::new(false), is_broken: AtomicBool::new(false) }
     }
 
-    /// Leaves work. Its thread then [tries the lock](super::Shared::serve_left) once.
+    /// Leaves work. Its thread then [tries the lock](super::Shared::serve_left).
     pub(super) fn leave(&self, work: Work) {
         self.works.lock().left.push(work);
         self.any.swap(true, Ordering::AcqRel);
+    }
+
+    /// Notes that an invariant is broken, before the last unlock.
+    pub(super) fn break_off(&self) {
+        self.is_broken.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.is_broken.load(Ordering::Acquire)
     }
 
     /// Whether there may be work, for a thread that has just released the lock.
@@ -97,16 +111,20 @@ impl Left {
 }
 
 impl Locked<'_> {
-    /// Does what was left before this thread took the lock.
+    /// Does what was left before this thread took the lock. It lies in the state meanwhile: after a panic it is dropped
+    /// without the lock, with the waiters of reads that are published already.
     #[inline(never)]
-    pub(super) fn make_left(&mut self) -> Vec<Work> {
-        let mut works = self.shared().left.take();
-        for work in &mut works {
-            match work {
-                Work::Pin(pin) => self.unpin(*pin),
-                Work::Other(work) => work.make(self),
+    pub(super) fn make_left(&mut self) {
+        self.follow_ups.made = self.shared().left.take();
+        for at in 0..self.follow_ups.made.len() {
+            match std::mem::replace(&mut self.follow_ups.made[at], Work::Made) {
+                Work::Pin(pin) => self.unpin(pin),
+                Work::Other(mut work) => {
+                    work.make(self);
+                    self.follow_ups.made[at] = Work::Other(work);
+                }
+                Work::Made => {}
             }
         }
-        works
     }
 }

@@ -82,9 +82,9 @@ impl Shared {
         for _ in 0..TURNS_MAX {
             match self.try_lock() {
                 Ok(mut state) => state.is_serving = true,
-                Err(Refused::Taken) => return,
+                Err(Refused::Taken) if !self.left.is_broken() => return,
                 // The flights have ended, and the owners leave the state as it is.
-                Err(Refused::Broken) => return drop(self.left.take()),
+                Err(_) => return drop(self.left.take()),
             }
             if !self.left.any() {
                 return;
@@ -102,7 +102,7 @@ impl Shared {
         #[cfg(feature = "sim")]
         count_lock();
         if !self.left.is_empty() {
-            locked.follow_ups.made = locked.make_left();
+            locked.make_left();
         }
         locked
     }
@@ -155,7 +155,7 @@ pub(super) struct FollowUps {
     exports: Vec<Export>,
     evicted: [u32; Tier::COUNT],
     /// What was left to the holder of the lock, and is done.
-    made: Vec<Work>,
+    pub(super) made: Vec<Work>,
 }
 
 impl State {
@@ -227,17 +227,21 @@ impl<'a> Locked<'a> {
     fn abandon(&mut self) {
         let flights = self.flights.finish_all();
         let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
+        let made = std::mem::take(&mut self.follow_ups.made);
+        self.shared.left.break_off();
         self.unlock();
         requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
         // Dropping the senders answers the waiters with `Error::Closed`.
-        drop(flights);
+        drop((flights, made));
     }
 
     /// Grants available slots to the requests that wait, and unlocks. Then sends the granted slots, wakes the task that
     /// raises priorities, tells the recorder of metrics, and drops the waiters that have left.
     #[inline(never)]
     fn unlock_and_follow_up(&mut self) {
-        let granted = self.grant_slots();
+        let abandons = AbandonsOnPanic(self);
+        let granted = abandons.0.grant_slots();
+        std::mem::forget(abandons);
         let (is_raised, gone) = (!self.raised.is_empty(), std::mem::take(&mut self.flights.gone));
         // Last: a slot that is granted may be an evicted block's.
         let FollowUps { exports, evicted, made } = std::mem::take(&mut self.follow_ups);
@@ -253,6 +257,15 @@ impl<'a> Locked<'a> {
         granted.into_iter().for_each(|grant| grant.send(shared));
         exports.into_iter().for_each(Export::run);
         drop(gone);
+    }
+}
+
+/// Answers all waiters if the unlock itself panics.
+struct AbandonsOnPanic<'b, 'a>(&'b mut Locked<'a>);
+
+impl Drop for AbandonsOnPanic<'_, '_> {
+    fn drop(&mut self) {
+        self.0.abandon();
     }
 }
 

@@ -136,7 +136,7 @@ pub(crate) struct Shared {
     pub(crate) registered: Arc<AtomicBool>,
     /// Leases that callers hold on blocks of the device and the host tier.
     pub(crate) leases: [Tally; 2],
-    /// Wakes the task that raises movements in the budget.
+    /// Wakes the task that raises movements in the budget, and so takes the lock for what is left.
     pub(crate) raised: Notify,
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,

@@ -2,12 +2,16 @@ use std::{
     future::Future,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::pin,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
     task::{Context, Poll, Waker},
 };
 
 use tokio::sync::oneshot;
 
+use super::{LOCKS_HELD, LeftWork, Locked, Work};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -141,4 +145,57 @@ fn waiters_that_have_left_are_dropped_after_the_unlock() {
     assert_eq!(state.flights.gone.len(), 2);
     drop(state);
     assert!(shared.lock().flights.gone.is_empty(), "the unlock dropped them");
+}
+
+/// Work that notes what becomes of it, and whether the lock was held when it was dropped.
+struct Noted(Arc<AtomicU32>);
+
+const MADE: u32 = 1;
+const ANSWERED: u32 = 2;
+const DROPPED: u32 = 4;
+const DROPPED_UNDER_LOCK: u32 = 8;
+
+impl LeftWork for Noted {
+    fn make(&mut self, _state: &mut Locked<'_>) {
+        self.0.fetch_or(MADE, Ordering::Relaxed);
+    }
+
+    fn answer(&mut self) {
+        self.0.fetch_or(ANSWERED, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        let how = if LOCKS_HELD.get() > 0 { DROPPED_UNDER_LOCK } else { DROPPED };
+        self.0.fetch_or(how, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn work_is_made_under_the_lock_and_answered_after_it() {
+    let shared = with_a_block(&BlockKey::new([1; 32]));
+    let noted = Arc::new(AtomicU32::new(0));
+    let state = shared.lock();
+    shared.make_or_leave(Noted(Arc::clone(&noted)));
+    assert_eq!(noted.load(Ordering::Relaxed), 0, "another has the lock");
+    drop(state);
+    assert_eq!(noted.swap(0, Ordering::Relaxed), MADE | ANSWERED | DROPPED, "its holder looked again");
+    shared.make_or_leave(Noted(Arc::clone(&noted)));
+    assert_eq!(noted.load(Ordering::Relaxed), MADE | ANSWERED | DROPPED, "nobody has the lock");
+}
+
+#[test]
+fn work_that_was_made_before_a_panic_is_let_go_after_the_unlock() {
+    let shared = with_a_block(&BlockKey::new([1; 32]));
+    let noted = Arc::new(AtomicU32::new(0));
+    shared.left.leave(Work::Other(Box::new(Noted(Arc::clone(&noted)))));
+    let broken = catch_unwind(AssertUnwindSafe(|| {
+        let _state = shared.lock();
+        panic!("an invariant is broken");
+    }));
+    assert!(broken.is_err());
+    assert_eq!(noted.swap(0, Ordering::Relaxed), MADE | DROPPED, "who waits for it is told that the cache is closed");
+    shared.make_or_leave(Noted(Arc::clone(&noted)));
+    assert_eq!(noted.load(Ordering::Relaxed), DROPPED, "nobody will look");
 }
