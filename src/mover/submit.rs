@@ -67,7 +67,7 @@ struct MatchedRead {
 }
 
 impl LeftWork for MatchedRead {
-    fn make(&mut self, state: &mut Locked<'_>) {
+    fn run(&mut self, state: &mut Locked<'_>) {
         self.end = self.unverified.take().map(|unverified| state.publish_read(&self.key, unverified));
     }
 
@@ -192,7 +192,7 @@ impl Ends {
         let unverified = Unverified { source: pin, filling, checksum, sum: Some(checksum), started: began };
         let shared = Arc::clone(&self.shared);
         shared.count_read(began);
-        shared.make_or_leave(MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), end: None });
+        shared.run_or_leave(MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), end: None });
     }
 }
 

@@ -25,17 +25,17 @@ pub(super) struct EndedPin {
 /// Work for whoever has the lock.
 pub(crate) trait LeftWork: Send {
     /// Does it. Called once.
-    fn make(&mut self, state: &mut Locked<'_>);
+    fn run(&mut self, state: &mut Locked<'_>);
 
-    /// Answers whom it concerns. Called after it was made, without the lock, by the thread that had it.
+    /// Answers whom it concerns. Called after it has run, without the lock, by the thread that had it.
     fn answer(&mut self);
 }
 
 pub(super) enum Work {
     Pin(EndedPin),
     Other(Box<dyn LeftWork>),
-    /// It is done, or is being done.
-    Made,
+    /// It has run, or is running.
+    Done,
 }
 
 /// The work that was left.
@@ -80,7 +80,7 @@ impl Left {
     /// Whether there may be work, for a thread that has just released the lock.
     #[inline]
     pub(super) fn any(&self) -> bool {
-        // As a `fetch_or` of nothing this would be a fence, which costs as much as a hit.
+        // The compiler makes a `fetch_or` of nothing a fence, which costs more.
         self.any.compare_exchange(false, false, Ordering::AcqRel, Ordering::Acquire).is_err()
     }
 
@@ -98,15 +98,15 @@ impl Left {
         std::mem::replace(&mut works.left, spare)
     }
 
-    /// Answers whom made work concerns.
-    pub(super) fn answer(&self, mut made: Vec<Work>) {
-        for work in made.drain(..) {
+    /// Answers whom work concerns that has run.
+    pub(super) fn answer(&self, mut done: Vec<Work>) {
+        for work in done.drain(..) {
             if let Work::Other(mut work) = work {
                 // A waker that panics is of this work alone.
                 _ = caught(move || work.answer());
             }
         }
-        self.works.lock().spare = made;
+        self.works.lock().spare = done;
     }
 }
 
@@ -114,16 +114,16 @@ impl Locked<'_> {
     /// Does what was left before this thread took the lock. It lies in the state meanwhile: after a panic it is dropped
     /// without the lock, with the waiters of reads that are published already.
     #[inline(never)]
-    pub(super) fn make_left(&mut self) {
-        self.follow_ups.made = self.shared().left.take();
-        for at in 0..self.follow_ups.made.len() {
-            match std::mem::replace(&mut self.follow_ups.made[at], Work::Made) {
+    pub(super) fn run_left(&mut self) {
+        self.follow_ups.done = self.shared().left.take();
+        for at in 0..self.follow_ups.done.len() {
+            match std::mem::replace(&mut self.follow_ups.done[at], Work::Done) {
                 Work::Pin(pin) => self.unpin(pin),
                 Work::Other(mut work) => {
-                    work.make(self);
-                    self.follow_ups.made[at] = Work::Other(work);
+                    work.run(self);
+                    self.follow_ups.done[at] = Work::Other(work);
                 }
-                Work::Made => {}
+                Work::Done => {}
             }
         }
     }

@@ -56,11 +56,11 @@ impl Shared {
     }
 
     /// Does work under the lock, or leaves it to who has the lock. It is dropped if an invariant is broken.
-    pub(crate) fn make_or_leave(self: &Arc<Self>, work: impl LeftWork + 'static) {
+    pub(crate) fn run_or_leave(self: &Arc<Self>, work: impl LeftWork + 'static) {
         let mut work = work;
         match self.try_lock() {
             Ok(mut state) => {
-                work.make(&mut state);
+                work.run(&mut state);
                 drop(state);
                 work.answer();
             }
@@ -102,7 +102,7 @@ impl Shared {
         #[cfg(feature = "sim")]
         count_lock();
         if !self.left.is_empty() {
-            locked.make_left();
+            locked.run_left();
         }
         locked
     }
@@ -155,16 +155,16 @@ pub(super) struct FollowUps {
     exports: Vec<Export>,
     evicted: [u32; Tier::COUNT],
     /// What was left to the holder of the lock, and is done.
-    pub(super) made: Vec<Work>,
+    pub(super) done: Vec<Work>,
 }
 
 impl State {
     /// True if something follows the unlock.
     #[inline]
     fn has_follow_ups(&self) -> bool {
-        let FollowUps { exports, evicted, made } = &self.follow_ups;
+        let FollowUps { exports, evicted, done } = &self.follow_ups;
         *evicted != [0; Tier::COUNT]
-            || !made.is_empty()
+            || !done.is_empty()
             || !exports.is_empty()
             || !self.slot_requests.is_empty()
             || !self.raised.is_empty()
@@ -227,12 +227,12 @@ impl<'a> Locked<'a> {
     fn abandon(&mut self) {
         let flights = self.flights.finish_all();
         let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
-        let made = std::mem::take(&mut self.follow_ups.made);
+        let done = std::mem::take(&mut self.follow_ups.done);
         self.shared.left.break_off();
         self.unlock();
         requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
         // Dropping the senders answers the waiters with `Error::Closed`.
-        drop((flights, made));
+        drop((flights, done));
     }
 
     /// Grants available slots to the requests that wait, and unlocks. Then sends the granted slots, wakes the task that
@@ -244,11 +244,11 @@ impl<'a> Locked<'a> {
         std::mem::forget(abandons);
         let (is_raised, gone) = (!self.raised.is_empty(), std::mem::take(&mut self.flights.gone));
         // Last: a slot that is granted may be an evicted block's.
-        let FollowUps { exports, evicted, made } = std::mem::take(&mut self.follow_ups);
+        let FollowUps { exports, evicted, done } = std::mem::take(&mut self.follow_ups);
         self.unlock();
         let shared = self.shared;
-        if !made.is_empty() {
-            shared.left.answer(made);
+        if !done.is_empty() {
+            shared.left.answer(done);
         }
         shared.metrics.evicted(evicted);
         if is_raised {

@@ -150,14 +150,14 @@ fn waiters_that_have_left_are_dropped_after_the_unlock() {
 /// Work that notes what becomes of it, and whether the lock was held when it was dropped.
 struct Noted(Arc<AtomicU32>);
 
-const MADE: u32 = 1;
+const RUN: u32 = 1;
 const ANSWERED: u32 = 2;
 const DROPPED: u32 = 4;
 const DROPPED_UNDER_LOCK: u32 = 8;
 
 impl LeftWork for Noted {
-    fn make(&mut self, _state: &mut Locked<'_>) {
-        self.0.fetch_or(MADE, Ordering::Relaxed);
+    fn run(&mut self, _state: &mut Locked<'_>) {
+        self.0.fetch_or(RUN, Ordering::Relaxed);
     }
 
     fn answer(&mut self) {
@@ -173,20 +173,20 @@ impl Drop for Noted {
 }
 
 #[test]
-fn work_is_made_under_the_lock_and_answered_after_it() {
+fn work_runs_under_the_lock_and_is_answered_after_it() {
     let shared = with_a_block(&BlockKey::new([1; 32]));
     let noted = Arc::new(AtomicU32::new(0));
     let state = shared.lock();
-    shared.make_or_leave(Noted(Arc::clone(&noted)));
+    shared.run_or_leave(Noted(Arc::clone(&noted)));
     assert_eq!(noted.load(Ordering::Relaxed), 0, "another has the lock");
     drop(state);
-    assert_eq!(noted.swap(0, Ordering::Relaxed), MADE | ANSWERED | DROPPED, "its holder looked again");
-    shared.make_or_leave(Noted(Arc::clone(&noted)));
-    assert_eq!(noted.load(Ordering::Relaxed), MADE | ANSWERED | DROPPED, "nobody has the lock");
+    assert_eq!(noted.swap(0, Ordering::Relaxed), RUN | ANSWERED | DROPPED, "its holder looked again");
+    shared.run_or_leave(Noted(Arc::clone(&noted)));
+    assert_eq!(noted.load(Ordering::Relaxed), RUN | ANSWERED | DROPPED, "nobody has the lock");
 }
 
 #[test]
-fn work_that_was_made_before_a_panic_is_let_go_after_the_unlock() {
+fn work_that_ran_before_a_panic_is_dropped_after_the_unlock() {
     let shared = with_a_block(&BlockKey::new([1; 32]));
     let noted = Arc::new(AtomicU32::new(0));
     shared.left.leave(Work::Other(Box::new(Noted(Arc::clone(&noted)))));
@@ -195,7 +195,7 @@ fn work_that_was_made_before_a_panic_is_let_go_after_the_unlock() {
         panic!("an invariant is broken");
     }));
     assert!(broken.is_err());
-    assert_eq!(noted.swap(0, Ordering::Relaxed), MADE | DROPPED, "who waits for it is told that the cache is closed");
-    shared.make_or_leave(Noted(Arc::clone(&noted)));
+    assert_eq!(noted.swap(0, Ordering::Relaxed), RUN | DROPPED, "who waits for it is told that the cache is closed");
+    shared.run_or_leave(Noted(Arc::clone(&noted)));
     assert_eq!(noted.load(Ordering::Relaxed), DROPPED, "nobody will look");
 }
