@@ -96,7 +96,7 @@ fn call(library: &CStr, function: &str) -> u64 {
 pub fn config(directory: &TempDir) -> Config {
     let mode = std::env::var("CUFILE_DOUBLE").unwrap_or_default();
     // What never comes back is waited for in vain; what does may take long on a busy machine.
-    let comes_back = !["hang", "hangwrite", "cookie", "status", "open", "register"].contains(&mode.as_str());
+    let comes_back = !["hang", "hangwrite", "cookie", "status", "open", "register", "exit"].contains(&mode.as_str());
     Config::default()
         .block_bytes(BLOCK_BYTES)
         .host_blocks(HOST_BLOCKS)

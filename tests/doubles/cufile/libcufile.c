@@ -27,6 +27,7 @@
  *   status    GetStatus fails for ever
  *   open      cuFileDriverOpen does not come back before cufile_double_release()
  *   register  neither does cuFileHandleRegister
+ *   exit      it comes back only while the process exits
  *   pinning   no device memory can be registered
  */
 #define _GNU_SOURCE
@@ -103,7 +104,13 @@ static int counted;
 result cuFileStatsStart(void) { if (counted) abort(); counting = counted = 1; return ok(); }
 result cuFileStatsStop(void) { counting = 0; return ok(); }
 /* As NVIDIA's does, which does not stand a second beginning either. */
-__attribute__((destructor)) static void end(void) { if (counting) abort(); }
+__attribute__((destructor)) static void end(void) {
+    if (is("exit")) {
+        cufile_double_release();
+        usleep(300 * 1000); /* Time for the thread that comes back. */
+    }
+    if (counting) abort();
+}
 #ifndef NO_STATISTICS
 result cuFileGetStatsL3(uint64_t *s) {
     pthread_mutex_lock(&lock);
@@ -120,7 +127,7 @@ result cuFileGetStatsL3(uint64_t *s) {
 #endif
 result cuFileHandleRegister(void **h, description *d) {
     if (is("record")) return fail(5027);
-    if (is("register")) wait_released();
+    if (is("register") || is("exit")) wait_released();
     if (d->type != 1) return fail(5018);
     int flags = fcntl(d->u.fd, F_GETFL);
     if (flags & O_NOFOLLOW) return fail(5019);

@@ -6,6 +6,7 @@ use std::{
     sync::OnceLock,
 };
 
+use super::stats::stop_counting_at_exit;
 use crate::dynamic::{Dynamic, functions};
 
 /// Names of the library: the unversioned link is missing where only the run-time package is installed.
@@ -131,7 +132,8 @@ impl Library {
         })?;
         Ok(Library {
             functions: Functions::find(&library)?,
-            statistics: Statistics::find(&library).ok(),
+            // Not used unless a handler can stop them when the process exits.
+            statistics: Statistics::find(&library).ok().filter(|_| stop_counting_at_exit()),
             name: library.name,
             version: version(&library),
         })

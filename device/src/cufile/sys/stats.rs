@@ -3,6 +3,8 @@
 use std::{
     ffi::c_void,
     sync::{Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
 };
 
 use super::{
@@ -77,14 +79,39 @@ impl Counters {
 
 /// Exclusive use of the counters: there is one set per process.
 pub(crate) struct Counting {
-    _turn: MutexGuard<'static, bool>,
+    _turn: MutexGuard<'static, ()>,
 }
 
-/// Runs at process exit, before libcufile's own exit handler: 1.15 crashes there if it still counts.
+/// Whether libcufile counts. 1.15 crashes in its own exit handler if it still does.
+enum State {
+    Idle,
+    Counting,
+    /// The process exits: a call of libcufile that returns only now must not start the counters.
+    Exiting,
+}
+
+static STATE: Mutex<State> = Mutex::new(State::Idle);
+
+/// Stops the counters when the process exits, before the exit handlers that are registered so far. False if it is too
+/// late.
+pub(super) fn stop_counting_at_exit() -> bool {
+    // SAFETY: the handler takes nothing and does not unwind.
+    unsafe { libc::atexit(stop_counting) == 0 }
+}
+
 extern "C" fn stop_counting() {
-    if let Ok(Library { statistics: Some(statistics), .. }) = Library::get() {
-        // SAFETY: takes no arguments; the driver is open, or counting would not have started.
-        unsafe { (statistics.stop)() };
+    // Not for ever: a thread that libcufile holds up in its first calls may have the lock.
+    for _ in 0..100 {
+        let Ok(mut state) = STATE.try_lock() else {
+            thread::sleep(Duration::from_millis(1));
+            continue;
+        };
+        if let (State::Counting, Ok(Library { statistics: Some(statistics), .. })) = (&*state, Library::get()) {
+            // SAFETY: takes no arguments; the driver is open, or counting would not have started.
+            unsafe { (statistics.stop)() };
+        }
+        *state = State::Exiting;
+        return;
     }
 }
 
@@ -92,20 +119,25 @@ impl Driver {
     /// Enables the statistics until the process ends: stopping and restarting them crashes libcufile. One caller at a
     /// time. `None` before libcufile 1.15, which has no statistics.
     pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileError> {
-        static COUNTS: Mutex<bool> = Mutex::new(false);
+        static TURN: Mutex<()> = Mutex::new(());
         let Some(statistics) = &self.library().statistics else { return Ok(None) };
-        let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*counts {
-            // SAFETY: the functions take an integer and nothing; the driver is open. The exit handler takes nothing and
-            // does not unwind; it runs before the library's own exit handler, because the library was loaded earlier.
-            unsafe {
-                check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
-                check("cuFileStatsStart", (statistics.start)())?;
-                libc::atexit(stop_counting);
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+        match *state {
+            State::Counting => {}
+            // Once more, now that the driver is open: handlers run from the last registered to the first, and opening
+            // may have registered some of libcufile's.
+            State::Idle if stop_counting_at_exit() => {
+                // SAFETY: the functions take an integer and nothing; the driver is open.
+                unsafe {
+                    check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
+                    check("cuFileStatsStart", (statistics.start)())?;
+                }
+                *state = State::Counting;
             }
-            *counts = true;
+            State::Idle | State::Exiting => return Err(CufileError::new("cuFileStatsStart", libc::ESHUTDOWN)),
         }
-        Ok(Some(Counting { _turn: counts }))
+        Ok(Some(Counting { _turn: turn }))
     }
 
     /// The counters so far; `None` without statistics.
