@@ -71,7 +71,15 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        Ok(self.pin(key, Tier::Host).await?.map(Lease::new))
+        let elsewhere = match self.inner.shared.look_up(key, Tier::Host)? {
+            LookedUp::Hit(counted) => {
+                self.write_if_selected(key);
+                return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, counted))));
+            }
+            LookedUp::NoHit(state, id) => self.look_elsewhere(state, (key, id), Tier::Host)?,
+            LookedUp::Nowhere => return Ok(None),
+        };
+        Ok(self.pin_from(elsewhere, key, Tier::Host).await?.map(Lease::new))
     }
 
     /// Stores a block: copies `data` into a host slot, then does what the write policy wants.
@@ -212,7 +220,15 @@ impl Cache {
     /// ```
     pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
         self.need_device()?;
-        Ok(self.pin(key, Tier::Device).await?.map(DeviceLease::new))
+        let elsewhere = match self.inner.shared.look_up(key, Tier::Device)? {
+            LookedUp::Hit(counted) => {
+                self.write_if_selected(key);
+                return Ok(Some(DeviceLease::new(self.inner.shared.leased(Tier::Device, counted))));
+            }
+            LookedUp::NoHit(state, id) => self.look_elsewhere(state, (key, id), Tier::Device)?,
+            LookedUp::Nowhere => return Ok(None),
+        };
+        Ok(self.pin_from(elsewhere, key, Tier::Device).await?.map(DeviceLease::new))
     }
 
     /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit. Also a block that was
@@ -246,21 +262,24 @@ impl Cache {
         shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 
-    /// Pins a block in `tier` for its caller, promoting it first where it must be.
-    pub(super) async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
+    /// Begins the promotion of a block that is not resident in `tier`, for its caller.
+    #[inline(never)]
+    fn look_elsewhere<'a>(
+        &'a self,
+        state: Locked<'_>,
+        (key, id): (&BlockKey, Option<EntryId>),
+        tier: Tier,
+    ) -> Result<Elsewhere<Begun<'a, Room<'a>>>> {
         let room = || self.inner.commands.try_reserve().ok();
         let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
-        let shared = &self.inner.shared;
-        let elsewhere = match shared.look_up(key, tier)? {
-            LookedUp::Hit(pin) => {
-                self.write_if_selected(key);
-                return Ok(Some(pin));
-            }
-            LookedUp::NoHit(state, id) => shared.look_elsewhere(state, (key, id), tier, begin)?,
-        };
+        self.inner.shared.look_elsewhere(state, (key, id), tier, begin)
+    }
+
+    /// Pins a block in `tier` for its caller, once it has come from elsewhere.
+    async fn pin_from(&self, elsewhere: Elsewhere<Begun<'_, Room<'_>>>, key: &BlockKey, tier: Tier) -> Outcome {
         let asked = match elsewhere {
             Elsewhere::Nowhere => return Ok(None),
-            Elsewhere::Remote => (Promotion::NotStarted, shared.bring(key, Use::Now).await),
+            Elsewhere::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
             Elsewhere::Promotion(asked) => (asked, Use::Counted),
         };
         let pin = shield(self.promote(key, tier, asked)).await?;

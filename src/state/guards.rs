@@ -139,8 +139,8 @@ impl Drop for Pin {
     fn drop(&mut self) {
         let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
         let pin = EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased };
-        match shared.try_lock() {
-            Ok(mut state) => state.unpin(pin),
+        match shared.state.try_lock() {
+            Ok(state) => shared.locked(state).unpin(pin),
             Err(Refused::Taken) => shared.leave(Work::Pin(pin)),
             Err(Refused::Broken) => {}
         }

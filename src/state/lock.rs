@@ -49,19 +49,12 @@ impl Shared {
         self.state.lock_unless_poisoned().map(|state| self.locked(state))
     }
 
-    /// Locks the state, if that need not be waited for.
-    #[inline(always)] // each drop of a lease pays for it
-    pub(super) fn try_lock(self: &Arc<Self>) -> Result<Locked<'_>, Refused> {
-        self.state.try_lock().map(|state| self.locked(state))
-    }
-
     /// Does work under the lock, or leaves it to who has the lock. It is dropped if an invariant is broken.
     pub(crate) fn run_or_leave(self: &Arc<Self>, work: impl LeftWork + 'static) {
         let mut work = work;
-        match self.try_lock() {
-            Ok(mut state) => {
-                work.run(&mut state);
-                drop(state);
+        match self.state.try_lock() {
+            Ok(state) => {
+                work.run(&mut self.locked(state));
                 work.answer();
             }
             Err(Refused::Taken) => self.leave(Work::Other(Box::new(work))),
@@ -80,8 +73,8 @@ impl Shared {
     #[cold]
     fn serve_left(self: &Arc<Self>) {
         for _ in 0..TURNS_MAX {
-            match self.try_lock() {
-                Ok(mut state) => state.is_serving = true,
+            match self.state.try_lock() {
+                Ok(state) => self.locked(state).is_serving = true,
                 Err(Refused::Taken) if !self.left.is_broken() => return,
                 // The flights have ended, and the owners leave the state as it is.
                 Err(_) => return drop(self.left.take()),
@@ -94,10 +87,21 @@ impl Shared {
         self.raised.notify_one();
     }
 
-    #[inline(always)]
-    fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
+    /// A locked state, with what was left before done.
+    #[inline(always)] // each hit pays for it
+    pub(super) fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
+        if cfg!(feature = "sim") || !self.left.is_empty() {
+            return self.locked_and_served(state, was_unwinding);
+        }
+        // Made where it stays: to copy it once takes as long as to take the lock.
+        Locked { state: Some(state), shared: self, was_unwinding, is_serving: false }
+    }
+
+    /// Does what was left before.
+    #[inline(never)]
+    fn locked_and_served<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>, was_unwinding: bool) -> Locked<'a> {
         let mut locked = Locked { state: Some(state), shared: self, was_unwinding, is_serving: false };
         #[cfg(feature = "sim")]
         count_lock();

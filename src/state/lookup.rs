@@ -13,10 +13,19 @@ use crate::{
 
 /// The result of a look-up. Small: it is made for each hit.
 pub(crate) enum LookedUp<'a> {
-    /// Resident in the wanted tier, and now pinned there.
-    Hit(Pin),
+    /// Resident in the wanted tier, and now pinned there, for an [owner](Shared::leased) to be made of it.
+    Hit(Counted),
     /// Not resident there; its entry, if it has one. Not counted yet.
     NoHit(Locked<'a>, Option<EntryId>),
+    /// No entry has it, and the remote tier does not offer it. Counted as a miss.
+    Nowhere,
+}
+
+/// A pin of the entry in a slot, counted in the index and as a lease.
+#[must_use = "without an owner nobody ends it"]
+pub(crate) struct Counted {
+    id: EntryId,
+    slot: u32,
 }
 
 /// Where a block is that is not resident in the wanted tier.
@@ -62,24 +71,48 @@ pub(crate) enum Promotion<P> {
     NotStarted,
 }
 
+/// How a block is served from the tier that it was wanted in.
+#[inline]
+fn hit_route(tier: Tier) -> Route {
+    if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit }
+}
+
 impl Shared {
-    /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit.
-    #[inline(always)] // the pin of a hit is made where its caller wants it
+    /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit,
+    /// or the miss.
+    #[inline(always)] // each hit pays for it
     pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<LookedUp<'_>> {
-        let mut state = self.lock();
-        state.check_open()?;
-        state.check_device(tier)?;
-        let id = state.index.find(key);
-        let Some((id, slot)) = id.and_then(|id| Some((id, state.index.pin_used(id, tier)?))) else {
-            return Ok(LookedUp::NoHit(state, id));
+        let route = hit_route(tier);
+        let counted = {
+            let mut state = self.lock();
+            state.check_open()?;
+            state.check_device(tier)?;
+            let id = state.index.find(key);
+            if let Some((id, slot)) = id.and_then(|id| Some((id, state.index.pin_used(id, tier)?))) {
+                state.reconsider(id);
+                self.leases[tier as usize].add_locked(1, &mut state);
+                self.metrics.hit_locked(tier, route, &mut state);
+                Some(Counted { id, slot })
+            } else if id.is_some() || self.is_offered(key) {
+                return Ok(LookedUp::NoHit(state, id));
+            } else {
+                self.metrics.misses.add_locked(1, &mut state);
+                None
+            }
+            // The lock ends here without a move, which would take as long as the lock.
         };
-        state.reconsider(id);
-        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-        self.leases[tier as usize].add_locked(1, &mut state);
-        self.metrics.hit_locked(tier, route, &mut state);
-        drop(state);
+        let Some(counted) = counted else {
+            self.metrics.misses.export(1);
+            return Ok(LookedUp::Nowhere);
+        };
         self.metrics.export_hit(tier, route);
-        Ok(LookedUp::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased: true }))
+        Ok(LookedUp::Hit(counted))
+    }
+
+    /// The owner of a pin that a look-up in `tier` has counted: made where it stays.
+    #[inline(always)] // each hit pays for it
+    pub(crate) fn leased(self: &Arc<Self>, tier: Tier, Counted { id, slot }: Counted) -> Pin {
+        Pin { shared: Some(Arc::clone(self)), id, tier, slot, route: hit_route(tier), is_leased: true }
     }
 
     /// Begins the promotion of a block that [was looked up](Self::look_up) and is not resident in `tier`, as
@@ -109,20 +142,27 @@ impl Shared {
     /// Looks `key` up for a lease of a block that is in host memory already. Where it is elsewhere nothing is counted.
     pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
         match self.look_up(key, Tier::Host)? {
-            LookedUp::Hit(pin) => return Ok(Some(pin)),
+            LookedUp::Hit(counted) => return Ok(Some(self.leased(Tier::Host, counted))),
             LookedUp::NoHit(state, id) => {
                 let is_coming = || state.flights.contains(key, Tier::Host);
                 if !id.is_some_and(|id| state.served_tier(id).is_some() || is_coming()) {
                     let _: Elsewhere<()> = self.miss(state, key);
                 }
             }
+            LookedUp::Nowhere => {}
         }
         Ok(None)
     }
 
+    /// True if the remote tier offers the block.
+    #[inline]
+    fn is_offered(&self, key: &BlockKey) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.offers(key))
+    }
+
     /// Counts a miss, unless the remote tier offers the block.
     fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> Elsewhere<P> {
-        if self.remote.as_ref().is_some_and(|remote| remote.offers(key)) {
+        if self.is_offered(key) {
             return Elsewhere::Remote;
         }
         self.metrics.misses.add_locked(1, &mut state);
@@ -212,7 +252,7 @@ impl Locked<'_> {
                 Use::Counted => {}
             }
         }
-        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+        let route = hit_route(tier);
         if let Some(pin) = self.pin(id, tier, route) {
             return Ok(Promotion::Hit(pin));
         }

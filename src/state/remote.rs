@@ -140,13 +140,14 @@ impl Shared {
 
     /// The length of [`match_prefix`](Self::match_prefix). Without a remote tier it allocates nothing.
     pub(crate) fn match_len(self: &Arc<Self>, keys: &[BlockKey]) -> usize {
-        let mut state = self.lock();
-        if state.check_open().is_err() {
-            return 0;
-        }
-        state.index.begin_request(keys.len());
-        let resident = state.match_len(keys);
-        drop(state);
+        let resident = {
+            let mut state = self.lock();
+            if state.check_open().is_err() {
+                return 0;
+            }
+            state.index.begin_request(keys.len());
+            state.match_len(keys)
+        };
         self.match_further(keys, resident, |_| {})
     }
 
