@@ -226,7 +226,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Raises movements that are awaited by now, in the budget and in the queue of the workers. Its lock is also the
-    /// one that does what callers left and nobody else has time for.
+    /// one that does what callers deferred and nobody else has time for.
     async fn raise_loop(self: Rc<Self>) {
         loop {
             self.shared.raised.notified().await;

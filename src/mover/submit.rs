@@ -22,7 +22,7 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
-    state::{Class, Few, FlightEnd, LeftWork, Locked, Outcome, Purpose, Shared, Started, Unverified},
+    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Purpose, Shared, Started, Unverified},
     urgency::Urgency,
 };
 
@@ -66,7 +66,7 @@ struct MatchedRead {
     end: Option<FlightEnd>,
 }
 
-impl LeftWork for MatchedRead {
+impl DeferredWork for MatchedRead {
     fn run(&mut self, state: &mut Locked<'_>) {
         self.end = self.unverified.take().map(|unverified| state.publish_read(&self.key, unverified));
     }
@@ -192,7 +192,7 @@ impl Ends {
         let unverified = Unverified { source: pin, filling, checksum, sum: Some(checksum), started: began };
         let shared = Arc::clone(&self.shared);
         shared.count_read(began);
-        shared.run_or_leave(MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), end: None });
+        shared.run_or_defer(MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), end: None });
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{
     Filling, Locked, Pin, Shared, State,
-    left::{EndedPin, Work},
+    deferred::{EndedPin, Work},
 };
 use crate::{
     block::{Route, Tier},
@@ -141,7 +141,7 @@ impl Drop for Pin {
         let pin = EndedPin { id: self.id, tier: self.tier, is_leased: self.is_leased };
         match shared.state.try_lock() {
             Ok(state) => shared.locked(state).unpin(pin),
-            Err(Refused::Taken) => shared.leave(Work::Pin(pin)),
+            Err(Refused::Taken) => shared.defer(Work::Pin(pin)),
             Err(Refused::Broken) => {}
         }
     }

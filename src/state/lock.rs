@@ -14,7 +14,7 @@ use std::{
 
 use super::{
     Shared, State,
-    left::{LeftWork, Work},
+    deferred::{DeferredWork, Work},
 };
 use crate::{
     block::Tier,
@@ -26,7 +26,7 @@ use crate::{
 /// Why nobody has the state of an unlocked [`Locked`].
 const UNLOCKED: &str = "its drop unlocks it";
 
-/// How often a thread that has released the lock takes it again for what others leave meanwhile.
+/// How often a thread that has released the lock takes it again for what others defer meanwhile.
 const TURNS_MAX: u32 = 4;
 
 impl Shared {
@@ -49,37 +49,37 @@ impl Shared {
         self.state.lock_unless_poisoned().map(|state| self.locked(state))
     }
 
-    /// Does work under the lock, or leaves it to who has the lock. It is dropped if an invariant is broken.
-    pub(crate) fn run_or_leave(self: &Arc<Self>, work: impl LeftWork + 'static) {
+    /// Does work under the lock, or defers it to who has the lock. It is dropped if an invariant is broken.
+    pub(crate) fn run_or_defer(self: &Arc<Self>, work: impl DeferredWork + 'static) {
         let mut work = work;
         match self.state.try_lock() {
             Ok(state) => {
                 work.run(&mut self.locked(state));
                 work.answer();
             }
-            Err(Refused::Taken) => self.leave(Work::Other(Box::new(work))),
+            Err(Refused::Taken) => self.defer(Work::Other(Box::new(work))),
             Err(Refused::Broken) => {}
         }
     }
 
-    /// Leaves work to the holder of the lock, for a thread that has found it taken.
+    /// Defers work to the holder of the lock, for a thread that has found it taken.
     #[inline(never)]
-    pub(super) fn leave(self: &Arc<Self>, work: Work) {
-        self.left.leave(work);
-        self.serve_left();
+    pub(super) fn defer(self: &Arc<Self>, work: Work) {
+        self.deferred.defer(work);
+        self.serve_deferred();
     }
 
-    /// Does what was left, unless another thread has the lock, who does it then.
+    /// Does what was deferred, unless another thread has the lock, who does it then.
     #[cold]
-    fn serve_left(self: &Arc<Self>) {
+    fn serve_deferred(self: &Arc<Self>) {
         for _ in 0..TURNS_MAX {
             match self.state.try_lock() {
                 Ok(state) => self.locked(state).is_serving = true,
-                Err(Refused::Taken) if !self.left.is_broken() => return,
+                Err(Refused::Taken) if !self.deferred.is_broken() => return,
                 // The flights have ended, and the owners leave the state as it is.
-                Err(_) => return drop(self.left.take()),
+                Err(_) => return drop(self.deferred.take()),
             }
-            if !self.left.any() {
+            if !self.deferred.any() {
                 return;
             }
         }
@@ -87,26 +87,26 @@ impl Shared {
         self.raised.notify_one();
     }
 
-    /// A locked state, with what was left before done.
+    /// A locked state, with what was deferred before done.
     #[inline(always)] // each hit pays for it
     pub(super) fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
-        if cfg!(feature = "sim") || !self.left.is_empty() {
+        if cfg!(feature = "sim") || !self.deferred.is_empty() {
             return self.locked_and_served(state, was_unwinding);
         }
         // Made where it stays: to copy it once takes as long as to take the lock.
         Locked { state: Some(state), shared: self, was_unwinding, is_serving: false }
     }
 
-    /// Does what was left before.
+    /// Does what was deferred before.
     #[inline(never)]
     fn locked_and_served<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>, was_unwinding: bool) -> Locked<'a> {
         let mut locked = Locked { state: Some(state), shared: self, was_unwinding, is_serving: false };
         #[cfg(feature = "sim")]
         count_lock();
-        if !self.left.is_empty() {
-            locked.run_left();
+        if !self.deferred.is_empty() {
+            locked.run_deferred();
         }
         locked
     }
@@ -158,7 +158,7 @@ pub(super) struct FollowUps {
     /// What the recorder of metrics is told, and of how many evictions.
     exports: Vec<Export>,
     evicted: [u32; Tier::COUNT],
-    /// What was left to the holder of the lock, and is done.
+    /// What was deferred to the holder of the lock, and is done.
     pub(super) done: Vec<Work>,
 }
 
@@ -190,7 +190,7 @@ pub(crate) struct Locked<'a> {
     shared: &'a Arc<Shared>,
     /// The thread panicked before it locked: it drops an owner, and breaks nothing here.
     was_unwinding: bool,
-    /// Its thread looks itself for what is left.
+    /// Its thread looks itself for what is deferred.
     is_serving: bool,
 }
 
@@ -232,7 +232,7 @@ impl<'a> Locked<'a> {
         let flights = self.flights.finish_all();
         let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
         let done = std::mem::take(&mut self.follow_ups.done);
-        self.shared.left.break_off();
+        self.shared.deferred.break_off();
         self.unlock();
         requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
         // Dropping the senders answers the waiters with `Error::Closed`.
@@ -252,7 +252,7 @@ impl<'a> Locked<'a> {
         self.unlock();
         let shared = self.shared;
         if !done.is_empty() {
-            shared.left.answer(done);
+            shared.deferred.answer(done);
         }
         shared.metrics.evicted(evicted);
         if is_raised {
@@ -300,8 +300,8 @@ impl Drop for Locked<'_> {
         } else {
             self.unlock();
         }
-        if self.shared.left.any() && !self.is_serving {
-            self.shared.serve_left();
+        if self.shared.deferred.any() && !self.is_serving {
+            self.shared.serve_deferred();
         }
     }
 }

@@ -7,6 +7,7 @@
 
 mod commit;
 mod deadline;
+mod deferred;
 mod disk_write;
 mod few;
 mod flights;
@@ -14,7 +15,6 @@ mod guards;
 mod health;
 mod hints;
 mod in_flight;
-mod left;
 mod lenders;
 mod limits;
 mod lock;
@@ -31,12 +31,12 @@ mod write_queue;
 
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
+pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{DiskPlace, DiskWrite};
 pub(crate) use few::Few;
 pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use in_flight::{InFlight, Kind, Permit};
-pub(crate) use left::LeftWork;
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
@@ -55,7 +55,7 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-use self::{left::Left, refusals::Refusals, requests::SlotRequests, write_queue::WriteQueue};
+use self::{deferred::Deferred, refusals::Refusals, requests::SlotRequests, write_queue::WriteQueue};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -118,7 +118,7 @@ const KEPT_PART: u64 = 4;
 pub(crate) struct Shared {
     pub(crate) config: Config,
     state: Mutex<State>,
-    left: Left,
+    deferred: Deferred,
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
@@ -136,7 +136,7 @@ pub(crate) struct Shared {
     pub(crate) registered: Arc<AtomicBool>,
     /// Leases that callers hold on blocks of the device and the host tier.
     pub(crate) leases: [Tally; 2],
-    /// Wakes the task that raises movements in the budget, and so takes the lock for what is left.
+    /// Wakes the task that raises movements in the budget, and so takes the lock for what is deferred.
     pub(crate) raised: Notify,
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
@@ -201,7 +201,7 @@ impl Shared {
             failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
             config,
             state: Mutex::new(state),
-            left: Left::new(),
+            deferred: Deferred::new(),
             arena,
             device,
             metrics,

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{LOCKS_HELD, LeftWork, Locked, Work};
+use super::{DeferredWork, LOCKS_HELD, Locked, Work};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -107,10 +107,10 @@ fn a_pin_dropped_while_the_lock_is_taken_ends_with_the_unlock() {
 
     let state = shared.lock();
     drop(held);
-    assert_eq!(state.index.pins(id, Tier::Host), 1, "it is left to the holder");
+    assert_eq!(state.index.pins(id, Tier::Host), 1, "it is deferred to the holder");
     drop(state);
 
-    assert!(shared.left.is_empty(), "the holder looks again, though nobody takes the lock after it");
+    assert!(shared.deferred.is_empty(), "the holder looks again, though nobody takes the lock after it");
     assert!(matches!(for_a_slot.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "its slot is granted");
     drop(filling);
 }
@@ -125,8 +125,8 @@ fn what_is_left_under_a_broken_lock_is_dropped() {
         drop(held);
         panic!("an invariant is broken");
     }));
-    assert!(broken.is_err() && shared.left.is_empty());
-    assert_eq!(Arc::strong_count(&shared), 1, "nothing that was left holds the state");
+    assert!(broken.is_err() && shared.deferred.is_empty());
+    assert_eq!(Arc::strong_count(&shared), 1, "nothing that was deferred holds the state");
 }
 
 #[test]
@@ -155,7 +155,7 @@ const ANSWERED: u32 = 2;
 const DROPPED: u32 = 4;
 const DROPPED_UNDER_LOCK: u32 = 8;
 
-impl LeftWork for Noted {
+impl DeferredWork for Noted {
     fn run(&mut self, _state: &mut Locked<'_>) {
         self.0.fetch_or(RUN, Ordering::Relaxed);
     }
@@ -177,11 +177,11 @@ fn work_runs_under_the_lock_and_is_answered_after_it() {
     let shared = with_a_block(&BlockKey::new([1; 32]));
     let noted = Arc::new(AtomicU32::new(0));
     let state = shared.lock();
-    shared.run_or_leave(Noted(Arc::clone(&noted)));
+    shared.run_or_defer(Noted(Arc::clone(&noted)));
     assert_eq!(noted.load(Ordering::Relaxed), 0, "another has the lock");
     drop(state);
     assert_eq!(noted.swap(0, Ordering::Relaxed), RUN | ANSWERED | DROPPED, "its holder looked again");
-    shared.run_or_leave(Noted(Arc::clone(&noted)));
+    shared.run_or_defer(Noted(Arc::clone(&noted)));
     assert_eq!(noted.load(Ordering::Relaxed), RUN | ANSWERED | DROPPED, "nobody has the lock");
 }
 
@@ -189,13 +189,13 @@ fn work_runs_under_the_lock_and_is_answered_after_it() {
 fn work_that_ran_before_a_panic_is_dropped_after_the_unlock() {
     let shared = with_a_block(&BlockKey::new([1; 32]));
     let noted = Arc::new(AtomicU32::new(0));
-    shared.left.leave(Work::Other(Box::new(Noted(Arc::clone(&noted)))));
+    shared.deferred.defer(Work::Other(Box::new(Noted(Arc::clone(&noted)))));
     let broken = catch_unwind(AssertUnwindSafe(|| {
         let _state = shared.lock();
         panic!("an invariant is broken");
     }));
     assert!(broken.is_err());
     assert_eq!(noted.swap(0, Ordering::Relaxed), RUN | DROPPED, "who waits for it is told that the cache is closed");
-    shared.run_or_leave(Noted(Arc::clone(&noted)));
+    shared.run_or_defer(Noted(Arc::clone(&noted)));
     assert_eq!(noted.load(Ordering::Relaxed), DROPPED, "nobody will look");
 }

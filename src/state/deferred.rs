@@ -1,8 +1,8 @@
-//! What threads leave to the holder of the state's lock, such as the ends of pins and of reads.
+//! Work that threads defer to the holder of the state's lock, such as the ends of pins and of reads.
 //!
 //! To wait for the lock would cost a thread more than such work itself, and all others another turn, while the holder
-//! has the memory that the work needs in its processor's caches. So a thread that finds the lock taken leaves the work,
-//! if it needs no answer, and goes on. Whoever takes the lock does first what was left, and looks again once it has
+//! has the memory that the work needs in its processor's caches. So a thread that finds the lock taken defers the work,
+//! if it needs no answer, and goes on. Whoever takes the lock does first what was deferred, and looks again once it has
 //! released the lock. So nothing stays: where too much comes while a thread looks, the reactor takes the lock next.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ pub(super) struct EndedPin {
 }
 
 /// Work for whoever has the lock.
-pub(crate) trait LeftWork: Send {
+pub(crate) trait DeferredWork: Send {
     /// Does it. Called once.
     fn run(&mut self, state: &mut Locked<'_>);
 
@@ -33,15 +33,15 @@ pub(crate) trait LeftWork: Send {
 
 pub(super) enum Work {
     Pin(EndedPin),
-    Other(Box<dyn LeftWork>),
+    Other(Box<dyn DeferredWork>),
     /// It has run, or is running.
     Done,
 }
 
-/// The work that was left.
-pub(super) struct Left {
+/// The work that was deferred.
+pub(super) struct Deferred {
     works: Mutex<Works>,
-    /// Whether there may be any. A thread that leaves work sets it and then tries the lock; a holder unlocks and then
+    /// Whether there may be any. A thread that defers work sets it and then tries the lock; a holder unlocks and then
     /// looks at it. Both are read-modify-writes: if the holder was first, the try comes after that unlock, and fails
     /// only because of a later holder, who looks as well.
     any: AtomicBool,
@@ -51,20 +51,20 @@ pub(super) struct Left {
 }
 
 struct Works {
-    left: Vec<Work>,
+    pending: Vec<Work>,
     /// An empty list, for the next ones.
     spare: Vec<Work>,
 }
 
-impl Left {
+impl Deferred {
     pub(super) fn new() -> Self {
-        let works = Works { left: Vec::with_capacity(WORKS), spare: Vec::with_capacity(WORKS) };
-        Left { works: Mutex::new(works), any: AtomicBool::new(false), is_broken: AtomicBool::new(false) }
+        let works = Works { pending: Vec::with_capacity(WORKS), spare: Vec::with_capacity(WORKS) };
+        Deferred { works: Mutex::new(works), any: AtomicBool::new(false), is_broken: AtomicBool::new(false) }
     }
 
-    /// Leaves work. Its thread then [tries the lock](super::Shared::serve_left).
-    pub(super) fn leave(&self, work: Work) {
-        self.works.lock().left.push(work);
+    /// Defers work. Its thread then [tries the lock](super::Shared::serve_deferred).
+    pub(super) fn defer(&self, work: Work) {
+        self.works.lock().pending.push(work);
         self.any.swap(true, Ordering::AcqRel);
     }
 
@@ -84,7 +84,7 @@ impl Left {
         self.any.compare_exchange(false, false, Ordering::AcqRel, Ordering::Acquire).is_err()
     }
 
-    /// True if there is none but what other threads are leaving.
+    /// True if there is none but what other threads are deferring.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         !self.any.load(Ordering::Relaxed)
@@ -95,7 +95,7 @@ impl Left {
         self.any.swap(false, Ordering::AcqRel);
         let mut works = self.works.lock();
         let spare = std::mem::take(&mut works.spare);
-        std::mem::replace(&mut works.left, spare)
+        std::mem::replace(&mut works.pending, spare)
     }
 
     /// Answers whom work concerns that has run.
@@ -111,11 +111,11 @@ impl Left {
 }
 
 impl Locked<'_> {
-    /// Does what was left before this thread took the lock. It lies in the state meanwhile: after a panic it is dropped
-    /// without the lock, with the waiters of reads that are published already.
+    /// Does what was deferred before this thread took the lock. It lies in the state meanwhile: after a panic it is
+    /// dropped without the lock, with the waiters of reads that are published already.
     #[inline(never)]
-    pub(super) fn run_left(&mut self) {
-        self.follow_ups.done = self.shared().left.take();
+    pub(super) fn run_deferred(&mut self) {
+        self.follow_ups.done = self.shared().deferred.take();
         for at in 0..self.follow_ups.done.len() {
             match std::mem::replace(&mut self.follow_ups.done[at], Work::Done) {
                 Work::Pin(pin) => self.unpin(pin),
