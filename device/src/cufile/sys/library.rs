@@ -130,10 +130,11 @@ impl Library {
         let library = Dynamic::load(&NAMES, update).ok_or_else(|| {
             "libcufile.so was not found; it comes with the CUDA toolkit (package libcufile or gds-tools)".to_owned()
         })?;
+        // Before any call that may not return: what does not return before the exit must find that it is one.
+        stop_counting_at_exit();
         Ok(Library {
             functions: Functions::find(&library)?,
-            // Not used unless a handler can stop them when the process exits.
-            statistics: Statistics::find(&library).ok().filter(|_| stop_counting_at_exit()),
+            statistics: Statistics::find(&library).ok(),
             name: library.name,
             version: version(&library),
         })

@@ -2,7 +2,10 @@
 
 use std::{
     ffi::c_void,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -83,34 +86,31 @@ pub(crate) struct Counting {
 }
 
 /// Whether libcufile counts. 1.15 crashes in its own exit handler if it still does.
-enum State {
-    Idle,
-    Counting,
-    /// The process exits: a call of libcufile that returns only now must not start the counters.
-    Exiting,
-}
+static COUNTS: Mutex<bool> = Mutex::new(false);
 
-static STATE: Mutex<State> = Mutex::new(State::Idle);
+/// The process exits: a call of libcufile that returns only now must not start the counters.
+static EXITS: AtomicBool = AtomicBool::new(false);
 
-/// Stops the counters when the process exits, before the exit handlers that are registered so far. False if it is too
-/// late.
-pub(super) fn stop_counting_at_exit() -> bool {
-    // SAFETY: the handler takes nothing and does not unwind.
-    unsafe { libc::atexit(stop_counting) == 0 }
+/// Stops the counters when the process exits, before the exit handlers that are registered so far.
+pub(super) fn stop_counting_at_exit() {
+    // SAFETY: the handler takes nothing and does not unwind. It is refused once all handlers have run.
+    unsafe { libc::atexit(stop_counting) };
 }
 
 extern "C" fn stop_counting() {
-    // Not for ever: a thread that libcufile holds up in its first calls may have the lock.
+    EXITS.store(true, Ordering::SeqCst);
+    // Not for ever: a thread that libcufile holds up in its first calls may have the lock, and stops the counters then.
     for _ in 0..100 {
-        let Ok(mut state) = STATE.try_lock() else {
+        let Ok(mut counts) = COUNTS.try_lock() else {
             thread::sleep(Duration::from_millis(1));
             continue;
         };
-        if let (State::Counting, Ok(Library { statistics: Some(statistics), .. })) = (&*state, Library::get()) {
+        if std::mem::take(&mut *counts)
+            && let Ok(Library { statistics: Some(statistics), .. }) = Library::get()
+        {
             // SAFETY: takes no arguments; the driver is open, or counting would not have started.
             unsafe { (statistics.stop)() };
         }
-        *state = State::Exiting;
         return;
     }
 }
@@ -122,20 +122,21 @@ impl Driver {
         static TURN: Mutex<()> = Mutex::new(());
         let Some(statistics) = &self.library().statistics else { return Ok(None) };
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-        match *state {
-            State::Counting => {}
-            // Once more, now that the driver is open: handlers run from the last registered to the first, and opening
-            // may have registered some of libcufile's.
-            State::Idle if stop_counting_at_exit() => {
-                // SAFETY: the functions take an integer and nothing; the driver is open.
-                unsafe {
-                    check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
-                    check("cuFileStatsStart", (statistics.start)())?;
-                }
-                *state = State::Counting;
+        let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*counts && !EXITS.load(Ordering::SeqCst) {
+            // SAFETY: the functions take an integer and nothing; the driver is open.
+            unsafe {
+                check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
+                check("cuFileStatsStart", (statistics.start)())?;
             }
-            State::Idle | State::Exiting => return Err(CufileError::new("cuFileStatsStart", libc::ESHUTDOWN)),
+            *counts = true;
+            // Once more: handlers run from the last registered to the first, and libcufile's calls may register some.
+            stop_counting_at_exit();
+        }
+        drop(counts);
+        if EXITS.load(Ordering::SeqCst) {
+            stop_counting();
+            return Err(CufileError::new("cuFileStatsStart", libc::ESHUTDOWN));
         }
         Ok(Some(Counting { _turn: turn }))
     }
