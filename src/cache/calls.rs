@@ -72,9 +72,9 @@ impl Cache {
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
         let elsewhere = match self.inner.shared.look_up(key, Tier::Host)? {
-            LookedUp::Hit(counted) => {
+            LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
-                return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, counted))));
+                return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, pin))));
             }
             LookedUp::NoHit(state, id) => self.look_elsewhere(state, (key, id), Tier::Host)?,
             LookedUp::Nowhere => return Ok(None),
@@ -221,9 +221,9 @@ impl Cache {
     pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
         self.need_device()?;
         let elsewhere = match self.inner.shared.look_up(key, Tier::Device)? {
-            LookedUp::Hit(counted) => {
+            LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
-                return Ok(Some(DeviceLease::new(self.inner.shared.leased(Tier::Device, counted))));
+                return Ok(Some(DeviceLease::new(self.inner.shared.leased(Tier::Device, pin))));
             }
             LookedUp::NoHit(state, id) => self.look_elsewhere(state, (key, id), Tier::Device)?,
             LookedUp::Nowhere => return Ok(None),

@@ -92,7 +92,7 @@ impl Shared {
     pub(super) fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
         let was_unwinding = std::thread::panicking();
-        if cfg!(feature = "sim") || !self.deferred.is_empty() {
+        if count_lock() || !self.deferred.is_empty() {
             return self.locked_and_served(state, was_unwinding);
         }
         // Made where it stays: to copy it once takes as long as to take the lock.
@@ -104,10 +104,8 @@ impl Shared {
     fn locked_and_served<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>, was_unwinding: bool) -> Locked<'a> {
         let mut locked = Locked { state: Some(state), shared: self, was_unwinding, is_serving: false };
         #[cfg(feature = "sim")]
-        count_lock();
-        if !self.deferred.is_empty() {
-            locked.run_deferred();
-        }
+        panic_if_wanted();
+        locked.run_deferred();
         locked
     }
 }
@@ -123,10 +121,20 @@ std::thread_local! {
     static PANIC_AT: std::cell::Cell<Option<u64>> = const { std::cell::Cell::new(None) };
 }
 
-/// Counts a lock of this thread, and panics under it if a test wants that.
+/// Counts a lock of this thread. True if a test wants a panic under it.
 #[cfg(feature = "sim")]
-fn count_lock() {
+fn count_lock() -> bool {
     LOCKS_TAKEN.set(LOCKS_TAKEN.get() + 1);
+    PANIC_AT.get() == Some(LOCKS_TAKEN.get())
+}
+
+#[cfg(not(feature = "sim"))]
+const fn count_lock() -> bool {
+    false
+}
+
+#[cfg(feature = "sim")]
+fn panic_if_wanted() {
     if PANIC_AT.get() == Some(LOCKS_TAKEN.get()) {
         PANIC_AT.set(None);
         panic!("a panic under the index lock, on purpose");

@@ -14,7 +14,7 @@ use crate::{
 /// The result of a look-up. Small: it is made for each hit.
 pub(crate) enum LookedUp<'a> {
     /// Resident in the wanted tier, and now pinned there, for an [owner](Shared::leased) to be made of it.
-    Hit(Counted),
+    Hit(CountedPin),
     /// Not resident there; its entry, if it has one. Not counted yet.
     NoHit(Locked<'a>, Option<EntryId>),
     /// No entry has it, and the remote tier does not offer it. Counted as a miss.
@@ -23,7 +23,7 @@ pub(crate) enum LookedUp<'a> {
 
 /// A pin of the entry in a slot, counted in the index and as a lease.
 #[must_use = "without an owner nobody ends it"]
-pub(crate) struct Counted {
+pub(crate) struct CountedPin {
     id: EntryId,
     slot: u32,
 }
@@ -92,7 +92,7 @@ impl Shared {
                 state.reconsider(id);
                 self.leases[tier as usize].add_locked(1, &mut state);
                 self.metrics.hit_locked(tier, route, &mut state);
-                Some(Counted { id, slot })
+                Some(CountedPin { id, slot })
             } else if id.is_some() || self.is_offered(key) {
                 return Ok(LookedUp::NoHit(state, id));
             } else {
@@ -111,7 +111,7 @@ impl Shared {
 
     /// The owner of a pin that a look-up in `tier` has counted: made where it stays.
     #[inline(always)] // each hit pays for it
-    pub(crate) fn leased(self: &Arc<Self>, tier: Tier, Counted { id, slot }: Counted) -> Pin {
+    pub(crate) fn leased(self: &Arc<Self>, tier: Tier, CountedPin { id, slot }: CountedPin) -> Pin {
         Pin { shared: Some(Arc::clone(self)), id, tier, slot, route: hit_route(tier), is_leased: true }
     }
 
@@ -139,7 +139,8 @@ impl Shared {
         Ok(Elsewhere::Promotion(promotion))
     }
 
-    /// Looks `key` up for a lease of a block that is in host memory already. Where it is elsewhere nothing is counted.
+    /// Looks `key` up for a lease of a block that is in host memory already. Where it comes from elsewhere nothing is
+    /// counted.
     pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
         match self.look_up(key, Tier::Host)? {
             LookedUp::Hit(counted) => return Ok(Some(self.leased(Tier::Host, counted))),

@@ -116,7 +116,7 @@ fn a_pin_dropped_while_the_lock_is_taken_ends_with_the_unlock() {
 }
 
 #[test]
-fn what_is_left_under_a_broken_lock_is_dropped() {
+fn what_is_deferred_under_a_broken_lock_is_dropped() {
     let key = BlockKey::new([1; 32]);
     let shared = with_a_block(&key);
     let held = pin(&shared, &key);
