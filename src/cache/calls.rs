@@ -13,7 +13,7 @@ use crate::{
     index::EntryId,
     mover::{Begun, Command, DeviceRead, Submitter, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Committed, Elsewhere, Locked, LookedUp, Outcome, Promotion, Purpose, Use},
+    state::{BegunStore, Class, Committed, Locked, LookedUp, Outcome, Promotion, Purpose, TierMiss, Use},
 };
 
 /// Room for a command in the reactor's channel.
@@ -71,15 +71,15 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        let elsewhere = match self.inner.shared.look_up(key, Tier::Host)? {
+        let miss = match self.inner.shared.look_up(key, Tier::Host)? {
             LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, pin))));
             }
-            LookedUp::NoHit(state, id) => self.look_elsewhere(state, (key, id), Tier::Host)?,
+            LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), Tier::Host)?,
             LookedUp::Nowhere => return Ok(None),
         };
-        Ok(self.pin_from(elsewhere, key, Tier::Host).await?.map(Lease::new))
+        Ok(self.pin_promoted(miss, key, Tier::Host).await?.map(Lease::new))
     }
 
     /// Stores a block: copies `data` into a host slot, then does what the write policy wants.
@@ -220,15 +220,15 @@ impl Cache {
     /// ```
     pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
         self.need_device()?;
-        let elsewhere = match self.inner.shared.look_up(key, Tier::Device)? {
+        let miss = match self.inner.shared.look_up(key, Tier::Device)? {
             LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(DeviceLease::new(self.inner.shared.leased(Tier::Device, pin))));
             }
-            LookedUp::NoHit(state, id) => self.look_elsewhere(state, (key, id), Tier::Device)?,
+            LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), Tier::Device)?,
             LookedUp::Nowhere => return Ok(None),
         };
-        Ok(self.pin_from(elsewhere, key, Tier::Device).await?.map(DeviceLease::new))
+        Ok(self.pin_promoted(miss, key, Tier::Device).await?.map(DeviceLease::new))
     }
 
     /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit. Also a block that was
@@ -264,23 +264,23 @@ impl Cache {
 
     /// Begins the promotion of a block that is not resident in `tier`, for its caller.
     #[inline(never)]
-    fn look_elsewhere<'a>(
+    fn promote_missing<'a>(
         &'a self,
         state: Locked<'_>,
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
-    ) -> Result<Elsewhere<Begun<'a, Room<'a>>>> {
+    ) -> Result<TierMiss<Begun<'a, Room<'a>>>> {
         let room = || self.inner.commands.try_reserve().ok();
         let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
-        self.inner.shared.look_elsewhere(state, (key, id), tier, begin)
+        self.inner.shared.promote_missing(state, (key, id), tier, begin)
     }
 
     /// Pins a block in `tier` for its caller, once it has come from elsewhere.
-    async fn pin_from(&self, elsewhere: Elsewhere<Begun<'_, Room<'_>>>, key: &BlockKey, tier: Tier) -> Outcome {
-        let asked = match elsewhere {
-            Elsewhere::Nowhere => return Ok(None),
-            Elsewhere::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
-            Elsewhere::Promotion(asked) => (asked, Use::Counted),
+    async fn pin_promoted(&self, miss: TierMiss<Begun<'_, Room<'_>>>, key: &BlockKey, tier: Tier) -> Outcome {
+        let asked = match miss {
+            TierMiss::Nowhere => return Ok(None),
+            TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
+            TierMiss::Promotion(asked) => (asked, Use::Counted),
         };
         let pin = shield(self.promote(key, tier, asked)).await?;
         if pin.is_some() {

@@ -28,8 +28,8 @@ pub(crate) struct CountedPin {
     slot: u32,
 }
 
-/// Where a block is that is not resident in the wanted tier.
-pub(crate) enum Elsewhere<P> {
+/// What a miss in the wanted tier leads to.
+pub(crate) enum TierMiss<P> {
     /// In another tier. The promotion that was requested.
     Promotion(Promotion<P>),
     /// Resident nowhere, and offered by the remote tier. Not counted yet.
@@ -118,13 +118,13 @@ impl Shared {
     /// Begins the promotion of a block that [was looked up](Self::look_up) and is not resident in `tier`, as
     /// [`promote`](Locked::promote) does. Counts the use, and the hit of the tier that has it, or the miss.
     #[inline(never)]
-    pub(crate) fn look_elsewhere<P>(
+    pub(crate) fn promote_missing<P>(
         self: &Arc<Self>,
         mut state: Locked<'_>,
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
         begin: impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
-    ) -> Result<Elsewhere<P>> {
+    ) -> Result<TierMiss<P>> {
         let Some(id) = id else { return Ok(self.miss(state, key)) };
         let source = state.served_tier(id);
         let promotion = state.promote_found((key, id), source, tier, (Class::Awaited, Use::Now), begin)?;
@@ -136,7 +136,7 @@ impl Shared {
         drop(state);
         counted.export(1);
         spare::make();
-        Ok(Elsewhere::Promotion(promotion))
+        Ok(TierMiss::Promotion(promotion))
     }
 
     /// Looks `key` up for a lease of a block that is in host memory already. Where it comes from elsewhere nothing is
@@ -147,7 +147,7 @@ impl Shared {
             LookedUp::NoHit(state, id) => {
                 let is_coming = || state.flights.contains(key, Tier::Host);
                 if !id.is_some_and(|id| state.served_tier(id).is_some() || is_coming()) {
-                    let _: Elsewhere<()> = self.miss(state, key);
+                    let _: TierMiss<()> = self.miss(state, key);
                 }
             }
             LookedUp::Nowhere => {}
@@ -162,14 +162,14 @@ impl Shared {
     }
 
     /// Counts a miss, unless the remote tier offers the block.
-    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> Elsewhere<P> {
+    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> TierMiss<P> {
         if self.is_offered(key) {
-            return Elsewhere::Remote;
+            return TierMiss::Remote;
         }
         self.metrics.misses.add_locked(1, &mut state);
         drop(state);
         self.metrics.misses.export(1);
-        Elsewhere::Nowhere
+        TierMiss::Nowhere
     }
 
     /// Forgets `key`. Pinned copies stay until their last reader is done.

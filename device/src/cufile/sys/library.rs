@@ -130,7 +130,7 @@ impl Library {
         let library = Dynamic::load(&NAMES, update).ok_or_else(|| {
             "libcufile.so was not found; it comes with the CUDA toolkit (package libcufile or gds-tools)".to_owned()
         })?;
-        // Before any call that may not return: what does not return before the exit must find that it is one.
+        // Before any call that may return only while the process exits.
         stop_counting_at_exit();
         Ok(Library {
             functions: Functions::find(&library)?,

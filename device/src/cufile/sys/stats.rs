@@ -88,8 +88,8 @@ pub(crate) struct Counting {
 /// Whether libcufile counts. 1.15 crashes in its own exit handler if it still does.
 static COUNTS: Mutex<bool> = Mutex::new(false);
 
-/// The process exits: a call of libcufile that returns only now must not start the counters.
-static EXITS: AtomicBool = AtomicBool::new(false);
+/// Set when the process exits: a call of libcufile that returns only then must not start the counters.
+static EXITING: AtomicBool = AtomicBool::new(false);
 
 /// Stops the counters when the process exits, before the exit handlers that are registered so far.
 pub(super) fn stop_counting_at_exit() {
@@ -97,8 +97,9 @@ pub(super) fn stop_counting_at_exit() {
     unsafe { libc::atexit(stop_counting) };
 }
 
+/// The exit handler: stops the counters if libcufile counts, and refuses to start them from now on.
 extern "C" fn stop_counting() {
-    EXITS.store(true, Ordering::SeqCst);
+    EXITING.store(true, Ordering::SeqCst);
     // Not for ever: a thread that libcufile holds up in its first calls may have the lock, and stops the counters then.
     for _ in 0..100 {
         let Ok(mut counts) = COUNTS.try_lock() else {
@@ -123,7 +124,7 @@ impl Driver {
         let Some(statistics) = &self.library().statistics else { return Ok(None) };
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*counts && !EXITS.load(Ordering::SeqCst) {
+        if !*counts && !EXITING.load(Ordering::SeqCst) {
             // SAFETY: the functions take an integer and nothing; the driver is open.
             unsafe {
                 check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
@@ -134,7 +135,7 @@ impl Driver {
             stop_counting_at_exit();
         }
         drop(counts);
-        if EXITS.load(Ordering::SeqCst) {
+        if EXITING.load(Ordering::SeqCst) {
             stop_counting();
             return Err(CufileError::new("cuFileStatsStart", libc::ESHUTDOWN));
         }
