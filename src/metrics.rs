@@ -232,12 +232,14 @@ impl Metrics {
         &self.tiers[tier as usize]
     }
 
+    /// What counts the look-ups of blocks that this tier has, or none.
+    pub(crate) fn look_ups(&self, found: Option<Tier>) -> &Count {
+        found.map_or(&self.misses, |tier| &self.tier(tier).hits)
+    }
+
     /// Counts a look-up, by the tier that has the block.
     pub(crate) fn looked_up(&self, found: Option<Tier>) {
-        match found {
-            Some(tier) => self.tier(tier).hits.add(1),
-            None => self.misses.add(1),
-        }
+        self.look_ups(found).add(1);
     }
 
     /// Counts a hit in `tier`, whose block is lent to the caller where it is, for the holder of the index lock, who

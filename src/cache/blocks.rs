@@ -205,7 +205,7 @@ impl Cache {
             }
             let begin = |state: &mut Locked<'_>, id, waiter| {
                 let room = || commands.try_reserve().ok();
-                Submitter::begin(submitter.as_ref(), state, (key, id), (Tier::Host, Class::Background), waiter, room)
+                Submitter::begin(submitter.as_deref(), state, (key, id), (Tier::Host, Class::Background), waiter, room)
             };
             let requested = (Class::Background, Use::Announced);
             match state.promote(key, Tier::Host, requested, begin) {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use super::{Cache, DeviceLease, Lease, open};
 use crate::{
@@ -10,14 +10,10 @@ use crate::{
     checksum::checksum,
     config::Config,
     error::{Error, Result},
-    index::EntryId,
-    mover::{Begun, Command, DeviceRead, Submitter, Urgent},
+    mover::{DeviceRead, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Committed, Locked, LookedUp, Outcome, Promotion, Purpose, TierMiss, Use},
+    state::{BegunStore, Committed, LookedUp, Purpose},
 };
-
-/// Room for a command in the reactor's channel.
-type Room<'a> = mpsc::Permit<'a, Command>;
 
 impl Cache {
     /// Opens a cache: takes the memory, opens or creates the store, reads its records.
@@ -71,15 +67,21 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        let miss = match self.inner.shared.look_up(key, Tier::Host)? {
+        let miss = match self.inner.shared.look_up(key, Tier::Host, false)? {
             LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, pin))));
             }
-            LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), Tier::Host)?,
+            LookedUp::NoHit(state, id) => Some(self.promote_missing(state, (key, id), Tier::Host)?),
             LookedUp::Nowhere => return Ok(None),
+            LookedUp::Taken => None,
         };
-        Ok(self.pin_promoted(miss, key, Tier::Host).await?.map(Lease::new))
+        let pin = match miss {
+            Some(miss) => self.pin_promoted(miss, key, Tier::Host).await,
+            // Boxed: every fetch would have room for it.
+            None => Box::pin(self.fetch_deferred(key)).await,
+        };
+        Ok(pin?.map(Lease::new))
     }
 
     /// Stores a block: copies `data` into a host slot, then does what the write policy wants.
@@ -220,15 +222,7 @@ impl Cache {
     /// ```
     pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
         self.need_device()?;
-        let miss = match self.inner.shared.look_up(key, Tier::Device)? {
-            LookedUp::Hit(pin) => {
-                self.write_if_selected(key);
-                return Ok(Some(DeviceLease::new(self.inner.shared.leased(Tier::Device, pin))));
-            }
-            LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), Tier::Device)?,
-            LookedUp::Nowhere => return Ok(None),
-        };
-        Ok(self.pin_promoted(miss, key, Tier::Device).await?.map(DeviceLease::new))
+        Ok(self.fetch_waiting(key, Tier::Device).await?.map(DeviceLease::new))
     }
 
     /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit. Also a block that was
@@ -262,89 +256,6 @@ impl Cache {
         shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 
-    /// Begins the promotion of a block that is not resident in `tier`, for its caller.
-    #[inline(never)]
-    fn promote_missing<'a>(
-        &'a self,
-        state: Locked<'_>,
-        (key, id): (&BlockKey, Option<EntryId>),
-        tier: Tier,
-    ) -> Result<TierMiss<Begun<'a, Room<'a>>>> {
-        let room = || self.inner.commands.try_reserve().ok();
-        let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
-        self.inner.shared.promote_missing(state, (key, id), tier, begin)
-    }
-
-    /// Pins a block in `tier` for its caller, once it has come from elsewhere.
-    async fn pin_promoted(&self, miss: TierMiss<Begun<'_, Room<'_>>>, key: &BlockKey, tier: Tier) -> Outcome {
-        let asked = match miss {
-            TierMiss::Nowhere => return Ok(None),
-            TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
-            TierMiss::Promotion(asked) => (asked, Use::Counted),
-        };
-        let pin = shield(self.promote(key, tier, asked)).await?;
-        if pin.is_some() {
-            self.write_if_selected(key);
-        }
-        Ok(pin)
-    }
-
-    /// Begins the movement of a block for a waiter.
-    fn begin<'a>(
-        &'a self,
-        state: &mut Locked<'_>,
-        found: (&BlockKey, EntryId),
-        tier: Tier,
-        waiter: oneshot::Sender<Outcome>,
-        room: impl FnOnce() -> Option<Room<'a>>,
-    ) -> Option<Begun<'a, Room<'a>>> {
-        Submitter::begin(self.inner.submitter.as_ref(), state, found, (tier, Class::Awaited), waiter, room)
-    }
-
-    /// Promotes a block, or waits for its promotion, which was asked for. Counts the use that the other half says.
-    async fn promote(
-        &self,
-        key: &BlockKey,
-        tier: Tier,
-        (asked, mut usage): (Promotion<Begun<'_, Room<'_>>>, Use),
-    ) -> Outcome {
-        let shared = &self.inner.shared;
-        let mut asked = Some(asked);
-        loop {
-            let promotion = match asked.take() {
-                Some(Promotion::NotStarted) | None => {
-                    let room = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-                    let begin =
-                        |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, || Some(room));
-                    let requested = (Class::Awaited, usage);
-                    let (promotion, source) = shared.lock().promote(key, tier, requested, begin)?;
-                    if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
-                        shared.metrics.looked_up(source);
-                    }
-                    promotion
-                }
-                Some(asked) => asked,
-            };
-            let (receiver, joined) = match promotion {
-                Promotion::Hit(pin) => return Ok(Some(pin)),
-                Promotion::Miss | Promotion::NotStarted => return Ok(None),
-                Promotion::Joined(receiver) => (receiver, true),
-                Promotion::Started(receiver, begun) => {
-                    match begun {
-                        Begun::Read(read) => read.submit().wake(),
-                        Begun::Command(room) => room.send(Command::Promote { key: *key, to: tier }),
-                    }
-                    (receiver, false)
-                }
-            };
-            match receiver.await.unwrap_or(Err(Error::Closed)) {
-                // The movement may have begun before the block was removed and stored anew: its miss is not ours.
-                Ok(None) if joined => {}
-                outcome => return outcome,
-            }
-        }
-    }
-
     /// Does what the write policy wants for a committed block, and tells its caller.
     pub(super) async fn finish_store(&self, key: &BlockKey, committed: Committed) -> Result<()> {
         let written = self.write_placed(committed).await;
@@ -363,16 +274,5 @@ impl Cache {
         };
         let written = shield(self.inner.shared.written(receiver)).await;
         written.inspect_err(|_| self.inner.shared.metrics.stores_failed.add(1))
-    }
-
-    /// Begins the write of a block that was used, if its uses decide on that.
-    #[inline]
-    fn write_if_selected(&self, key: &BlockKey) {
-        if self.config().selects_for_disk()
-            && let Some(write) = self.inner.shared.selected_for_disk(key)
-        {
-            // Closing: the flight ends with the reactor.
-            drop(self.send_urgent(Urgent::Write(write)));
-        }
     }
 }

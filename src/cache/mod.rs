@@ -9,6 +9,7 @@ mod compute;
 mod deleted;
 mod durable;
 mod exported;
+mod fetch;
 mod hints;
 mod layers;
 mod lease;
@@ -66,7 +67,7 @@ struct OpenCache {
     commands: mpsc::Sender<Command>,
     urgent: mpsc::UnboundedSender<Urgent>,
     /// Where callers submit reads, if there are I/O threads for them.
-    submitter: Option<Submitter>,
+    submitter: Option<Arc<Submitter>>,
     end: watch::Receiver<Option<Result<()>>>,
     /// A permit for each read of a device block that may be under way.
     device_reads: Arc<Semaphore>,

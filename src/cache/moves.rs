@@ -95,7 +95,7 @@ impl Cache {
 
     pub(super) async fn load_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         self.want_remote(&jobs);
-        self.ask_jobs(|reply| Submitter::begin_load(self.inner.submitter.as_ref(), jobs, reply)).await
+        self.ask_jobs(|reply| Submitter::begin_load(self.inner.submitter.as_deref(), jobs, reply)).await
     }
 
     /// Has what the remote tier alone has brought together.
@@ -116,7 +116,7 @@ impl Cache {
     /// Begins a store; what is left of it to the reactor.
     pub(super) fn begin_store(&self, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
         let call = StoreCall::new(self.shared(), &self.inner.urgent, jobs.len(), reply);
-        Submitter::begin_store(self.inner.submitter.as_ref(), jobs, call)
+        Submitter::begin_store(self.inner.submitter.as_deref(), jobs, call)
     }
 
     /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie

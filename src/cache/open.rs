@@ -257,8 +257,10 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let submitter = submitter
-        .map(|(pool, files)| Submitter::new(Arc::clone(&shared), pool, files, urgent.clone(), memory_align_bytes));
+    let submitter = submitter.map(|(pool, files)| {
+        let (shared, to_reactor) = (Arc::clone(&shared), (urgent.clone(), sender.clone()));
+        Submitter::new(shared, pool, files, to_reactor, memory_align_bytes)
+    });
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = OpenCache {
         shared,

@@ -156,7 +156,7 @@ impl CompletionQueue {
     ) -> Result<u64> {
         let jobs = self.jobs(keys, None, segments, region)?;
         self.cache.want_remote(&jobs);
-        let submitter = self.cache.inner.submitter.as_ref();
+        let submitter = self.cache.inner.submitter.as_deref();
         self.submit(jobs, Vec::new(), |jobs, reply| Submitter::begin_load(submitter, jobs, reply))
     }
 

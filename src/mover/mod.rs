@@ -13,6 +13,7 @@ mod copy;
 mod cufile;
 mod cufile_transfer;
 mod deadlines;
+mod deferred_fetch;
 mod flight_guard;
 mod flush;
 mod in_place;

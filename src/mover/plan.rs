@@ -323,8 +323,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(Step::Remote(usage));
         }
         if usage == Use::Now {
-            let metrics = &self.shared.metrics;
-            state.count(source.map_or(&metrics.misses, |tier| &metrics.tier(tier).hits), 1);
+            state.count(self.shared.metrics.look_ups(source), 1);
         }
         let (outcome, is_joined) = match promotion {
             Promotion::Hit(pin) => return Ok(Step::Pinned(pin)),

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    Urgent,
+    Command, Urgent,
     plan::{OnDisk, Source, Trip},
     route::Hop,
 };
@@ -22,7 +22,7 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
-    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Purpose, Shared, Started, Unverified},
+    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Shared, Started, Unverified},
     urgency::Urgency,
 };
 
@@ -30,6 +30,8 @@ use crate::{
 pub(crate) struct Submitter {
     pub(super) pool: Arc<Pool>,
     pub(super) ends: Arc<Ends>,
+    /// For movements that the reactor carries out.
+    pub(super) commands: mpsc::Sender<Command>,
     /// What addresses of reads must be multiples of.
     pub(super) memory_align_bytes: usize,
 }
@@ -63,6 +65,8 @@ struct MatchedRead {
     key: BlockKey,
     /// `None` once it is published.
     unverified: Option<Unverified>,
+    /// Given back by who publishes it, who begins reads too: others would pass the count to and fro.
+    permit: Option<Permit>,
     end: Option<FlightEnd>,
 }
 
@@ -72,6 +76,7 @@ impl DeferredWork for MatchedRead {
     }
 
     fn answer(&mut self) {
+        self.permit = None;
         let Some((answers, next)) = self.end.take() else { return };
         for (waiter, answer) in answers {
             drop(waiter.send(answer));
@@ -87,8 +92,11 @@ impl DeferredWork for MatchedRead {
 pub(crate) struct Submission<'a> {
     submitter: &'a Submitter,
     /// `None` once it is submitted.
-    read: Option<(PlannedRead, OpenFile)>,
+    read: Option<DetachedRead>,
 }
+
+/// A read that is about to be submitted, without what it is submitted to.
+pub(super) type DetachedRead = (PlannedRead, OpenFile);
 
 /// A read that is queued. It is counted, and the thread that it needs is woken, outside of its caller's locks.
 #[must_use]
@@ -106,11 +114,11 @@ impl Submitter {
         shared: Arc<Shared>,
         pool: Arc<Pool>,
         files: Vec<OpenFile>,
-        urgent: mpsc::UnboundedSender<Urgent>,
+        (urgent, commands): (mpsc::UnboundedSender<Urgent>, mpsc::Sender<Command>),
         memory_align_bytes: usize,
-    ) -> Self {
+    ) -> Arc<Self> {
         shared.lock().files = files;
-        Submitter { pool, ends: Arc::new(Ends { shared, urgent }), memory_align_bytes }
+        Arc::new(Submitter { pool, ends: Arc::new(Ends { shared, urgent }), commands, memory_align_bytes })
     }
 
     /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be
@@ -185,18 +193,27 @@ impl Ends {
     /// Makes a block that was read and matched visible, and answers its waiters; or whoever has the lock does.
     fn publish(self: Arc<Self>, read: PlannedRead) {
         let PlannedRead { mut trip, block: OnDisk { pin, checksum, file, .. }, began, .. } = read;
-        drop(trip.taken.permit());
+        let permit = Some(trip.taken.permit());
         self.shared.account(&self.shared.failures, file, OpKind::Read, &Ok(()));
         self.shared.metrics.work_done.add(1);
         let filling = trip.taken.slot();
         let unverified = Unverified { source: pin, filling, checksum, sum: Some(checksum), started: began };
         let shared = Arc::clone(&self.shared);
         shared.count_read(began);
-        shared.run_or_defer(MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), end: None });
+        let matched = MatchedRead { ends: self, key: trip.key, unverified: Some(unverified), permit, end: None };
+        shared.run_or_defer(matched);
     }
 }
 
 impl<'a> Submission<'a> {
+    pub(super) fn detach(mut self) -> DetachedRead {
+        self.read.take().expect("it is submitted once")
+    }
+
+    pub(super) fn attach(submitter: &'a Submitter, read: DetachedRead) -> Self {
+        Submission { submitter, read: Some(read) }
+    }
+
     /// Queues the read for the I/O threads. The caller [wakes](QueuedRead::wake) one if it must. One that
     /// nobody awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
     pub(crate) fn submit(mut self) -> QueuedRead<'a> {

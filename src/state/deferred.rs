@@ -1,9 +1,10 @@
-//! Work that threads defer to the holder of the state's lock, such as the ends of pins and of reads.
+//! Work that threads defer to the holder of the state's lock, such as look-ups and the ends of pins and of reads.
 //!
 //! To wait for the lock would cost a thread more than such work itself, and all others another turn, while the holder
-//! has the memory that the work needs in its processor's caches. So a thread that finds the lock taken defers the work,
-//! if it needs no answer, and goes on. Whoever takes the lock does first what was deferred, and looks again once it has
-//! released the lock. So nothing stays: where too much comes while a thread looks, the reactor takes the lock next.
+//! has the memory that the work needs in its processor's caches. So a thread that finds the lock taken defers the work
+//! and goes on; a fetch then awaits its answer. Whoever takes the lock does first what was deferred, and looks again
+//! once it has released the lock. So nothing stays: where too much comes while a thread looks, the reactor takes the
+//! lock next.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

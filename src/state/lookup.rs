@@ -19,6 +19,20 @@ pub(crate) enum LookedUp<'a> {
     NoHit(Locked<'a>, Option<EntryId>),
     /// No entry has it, and the remote tier does not offer it. Counted as a miss.
     Nowhere,
+    /// Another thread has the lock, and the caller does not wait for it.
+    Taken,
+}
+
+/// The result of a look-up that the holder of the lock made for another thread.
+pub(crate) enum LookedUpFor<P> {
+    /// Resident in host memory, and now pinned there, for an [owner](Shared::leased) to be made of it.
+    Hit(CountedPin),
+    /// Resident in this tier. The movement that has begun, with the caller's waiter.
+    Begun(Tier, P),
+    /// Counted as a miss.
+    Nowhere,
+    /// Not counted: the caller looks it up itself.
+    Undecided,
 }
 
 /// A pin of the entry in a slot, counted in the index and as a lease.
@@ -58,7 +72,7 @@ pub(crate) enum Use {
 }
 
 /// The result of a request for a promotion.
-pub(crate) enum Promotion<P> {
+pub(crate) enum Promotion<P, R = oneshot::Receiver<Outcome>> {
     /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
     /// Resident nowhere.
@@ -66,7 +80,7 @@ pub(crate) enum Promotion<P> {
     /// A movement was in flight; the receiver gets its outcome.
     Joined(oneshot::Receiver<Outcome>),
     /// A movement has begun, which the caller hands on; the receiver gets its outcome.
-    Started(oneshot::Receiver<Outcome>, P),
+    Started(R, P),
     /// The movement did not begin.
     NotStarted,
 }
@@ -79,19 +93,17 @@ fn hit_route(tier: Tier) -> Route {
 
 impl Shared {
     /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit,
-    /// or the miss.
+    /// or the miss. With `waits` it waits for the lock.
     #[inline(always)] // each hit pays for it
-    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<LookedUp<'_>> {
-        let route = hit_route(tier);
+    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier, waits: bool) -> Result<LookedUp<'_>> {
         let counted = {
-            let mut state = self.lock();
+            let Some(guard) = self.guard(waits) else { return Ok(LookedUp::Taken) };
+            let mut state = self.locked(guard);
             state.check_open()?;
             state.check_device(tier)?;
             let id = state.index.find(key);
             if let Some((id, slot)) = id.and_then(|id| Some((id, state.index.pin_used(id, tier)?))) {
-                state.reconsider(id);
-                self.leases[tier as usize].add_locked(1, &mut state);
-                self.metrics.hit_locked(tier, route, &mut state);
+                state.count_pin(id, tier);
                 Some(CountedPin { id, slot })
             } else if id.is_some() || self.is_offered(key) {
                 return Ok(LookedUp::NoHit(state, id));
@@ -105,7 +117,7 @@ impl Shared {
             self.metrics.misses.export(1);
             return Ok(LookedUp::Nowhere);
         };
-        self.metrics.export_hit(tier, route);
+        self.metrics.export_hit(tier, hit_route(tier));
         Ok(LookedUp::Hit(counted))
     }
 
@@ -127,11 +139,12 @@ impl Shared {
     ) -> Result<TierMiss<P>> {
         let Some(id) = id else { return Ok(self.miss(state, key)) };
         let source = state.served_tier(id);
-        let promotion = state.promote_found((key, id), source, tier, (Class::Awaited, Use::Now), begin)?;
+        let requested = (Class::Awaited, Use::Now);
+        let promotion = state.promote_found((key, id), source, tier, requested, spare::take, begin)?;
         if matches!(promotion, Promotion::Miss) {
             return Ok(self.miss(state, key));
         }
-        let counted = source.map_or(&self.metrics.misses, |tier| &self.metrics.tier(tier).hits);
+        let counted = self.metrics.look_ups(source);
         counted.add_locked(1, &mut state);
         drop(state);
         counted.export(1);
@@ -142,7 +155,7 @@ impl Shared {
     /// Looks `key` up for a lease of a block that is in host memory already. Where it comes from elsewhere nothing is
     /// counted.
     pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
-        match self.look_up(key, Tier::Host)? {
+        match self.look_up(key, Tier::Host, true)? {
             LookedUp::Hit(counted) => return Ok(Some(self.leased(Tier::Host, counted))),
             LookedUp::NoHit(state, id) => {
                 let is_coming = || state.flights.contains(key, Tier::Host);
@@ -150,7 +163,7 @@ impl Shared {
                     let _: TierMiss<()> = self.miss(state, key);
                 }
             }
-            LookedUp::Nowhere => {}
+            LookedUp::Nowhere | LookedUp::Taken => {}
         }
         Ok(None)
     }
@@ -214,6 +227,52 @@ impl Shared {
 }
 
 impl Locked<'_> {
+    /// Counts the hit and the lease of a caller whose pin is counted.
+    #[inline(always)] // each hit pays for it
+    fn count_pin(&mut self, id: EntryId, tier: Tier) {
+        self.reconsider(id);
+        let shared = self.shared();
+        shared.leases[tier as usize].add_locked(1, self);
+        shared.metrics.hit_locked(tier, hit_route(tier), self);
+    }
+
+    /// Looks `key` up for a fetch to host memory of a caller that did not wait for the lock, and has `begin` begin the
+    /// movement of a block that is elsewhere, which takes the waiter. Counts the use, and the hit or the miss.
+    pub(crate) fn look_up_for<P>(
+        &mut self,
+        key: &BlockKey,
+        waiter: &mut Option<oneshot::Sender<Outcome>>,
+        begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
+    ) -> Result<LookedUpFor<P>> {
+        self.check_open()?;
+        let shared = self.shared();
+        let Some(id) = self.index.find(key) else {
+            if shared.is_offered(key) {
+                return Ok(LookedUpFor::Undecided);
+            }
+            shared.metrics.misses.add_locked(1, self);
+            return Ok(LookedUpFor::Nowhere);
+        };
+        if let Some(slot) = self.index.pin_used(id, Tier::Host) {
+            self.count_pin(id, Tier::Host);
+            return Ok(LookedUpFor::Hit(CountedPin { id, slot }));
+        }
+        // Who joins a movement may have to look again after it.
+        let Some(source) = self.served_tier(id).filter(|_| !self.flights.contains(key, Tier::Host)) else {
+            return Ok(LookedUpFor::Undecided);
+        };
+        let requested = (Class::Awaited, Use::Now);
+        let channel = || (waiter.take().expect("no other movement has it"), ());
+        match self.promote_found((key, id), Some(source), Tier::Host, requested, channel, begin)? {
+            Promotion::Started((), begun) => {
+                shared.metrics.look_ups(Some(source)).add_locked(1, self);
+                Ok(LookedUpFor::Begun(source, begun))
+            }
+            // There is no room for a command. The use counts once more when the caller asks again.
+            _ => Ok(LookedUpFor::Undecided),
+        }
+    }
+
     /// Joins the movement that makes `key` resident in `tier`, or has `begin` begin its flight with this waiter, unless
     /// that has no room for it; also says where the block was found. Counts no hit and no miss: this may be one step of
     /// a larger movement. Counts the use that `usage` says.
@@ -228,20 +287,22 @@ impl Locked<'_> {
         self.check_device(tier)?;
         let Some(id) = self.index.find(key) else { return Ok((Promotion::Miss, None)) };
         let source = self.served_tier(id);
-        let promotion = self.promote_found((key, id), source, tier, requested, begin)?;
+        let promotion = self.promote_found((key, id), source, tier, requested, spare::take, begin)?;
         let source = if matches!(promotion, Promotion::Hit(_)) { Some(tier) } else { source };
         Ok((promotion, source))
     }
 
-    /// As [`promote`](Self::promote), of the block of an entry. `source` is its fastest tier in service.
-    fn promote_found<P>(
+    /// As [`promote`](Self::promote), of the block of an entry, with the waiter of `channel`. `source` is its fastest
+    /// tier in service.
+    fn promote_found<P, R>(
         &mut self,
         (key, id): (&BlockKey, EntryId),
         source: Option<Tier>,
         tier: Tier,
         (class, usage): (Class, Use),
+        channel: impl FnOnce() -> (oneshot::Sender<Outcome>, R),
         begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
-    ) -> Result<Promotion<P>> {
+    ) -> Result<Promotion<P, R>> {
         if source.is_some() {
             match usage {
                 Use::Now => {
@@ -271,7 +332,7 @@ impl Locked<'_> {
         if source.is_none() {
             return Ok(Promotion::Miss);
         }
-        let (sender, receiver) = spare::take();
+        let (sender, receiver) = channel();
         Ok(begin(self, id, sender).map_or(Promotion::NotStarted, |begun| Promotion::Started(receiver, begun)))
     }
 }

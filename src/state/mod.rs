@@ -41,7 +41,7 @@ pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
-pub(crate) use lookup::{LookedUp, Promotion, Removed, TierMiss, Use};
+pub(crate) use lookup::{LookedUp, LookedUpFor, Promotion, Removed, TierMiss, Use};
 pub(crate) use slots::Purpose;
 
 use std::{

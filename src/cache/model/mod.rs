@@ -44,6 +44,40 @@ fn whoever_stays_gets_the_block_that_others_leave() {
     });
 }
 
+/// Who finds the lock taken has its holder look the block up: one in memory, one on disk, one that is nowhere.
+#[test]
+fn a_fetch_that_finds_the_lock_taken_gets_its_block() {
+    check(|| {
+        let world = World::new(config(0, 3, 4), 2, false);
+        assert!(block_on(fetch(&world.cache, 0)));
+        let held = world.cache.shared().lock();
+        let callers =
+            [0, 1, 2].map(|n| world.caller(async move |cache: Cache| assert_eq!(fetch(&cache, n).await, n < 2)));
+        (0..6).for_each(|_| shuttle::thread::yield_now());
+        drop(held);
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        let stats = world.cache.stats();
+        let hits = [Tier::Host, Tier::Disk].map(|tier| stats.tier(tier).hits);
+        assert_eq!((hits, stats.misses), ([1, 2], 1), "each look-up counts once");
+        world.end();
+    });
+}
+
+/// One who joins the read that another's look-up has begun, and one who leaves.
+#[test]
+fn fetches_of_one_block_that_find_the_lock_taken_all_get_it() {
+    check(|| {
+        let world = World::new(config(0, 2, 4), 1, false);
+        let held = world.cache.shared().lock();
+        let callers = [(); 2].map(|()| world.caller(async |cache: Cache| assert!(fetch(&cache, 0).await)));
+        let leaves = world.caller(async |cache: Cache| drop(give_up_some_time(cache.fetch(&key(0))).await));
+        (0..6).for_each(|_| shuttle::thread::yield_now());
+        drop(held);
+        callers.into_iter().chain([leaves]).for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
 /// More who want a host slot than there are: every slot that comes free goes to one who waits.
 #[test]
 fn slots_that_come_free_find_their_waiters() {

@@ -289,8 +289,8 @@ async fn serve(
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
-    let submitter =
-        io_thread.map(|(pool, _)| Submitter::new(Arc::clone(&shared), pool, vec![file()], urgent.clone(), 1));
+    let to_reactor = || (urgent.clone(), commands.clone());
+    let submitter = io_thread.map(|(pool, _)| Submitter::new(Arc::clone(&shared), pool, vec![file()], to_reactor(), 1));
     let inner = OpenCache {
         shared,
         commands,

@@ -1,0 +1,144 @@
+//! The way of a fetch whose block was not found at once.
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::Cache;
+use crate::{
+    block::{BlockKey, Tier},
+    error::{Error, Result},
+    index::EntryId,
+    mover::{Begun, Command, Submitter, Urgent},
+    shield::shield,
+    state::{Class, Locked, LookedUp, Outcome, Pin, Promotion, TierMiss, Use},
+};
+
+/// Room for a command in the reactor's channel.
+type Room<'a> = mpsc::Permit<'a, Command>;
+
+impl Cache {
+    /// Fetches a block to host memory for a caller that found the lock taken: by the holder of the lock, if that can.
+    pub(super) async fn fetch_deferred(&self, key: &BlockKey) -> Outcome {
+        if let Some(submitter) = &self.inner.submitter
+            && let Some(outcome) = shield(submitter.fetch_deferred(key)).await
+        {
+            return outcome.inspect(|pin| self.write_if_pinned(pin.as_ref(), key));
+        }
+        self.fetch_waiting(key, Tier::Host).await
+    }
+
+    /// Fetches a block to a tier; waits for the lock.
+    pub(super) async fn fetch_waiting(&self, key: &BlockKey, tier: Tier) -> Outcome {
+        let miss = match self.inner.shared.look_up(key, tier, true)? {
+            LookedUp::Hit(pin) => {
+                self.write_if_selected(key);
+                return Ok(Some(self.inner.shared.leased(tier, pin)));
+            }
+            LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), tier)?,
+            LookedUp::Nowhere | LookedUp::Taken => return Ok(None),
+        };
+        self.pin_promoted(miss, key, tier).await
+    }
+
+    /// Begins the promotion of a block that is not resident in `tier`, for its caller.
+    #[inline(never)]
+    pub(super) fn promote_missing<'a>(
+        &'a self,
+        state: Locked<'_>,
+        (key, id): (&BlockKey, Option<EntryId>),
+        tier: Tier,
+    ) -> Result<TierMiss<Begun<'a, Room<'a>>>> {
+        let room = || self.inner.commands.try_reserve().ok();
+        let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
+        self.inner.shared.promote_missing(state, (key, id), tier, begin)
+    }
+
+    /// Pins a block in `tier` for its caller, once it has come from elsewhere.
+    pub(super) async fn pin_promoted(
+        &self,
+        miss: TierMiss<Begun<'_, Room<'_>>>,
+        key: &BlockKey,
+        tier: Tier,
+    ) -> Outcome {
+        let asked = match miss {
+            TierMiss::Nowhere => return Ok(None),
+            TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
+            TierMiss::Promotion(asked) => (asked, Use::Counted),
+        };
+        let pin = shield(self.promote(key, tier, asked)).await?;
+        self.write_if_pinned(pin.as_ref(), key);
+        Ok(pin)
+    }
+
+    /// Begins the movement of a block for a waiter.
+    fn begin<'a>(
+        &'a self,
+        state: &mut Locked<'_>,
+        found: (&BlockKey, EntryId),
+        tier: Tier,
+        waiter: oneshot::Sender<Outcome>,
+        room: impl FnOnce() -> Option<Room<'a>>,
+    ) -> Option<Begun<'a, Room<'a>>> {
+        Submitter::begin(self.inner.submitter.as_deref(), state, found, (tier, Class::Awaited), waiter, room)
+    }
+
+    /// Promotes a block, or waits for its promotion, which was asked for. Counts the use that the other half says.
+    async fn promote(
+        &self,
+        key: &BlockKey,
+        tier: Tier,
+        (asked, mut usage): (Promotion<Begun<'_, Room<'_>>>, Use),
+    ) -> Outcome {
+        let shared = &self.inner.shared;
+        let mut asked = Some(asked);
+        loop {
+            let promotion = match asked.take() {
+                Some(Promotion::NotStarted) | None => {
+                    let room = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+                    let begin =
+                        |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, || Some(room));
+                    let requested = (Class::Awaited, usage);
+                    let (promotion, source) = shared.lock().promote(key, tier, requested, begin)?;
+                    if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
+                        shared.metrics.looked_up(source);
+                    }
+                    promotion
+                }
+                Some(asked) => asked,
+            };
+            let (receiver, joined) = match promotion {
+                Promotion::Hit(pin) => return Ok(Some(pin)),
+                Promotion::Miss | Promotion::NotStarted => return Ok(None),
+                Promotion::Joined(receiver) => (receiver, true),
+                Promotion::Started(receiver, begun) => {
+                    match begun {
+                        Begun::Read(read) => read.submit().wake(),
+                        Begun::Command(room) => room.send(Command::Promote { key: *key, to: tier }),
+                    }
+                    (receiver, false)
+                }
+            };
+            match receiver.await.unwrap_or(Err(Error::Closed)) {
+                // The movement may have begun before the block was removed and stored anew: its miss is not ours.
+                Ok(None) if joined => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn write_if_pinned(&self, pin: Option<&Pin>, key: &BlockKey) {
+        if pin.is_some() {
+            self.write_if_selected(key);
+        }
+    }
+
+    /// Begins the write of a block that was used, if its uses decide on that.
+    #[inline]
+    pub(super) fn write_if_selected(&self, key: &BlockKey) {
+        if self.config().selects_for_disk()
+            && let Some(write) = self.inner.shared.selected_for_disk(key)
+        {
+            // Closing: the flight ends with the reactor.
+            drop(self.send_urgent(Urgent::Write(write)));
+        }
+    }
+}

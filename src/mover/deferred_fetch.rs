@@ -1,0 +1,94 @@
+//! Fetches whose callers found the lock taken. Its holder looks the block up for them, and begins its read.
+
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{
+    Command,
+    submit::{Begun, DetachedRead, Submission, Submitter},
+};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    error::{Error, Result},
+    index::EntryId,
+    state::{Class, DeferredWork, Locked, LookedUpFor, Outcome},
+};
+
+/// A fetch of a block to host memory, for the holder of the lock.
+struct DeferredFetch {
+    submitter: Arc<Submitter>,
+    key: BlockKey,
+    /// `None` once a movement has it, or it is answered.
+    waiter: Option<oneshot::Sender<Outcome>>,
+    /// The result of the look-up, without a waiter that a movement has.
+    found: Option<Result<LookedUpFor<Begins>>>,
+}
+
+/// How the movement begins, once the lock is released.
+enum Begins {
+    Read(DetachedRead),
+    Command(mpsc::OwnedPermit<Command>),
+}
+
+impl Submitter {
+    /// Has the holder of the lock look up a block for a fetch to host memory. `None` if the caller is to look it up
+    /// itself: it may have to join a movement, to ask the remote tier, or to wait for room.
+    pub(crate) async fn fetch_deferred(self: &Arc<Self>, key: &BlockKey) -> Option<Outcome> {
+        let (waiter, answer) = oneshot::channel();
+        let fetch = DeferredFetch { submitter: Arc::clone(self), key: *key, waiter: Some(waiter), found: None };
+        self.ends.shared.run_or_defer(fetch);
+        match answer.await {
+            Ok(outcome) => Some(outcome),
+            Err(_) if self.ends.shared.is_broken() => Some(Err(Error::Closed)),
+            Err(_) => None,
+        }
+    }
+}
+
+impl DeferredWork for DeferredFetch {
+    fn run(&mut self, state: &mut Locked<'_>) {
+        // Its caller may be gone.
+        self.waiter.take_if(|waiter| waiter.is_closed());
+        if self.waiter.is_none() {
+            return;
+        }
+        let (key, submitter) = (&self.key, &*self.submitter);
+        let begin = |state: &mut Locked<'_>, id: EntryId, waiter| {
+            let (found, requested) = ((key, id), (Tier::Host, Class::Awaited));
+            let room = || submitter.commands.clone().try_reserve_owned().ok();
+            let begun = Submitter::begin(Some(submitter), state, found, requested, waiter, room)?;
+            Some(match begun {
+                Begun::Read(read) => Begins::Read(read.detach()),
+                Begun::Command(room) => Begins::Command(room),
+            })
+        };
+        self.found = Some(state.look_up_for(key, &mut self.waiter, begin));
+    }
+
+    fn answer(&mut self) {
+        let shared = &self.submitter.ends.shared;
+        let outcome = match self.found.take() {
+            Some(Ok(LookedUpFor::Hit(counted))) => {
+                shared.metrics.export_hit(Tier::Host, Route::HostHit);
+                Ok(Some(shared.leased(Tier::Host, counted)))
+            }
+            Some(Ok(LookedUpFor::Begun(source, begins))) => {
+                shared.metrics.look_ups(Some(source)).export(1);
+                return match begins {
+                    Begins::Read(read) => Submission::attach(&self.submitter, read).submit().wake(),
+                    Begins::Command(room) => drop(room.send(Command::Promote { key: self.key, to: Tier::Host })),
+                };
+            }
+            Some(Ok(LookedUpFor::Nowhere)) => {
+                shared.metrics.misses.export(1);
+                Ok(None)
+            }
+            Some(Err(error)) => Err(error),
+            Some(Ok(LookedUpFor::Undecided)) | None => return,
+        };
+        if let Some(waiter) = self.waiter.take() {
+            drop(waiter.send(outcome));
+        }
+    }
+}
