@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Result},
     mover::{DeviceRead, Urgent},
     shield::shield,
-    state::{BegunStore, Committed, LookedUp, Purpose},
+    state::{BegunStore, Committed, IfTaken, LookedUp, Purpose},
 };
 
 impl Cache {
@@ -42,9 +42,9 @@ impl Cache {
 
     /// A block in host memory, read from a slower tier where it must be; `None` if it is nowhere.
     ///
-    /// A block already in host memory is returned at the first poll, on the caller's thread. One
-    /// from disk has been verified against its checksum. However many callers want a block, it is
-    /// read once.
+    /// A block already in host memory is returned at the first poll, unless other threads use the cache at that very
+    /// moment: then one of them may look it up, and wake the caller. One from disk has been verified against its
+    /// checksum. However many callers want a block, it is read once.
     ///
     /// # Errors
     /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up, unless the machine
@@ -67,14 +67,14 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        let miss = match self.inner.shared.look_up(key, Tier::Host, false)? {
+        let miss = match self.inner.shared.look_up(key, Tier::Host, IfTaken::Leave)? {
             LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, pin))));
             }
             LookedUp::NoHit(state, id) => Some(self.promote_missing(state, (key, id), Tier::Host)?),
             LookedUp::Nowhere => return Ok(None),
-            LookedUp::Taken => None,
+            LookedUp::LockTaken => None,
         };
         let pin = match miss {
             Some(miss) => self.pin_promoted(miss, key, Tier::Host).await,

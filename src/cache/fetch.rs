@@ -9,7 +9,7 @@ use crate::{
     index::EntryId,
     mover::{Begun, Command, Submitter, Urgent},
     shield::shield,
-    state::{Class, Locked, LookedUp, Outcome, Pin, Promotion, TierMiss, Use},
+    state::{Class, IfTaken, Locked, LookedUp, Outcome, Pin, Promotion, TierMiss, Use},
 };
 
 /// Room for a command in the reactor's channel.
@@ -19,7 +19,7 @@ impl Cache {
     /// Fetches a block to host memory for a caller that found the lock taken: by the holder of the lock, if that can.
     pub(super) async fn fetch_deferred(&self, key: &BlockKey) -> Outcome {
         if let Some(submitter) = &self.inner.submitter
-            && let Some(outcome) = shield(submitter.fetch_deferred(key)).await
+            && let Some(outcome) = shield(submitter.defer_fetch(key)).await
         {
             return outcome.inspect(|pin| self.write_if_pinned(pin.as_ref(), key));
         }
@@ -28,13 +28,14 @@ impl Cache {
 
     /// Fetches a block to a tier; waits for the lock.
     pub(super) async fn fetch_waiting(&self, key: &BlockKey, tier: Tier) -> Outcome {
-        let miss = match self.inner.shared.look_up(key, tier, true)? {
+        let miss = match self.inner.shared.look_up(key, tier, IfTaken::Wait)? {
             LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(self.inner.shared.leased(tier, pin)));
             }
             LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), tier)?,
-            LookedUp::Nowhere | LookedUp::Taken => return Ok(None),
+            LookedUp::Nowhere => return Ok(None),
+            LookedUp::LockTaken => unreachable!("it waits for the lock"),
         };
         self.pin_promoted(miss, key, tier).await
     }

@@ -22,11 +22,11 @@ struct DeferredFetch {
     /// `None` once a movement has it, or it is answered.
     waiter: Option<oneshot::Sender<Outcome>>,
     /// The result of the look-up, without a waiter that a movement has.
-    found: Option<Result<LookedUpFor<Begins>>>,
+    found: Option<Result<LookedUpFor<ToSubmit>>>,
 }
 
-/// How the movement begins, once the lock is released.
-enum Begins {
+/// What carries a movement out, once it is submitted.
+enum ToSubmit {
     Read(DetachedRead),
     Command(mpsc::OwnedPermit<Command>),
 }
@@ -34,7 +34,7 @@ enum Begins {
 impl Submitter {
     /// Has the holder of the lock look up a block for a fetch to host memory. `None` if the caller is to look it up
     /// itself: it may have to join a movement, to ask the remote tier, or to wait for room.
-    pub(crate) async fn fetch_deferred(self: &Arc<Self>, key: &BlockKey) -> Option<Outcome> {
+    pub(crate) async fn defer_fetch(self: &Arc<Self>, key: &BlockKey) -> Option<Outcome> {
         let (waiter, answer) = oneshot::channel();
         let fetch = DeferredFetch { submitter: Arc::clone(self), key: *key, waiter: Some(waiter), found: None };
         self.ends.shared.run_or_defer(fetch);
@@ -48,19 +48,18 @@ impl Submitter {
 
 impl DeferredWork for DeferredFetch {
     fn run(&mut self, state: &mut Locked<'_>) {
-        // Its caller may be gone.
-        self.waiter.take_if(|waiter| waiter.is_closed());
-        if self.waiter.is_none() {
+        let (key, submitter) = (&self.key, &*self.submitter);
+        // Its caller may be gone. Without room for a command it asks again, before a use is counted.
+        if self.waiter.as_ref().is_none_or(oneshot::Sender::is_closed) || submitter.commands.capacity() == 0 {
             return;
         }
-        let (key, submitter) = (&self.key, &*self.submitter);
         let begin = |state: &mut Locked<'_>, id: EntryId, waiter| {
             let (found, requested) = ((key, id), (Tier::Host, Class::Awaited));
             let room = || submitter.commands.clone().try_reserve_owned().ok();
             let begun = Submitter::begin(Some(submitter), state, found, requested, waiter, room)?;
             Some(match begun {
-                Begun::Read(read) => Begins::Read(read.detach()),
-                Begun::Command(room) => Begins::Command(room),
+                Begun::Read(read) => ToSubmit::Read(read.detach()),
+                Begun::Command(room) => ToSubmit::Command(room),
             })
         };
         self.found = Some(state.look_up_for(key, &mut self.waiter, begin));
@@ -76,8 +75,8 @@ impl DeferredWork for DeferredFetch {
             Some(Ok(LookedUpFor::Begun(source, begins))) => {
                 shared.metrics.look_ups(Some(source)).export(1);
                 return match begins {
-                    Begins::Read(read) => Submission::attach(&self.submitter, read).submit().wake(),
-                    Begins::Command(room) => drop(room.send(Command::Promote { key: self.key, to: Tier::Host })),
+                    ToSubmit::Read(read) => Submission::attach(&self.submitter, read).submit().wake(),
+                    ToSubmit::Command(room) => drop(room.send(Command::Promote { key: self.key, to: Tier::Host })),
                 };
             }
             Some(Ok(LookedUpFor::Nowhere)) => {

@@ -376,6 +376,7 @@ impl Drop for Ended {
         if self.0.lock_unless_broken().is_none() {
             return;
         }
+        self.0.end_reactor();
         self.0.close();
         // Dropping the senders answers the waiters with `Error::Closed`.
         let flights = self.0.lock().flights.finish_all();

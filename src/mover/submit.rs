@@ -65,18 +65,18 @@ struct MatchedRead {
     key: BlockKey,
     /// `None` once it is published.
     unverified: Option<Unverified>,
-    /// Given back by who publishes it, who begins reads too: others would pass the count to and fro.
+    /// Given back by the holder of the lock, who begins reads too: others would pass the count to and fro.
     permit: Option<Permit>,
     end: Option<FlightEnd>,
 }
 
 impl DeferredWork for MatchedRead {
     fn run(&mut self, state: &mut Locked<'_>) {
+        self.permit = None;
         self.end = self.unverified.take().map(|unverified| state.publish_read(&self.key, unverified));
     }
 
     fn answer(&mut self) {
-        self.permit = None;
         let Some((answers, next)) = self.end.take() else { return };
         for (waiter, answer) in answers {
             drop(waiter.send(answer));
@@ -133,7 +133,10 @@ impl Submitter {
     ) -> Option<Begun<'a, P>> {
         let this = this.filter(|_| tier == Tier::Host);
         let Some((this, read)) = this.and_then(|this| Some((this, this.plan(state, (key, id), class)?))) else {
-            let room = room()?;
+            let Some(room) = room() else {
+                state.drop_after_unlock(waiter);
+                return None;
+            };
             state.flights.begin((key, tier), id, class, Few::one(waiter), false);
             return Some(Begun::Command(room));
         };

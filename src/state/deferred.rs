@@ -6,13 +6,16 @@
 //! once it has released the lock. So nothing stays: where too much comes while a thread looks, the reactor takes the
 //! lock next.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::{
+    collections::VecDeque,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use super::Locked;
 use crate::{block::Tier, index::EntryId, shield::caught, sync::Mutex};
 
-/// Work that the list has room for before it grows.
-const WORKS: usize = 64;
+/// Works that the holder does under one lock, and answers before it looks for more.
+pub(super) const WORKS_PER_LOCK: usize = 32;
 
 /// A pin that ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,23 +52,28 @@ pub(super) struct Deferred {
     /// An invariant is broken, and no holder will look. The lock itself does not always tell: who finds it poisoned has
     /// it for a moment.
     is_broken: AtomicBool,
+    /// The reactor is about to take the lock for the last time, or has done so. Set and read as `any` is: if it was not
+    /// set yet, the reactor's last lock finds what was deferred before.
+    has_ended: AtomicBool,
 }
 
 struct Works {
-    pending: Vec<Work>,
-    /// An empty list, for the next ones.
+    pending: VecDeque<Work>,
+    /// An empty list, for those that are taken next.
     spare: Vec<Work>,
 }
 
 impl Deferred {
     pub(super) fn new() -> Self {
-        let works = Works { pending: Vec::with_capacity(WORKS), spare: Vec::with_capacity(WORKS) };
-        Deferred { works: Mutex::new(works), any: AtomicBool::new(false), is_broken: AtomicBool::new(false) }
+        let room = 2 * WORKS_PER_LOCK;
+        let works = Works { pending: VecDeque::with_capacity(room), spare: Vec::with_capacity(WORKS_PER_LOCK) };
+        let [any, is_broken, has_ended] = [(); 3].map(|()| AtomicBool::new(false));
+        Deferred { works: Mutex::new(works), any, is_broken, has_ended }
     }
 
     /// Defers work. Its thread then [tries the lock](super::Shared::serve_deferred).
     pub(super) fn defer(&self, work: Work) {
-        self.works.lock().pending.push(work);
+        self.works.lock().pending.push_back(work);
         self.any.swap(true, Ordering::AcqRel);
     }
 
@@ -76,6 +84,16 @@ impl Deferred {
 
     pub(super) fn is_broken(&self) -> bool {
         self.is_broken.load(Ordering::Acquire)
+    }
+
+    /// Notes that the reactor looks once more, with its next lock, and then never again.
+    pub(super) fn end(&self) {
+        self.has_ended.swap(true, Ordering::AcqRel);
+    }
+
+    /// Whether nobody looks but those who defer work.
+    pub(super) fn has_ended(&self) -> bool {
+        self.has_ended.compare_exchange(false, false, Ordering::AcqRel, Ordering::Acquire).is_err()
     }
 
     /// Whether there may be work, for a thread that has just released the lock.
@@ -91,12 +109,17 @@ impl Deferred {
         !self.any.load(Ordering::Relaxed)
     }
 
-    /// Takes all work.
-    pub(super) fn take(&self) -> Vec<Work> {
+    /// Takes `most` works, the oldest ones.
+    pub(super) fn take(&self, most: usize) -> Vec<Work> {
         self.any.swap(false, Ordering::AcqRel);
         let mut works = self.works.lock();
-        let spare = std::mem::take(&mut works.spare);
-        std::mem::replace(&mut works.pending, spare)
+        let mut taken = std::mem::take(&mut works.spare);
+        let most = most.min(works.pending.len());
+        taken.extend(works.pending.drain(..most));
+        if !works.pending.is_empty() {
+            self.any.store(true, Ordering::Release);
+        }
+        taken
     }
 
     /// Answers whom work concerns that has run.
@@ -116,7 +139,7 @@ impl Locked<'_> {
     /// dropped without the lock, with the waiters of reads that are published already.
     #[inline(never)]
     pub(super) fn run_deferred(&mut self) {
-        self.follow_ups.done = self.shared().deferred.take();
+        self.follow_ups.done = self.shared().deferred.take(WORKS_PER_LOCK);
         for at in 0..self.follow_ups.done.len() {
             match std::mem::replace(&mut self.follow_ups.done[at], Work::Done) {
                 Work::Pin(pin) => self.unpin(pin),

@@ -12,8 +12,10 @@ use std::{
     sync::Arc,
 };
 
+use tokio::sync::oneshot;
+
 use super::{
-    Shared, State,
+    Outcome, Shared, State,
     deferred::{DeferredWork, Work},
 };
 use crate::{
@@ -29,6 +31,13 @@ const UNLOCKED: &str = "its drop unlocks it";
 /// How often a thread that has released the lock takes it again for what others defer meanwhile.
 const TURNS_MAX: u32 = 4;
 
+/// What a thread does that finds the lock taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IfTaken {
+    Wait,
+    Leave,
+}
+
 impl Shared {
     /// Locks the state.
     ///
@@ -39,18 +48,19 @@ impl Shared {
         self.locked(self.state.lock())
     }
 
-    /// The guard of a [`locked`](Self::locked) state. Unless it `waits`, `None` if another thread keeps the lock.
+    /// The guard of a [`locked`](Self::locked) state. `None` if the lock is taken, and is to be left then.
     ///
     /// # Panics
     /// If an earlier holder panicked.
     #[inline(always)] // each hit pays for it
-    pub(super) fn guard(&self, waits: bool) -> Option<MutexGuard<'_, State>> {
-        if !waits && seems_taken() && !self.is_broken() {
+    pub(super) fn guard(&self, if_taken: IfTaken) -> Option<MutexGuard<'_, State>> {
+        let leaves = if_taken == IfTaken::Leave;
+        if leaves && seems_taken() && !self.is_broken() {
             return None;
         }
         match self.state.try_lock() {
             Ok(guard) => Some(guard),
-            Err(Refused::Taken) if !waits => None,
+            Err(Refused::Taken) if leaves => None,
             Err(_) => Some(self.state.lock()),
         }
     }
@@ -93,19 +103,26 @@ impl Shared {
     /// Does what was deferred, unless another thread has the lock, who does it then.
     #[cold]
     fn serve_deferred(self: &Arc<Self>) {
-        for _ in 0..TURNS_MAX {
+        for turn in 1.. {
             match self.state.try_lock() {
                 Ok(state) => self.locked(state).is_serving = true,
                 Err(Refused::Taken) if !self.deferred.is_broken() => return,
                 // The flights have ended, and the owners leave the state as it is.
-                Err(_) => return drop(self.deferred.take()),
+                Err(_) => return drop(self.deferred.take(usize::MAX)),
             }
             if !self.deferred.any() {
                 return;
             }
+            if turn >= TURNS_MAX && !self.deferred.has_ended() {
+                // The reactor's task takes the lock next: this thread has work of its own.
+                return self.raised.notify_one();
+            }
         }
-        // The reactor's task takes the lock next: this thread has work of its own.
-        self.raised.notify_one();
+    }
+
+    /// Notes that the reactor takes the lock once more, and then never again.
+    pub(crate) fn end_reactor(&self) {
+        self.deferred.end();
     }
 
     /// A locked state, with what was deferred before done.
@@ -254,6 +271,11 @@ impl<'a> Locked<'a> {
         self.follow_ups.exports.push(export);
     }
 
+    /// Drops a waiter without an answer: its caller's waker runs.
+    pub(crate) fn drop_after_unlock(&mut self, waiter: oneshot::Sender<Outcome>) {
+        self.flights.gone.push(waiter);
+    }
+
     /// Counts an eviction, and tells the recorder of metrics after the unlock.
     pub(super) fn count_eviction(&mut self, tier: Tier) {
         self.shared().metrics.tier(tier).evictions.add_locked(1, self);
@@ -275,8 +297,8 @@ impl<'a> Locked<'a> {
         self.shared.deferred.break_off();
         self.unlock();
         requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
-        // Dropping the senders answers the waiters with `Error::Closed`.
-        drop((flights, done));
+        // Dropping the senders answers the waiters with `Error::Closed`, also of what others deferred meanwhile.
+        drop((flights, done, self.shared.deferred.take(usize::MAX)));
     }
 
     /// Grants available slots to the requests that wait, and unlocks. Then sends the granted slots, wakes the task that
@@ -291,9 +313,6 @@ impl<'a> Locked<'a> {
         let FollowUps { exports, evicted, done } = std::mem::take(&mut self.follow_ups);
         self.unlock();
         let shared = self.shared;
-        if !done.is_empty() {
-            shared.deferred.answer(done);
-        }
         shared.metrics.evicted(evicted);
         if is_raised {
             shared.raised.notify_one();
@@ -301,6 +320,9 @@ impl<'a> Locked<'a> {
         granted.into_iter().for_each(|grant| grant.send(shared));
         exports.into_iter().for_each(Export::run);
         drop(gone);
+        if !done.is_empty() {
+            shared.deferred.answer(done);
+        }
     }
 }
 

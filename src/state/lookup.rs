@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Joined, Locked, Outcome, Pin, Shared, State, spare};
+use super::{Class, IfTaken, Joined, Locked, Outcome, Pin, Shared, State, spare};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
@@ -20,7 +20,7 @@ pub(crate) enum LookedUp<'a> {
     /// No entry has it, and the remote tier does not offer it. Counted as a miss.
     Nowhere,
     /// Another thread has the lock, and the caller does not wait for it.
-    Taken,
+    LockTaken,
 }
 
 /// The result of a look-up that the holder of the lock made for another thread.
@@ -93,17 +93,17 @@ fn hit_route(tier: Tier) -> Route {
 
 impl Shared {
     /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit,
-    /// or the miss. With `waits` it waits for the lock.
+    /// or the miss.
     #[inline(always)] // each hit pays for it
-    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier, waits: bool) -> Result<LookedUp<'_>> {
+    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier, if_taken: IfTaken) -> Result<LookedUp<'_>> {
         let counted = {
-            let Some(guard) = self.guard(waits) else { return Ok(LookedUp::Taken) };
+            let Some(guard) = self.guard(if_taken) else { return Ok(LookedUp::LockTaken) };
             let mut state = self.locked(guard);
             state.check_open()?;
             state.check_device(tier)?;
             let id = state.index.find(key);
             if let Some((id, slot)) = id.and_then(|id| Some((id, state.index.pin_used(id, tier)?))) {
-                state.count_pin(id, tier);
+                state.count_hit(id, tier);
                 Some(CountedPin { id, slot })
             } else if id.is_some() || self.is_offered(key) {
                 return Ok(LookedUp::NoHit(state, id));
@@ -155,7 +155,7 @@ impl Shared {
     /// Looks `key` up for a lease of a block that is in host memory already. Where it comes from elsewhere nothing is
     /// counted.
     pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
-        match self.look_up(key, Tier::Host, true)? {
+        match self.look_up(key, Tier::Host, IfTaken::Wait)? {
             LookedUp::Hit(counted) => return Ok(Some(self.leased(Tier::Host, counted))),
             LookedUp::NoHit(state, id) => {
                 let is_coming = || state.flights.contains(key, Tier::Host);
@@ -163,7 +163,8 @@ impl Shared {
                     let _: TierMiss<()> = self.miss(state, key);
                 }
             }
-            LookedUp::Nowhere | LookedUp::Taken => {}
+            LookedUp::Nowhere => {}
+            LookedUp::LockTaken => unreachable!("it waits for the lock"),
         }
         Ok(None)
     }
@@ -229,7 +230,7 @@ impl Shared {
 impl Locked<'_> {
     /// Counts the hit and the lease of a caller whose pin is counted.
     #[inline(always)] // each hit pays for it
-    fn count_pin(&mut self, id: EntryId, tier: Tier) {
+    fn count_hit(&mut self, id: EntryId, tier: Tier) {
         self.reconsider(id);
         let shared = self.shared();
         shared.leases[tier as usize].add_locked(1, self);
@@ -254,7 +255,7 @@ impl Locked<'_> {
             return Ok(LookedUpFor::Nowhere);
         };
         if let Some(slot) = self.index.pin_used(id, Tier::Host) {
-            self.count_pin(id, Tier::Host);
+            self.count_hit(id, Tier::Host);
             return Ok(LookedUpFor::Hit(CountedPin { id, slot }));
         }
         // Who joins a movement may have to look again after it.
@@ -268,7 +269,7 @@ impl Locked<'_> {
                 shared.metrics.look_ups(Some(source)).add_locked(1, self);
                 Ok(LookedUpFor::Begun(source, begun))
             }
-            // There is no room for a command. The use counts once more when the caller asks again.
+            // The last room for a command went meanwhile. The use counts once more when the caller asks again.
             _ => Ok(LookedUpFor::Undecided),
         }
     }

@@ -38,7 +38,7 @@ pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use in_flight::{InFlight, Kind, Permit};
 pub(crate) use lenders::{Lender, Lenders};
-pub(crate) use lock::Locked;
+pub(crate) use lock::{IfTaken, Locked};
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
 pub(crate) use lookup::{LookedUp, LookedUpFor, Promotion, Removed, TierMiss, Use};

@@ -122,7 +122,6 @@ impl Shared {
                 Tier::Disk => state.holder_urgency(purpose),
                 _ => state.urgency(purpose),
             };
-            // While a request waits no slot is available: the last unlock would have granted it.
             if let Some(slot) = state.take_slot(tier) {
                 return Ok(Filling::new(self, tier, slot));
             }
@@ -225,8 +224,9 @@ impl Locked<'_> {
         Some(Filling::new(self.shared(), tier, slot))
     }
 
+    /// Takes a slot that no earlier request waits for: those get what has come free under this lock.
     fn take_slot(&mut self, tier: Tier) -> Option<u32> {
-        let slot = self.free_or_evicted(tier);
+        let slot = if self.has_waiters(tier) { None } else { self.free_or_evicted(tier) };
         if tier == Tier::Host {
             self.ask_for_write_back();
         }

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{DeferredWork, LOCKS_HELD, Locked, Work};
+use super::{super::deferred::WORKS_PER_LOCK, DeferredWork, LOCKS_HELD, Locked, TURNS_MAX, Work};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -201,4 +201,88 @@ fn work_that_ran_before_a_panic_is_dropped_after_the_unlock() {
     assert_eq!(noted.swap(0, Ordering::Relaxed), RUN | DROPPED, "who waits for it is told that the cache is closed");
     shared.run_or_defer(Noted(Arc::clone(&noted)));
     assert_eq!(noted.load(Ordering::Relaxed), DROPPED, "nobody will look");
+}
+
+/// Work that is followed by more of it.
+struct Repeated {
+    shared: Arc<Shared>,
+    more: u32,
+}
+
+impl DeferredWork for Repeated {
+    fn run(&mut self, _state: &mut Locked<'_>) {}
+
+    fn answer(&mut self) {
+        if self.more > 0 {
+            // As another thread does that finds the lock taken.
+            let next = Repeated { shared: Arc::clone(&self.shared), more: self.more - 1 };
+            self.shared.deferred.defer(Work::Other(Box::new(next)));
+        }
+    }
+}
+
+#[test]
+fn what_comes_while_a_thread_serves_is_left_to_the_reactor_while_there_is_one() {
+    let shared = with_a_block(&BlockKey::new([1; 32]));
+    let defer_many = || {
+        let state = shared.lock();
+        shared.run_or_defer(Repeated { shared: Arc::clone(&shared), more: 2 * TURNS_MAX });
+        drop(state);
+    };
+    defer_many();
+    assert!(!shared.deferred.is_empty(), "its thread has work of its own");
+    let mut raised = pin!(shared.raised.notified());
+    assert!(raised.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready(), "the reactor looks next");
+    drop(shared.lock());
+    shared.end_reactor();
+    defer_many();
+    assert!(shared.deferred.is_empty(), "nobody would look");
+}
+
+#[test]
+fn one_lock_does_a_part_of_many_works_and_the_unlock_all_others() {
+    let shared = with_a_block(&BlockKey::new([1; 32]));
+    let noted: Vec<_> = (0..3 * WORKS_PER_LOCK).map(|_| Arc::new(AtomicU32::new(0))).collect();
+    let count = |what| noted.iter().filter(|noted| noted.load(Ordering::Relaxed) & what != 0).count();
+    for noted in &noted {
+        shared.deferred.defer(Work::Other(Box::new(Noted(Arc::clone(noted)))));
+    }
+    let state = shared.lock();
+    assert_eq!((count(RUN), count(ANSWERED)), (WORKS_PER_LOCK, 0));
+    drop(state);
+    assert_eq!((count(RUN), count(ANSWERED)), (noted.len(), noted.len()));
+}
+
+/// Work that takes a host slot, if there is one.
+struct Takes(Arc<AtomicU32>);
+
+impl DeferredWork for Takes {
+    fn run(&mut self, state: &mut Locked<'_>) {
+        if let Some(filling) = state.acquire(Tier::Host) {
+            filling.release(state);
+            self.0.fetch_or(RUN, Ordering::Relaxed);
+        }
+    }
+
+    fn answer(&mut self) {}
+}
+
+#[test]
+fn deferred_work_takes_no_slot_that_a_request_waits_for() {
+    let key = BlockKey::new([1; 32]);
+    let shared = with_a_block(&key);
+    let held = pin(&shared, &key);
+    let filling = shared.lock().acquire(Tier::Host).expect("the other slot");
+    let mut waiting = pin!(shared.acquire(Tier::Host, Purpose::Call));
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(waiting.as_mut().poll(&mut context).is_pending(), "both slots are held");
+
+    let (state, took) = (shared.lock(), Arc::new(AtomicU32::new(0)));
+    drop(held);
+    shared.run_or_defer(Takes(Arc::clone(&took)));
+    drop(state);
+
+    assert!(matches!(waiting.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "it came first");
+    assert_eq!(took.load(Ordering::Relaxed), 0, "the slot that came free under the same lock was granted");
+    drop(filling);
 }
