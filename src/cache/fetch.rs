@@ -95,8 +95,10 @@ impl Cache {
             let promotion = match asked.take() {
                 Some(Promotion::NotStarted) | None => {
                     let room = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+                    // What is not used is dropped after the unlock: it wakes the next caller.
+                    let mut room = Some(room);
                     let begin =
-                        |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, || Some(room));
+                        |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, || room.take());
                     let requested = (Class::Awaited, usage);
                     let (promotion, source) = shared.lock().promote(key, tier, requested, begin)?;
                     if std::mem::replace(&mut usage, Use::Counted) == Use::Now {

@@ -49,10 +49,11 @@ impl Submitter {
 impl DeferredWork for DeferredFetch {
     fn run(&mut self, state: &mut Locked<'_>) {
         let (key, submitter) = (&self.key, &*self.submitter);
-        // Its caller may be gone. Without room for a command it asks again, before a use is counted.
-        if self.waiter.as_ref().is_none_or(oneshot::Sender::is_closed) || submitter.commands.capacity() == 0 {
+        // Its caller may be gone.
+        if self.waiter.as_ref().is_none_or(oneshot::Sender::is_closed) {
             return;
         }
+        let has_room = submitter.commands.capacity() > 0;
         let begin = |state: &mut Locked<'_>, id: EntryId, waiter| {
             let (found, requested) = ((key, id), (Tier::Host, Class::Awaited));
             let room = || submitter.commands.clone().try_reserve_owned().ok();
@@ -62,7 +63,7 @@ impl DeferredWork for DeferredFetch {
                 Begun::Command(room) => ToSubmit::Command(room),
             })
         };
-        self.found = Some(state.look_up_for(key, &mut self.waiter, begin));
+        self.found = Some(state.look_up_for(key, &mut self.waiter, has_room, begin));
     }
 
     fn answer(&mut self) {

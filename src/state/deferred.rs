@@ -2,12 +2,13 @@
 //!
 //! To wait for the lock would cost a thread more than such work itself, and all others another turn, while the holder
 //! has the memory that the work needs in its processor's caches. So a thread that finds the lock taken defers the work
-//! and goes on; a fetch then awaits its answer. Whoever takes the lock does first what was deferred, and looks again
-//! once it has released the lock. So nothing stays: where too much comes while a thread looks, the reactor takes the
-//! lock next.
+//! and goes on; a fetch then awaits its answer. Whoever takes the lock does first some of what was deferred, and
+//! looks again once it has released the lock. So nothing stays: where too much comes while a thread looks, the reactor
+//! takes the lock next, while there is one.
 
 use std::{
     collections::VecDeque,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::atomic::{AtomicBool, Ordering},
 };
 
@@ -52,8 +53,8 @@ pub(super) struct Deferred {
     /// An invariant is broken, and no holder will look. The lock itself does not always tell: who finds it poisoned has
     /// it for a moment.
     is_broken: AtomicBool,
-    /// The reactor is about to take the lock for the last time, or has done so. Set and read as `any` is: if it was not
-    /// set yet, the reactor's last lock finds what was deferred before.
+    /// The reactor is about to take the lock once more, and may not look again. Set and read as `any` is: if it was not
+    /// set yet, that lock finds what was deferred before.
     has_ended: AtomicBool,
 }
 
@@ -86,7 +87,7 @@ impl Deferred {
         self.is_broken.load(Ordering::Acquire)
     }
 
-    /// Notes that the reactor looks once more, with its next lock, and then never again.
+    /// Notes that the reactor looks with its next lock, and may not look again.
     pub(super) fn end(&self) {
         self.has_ended.swap(true, Ordering::AcqRel);
     }
@@ -113,6 +114,9 @@ impl Deferred {
     pub(super) fn take(&self, most: usize) -> Vec<Work> {
         self.any.swap(false, Ordering::AcqRel);
         let mut works = self.works.lock();
+        if works.pending.is_empty() {
+            return Vec::new();
+        }
         let mut taken = std::mem::take(&mut works.spare);
         let most = most.min(works.pending.len());
         taken.extend(works.pending.drain(..most));
@@ -135,8 +139,8 @@ impl Deferred {
 }
 
 impl Locked<'_> {
-    /// Does what was deferred before this thread took the lock. It lies in the state meanwhile: after a panic it is
-    /// dropped without the lock, with the waiters of reads that are published already.
+    /// Does [some](WORKS_PER_LOCK) of what was deferred before this thread took the lock. It lies in the state
+    /// meanwhile: after a panic it is dropped without the lock, with the waiters of reads that are published already.
     #[inline(never)]
     pub(super) fn run_deferred(&mut self) {
         self.follow_ups.done = self.shared().deferred.take(WORKS_PER_LOCK);
@@ -144,8 +148,9 @@ impl Locked<'_> {
             match std::mem::replace(&mut self.follow_ups.done[at], Work::Done) {
                 Work::Pin(pin) => self.unpin(pin),
                 Work::Other(mut work) => {
-                    work.run(self);
+                    let ran = catch_unwind(AssertUnwindSafe(|| work.run(self)));
                     self.follow_ups.done[at] = Work::Other(work);
+                    ran.unwrap_or_else(|panic| resume_unwind(panic));
                 }
                 Work::Done => {}
             }

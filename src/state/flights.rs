@@ -78,7 +78,8 @@ pub(crate) struct Flights<M> {
     /// Reads to callers' memory that I/O threads make, or will be given: they have no waiters, and are not in the
     /// table.
     pub(super) loads: usize,
-    /// Waiters that have left, to be dropped after the unlock: the waker of a caller may go with one.
+    /// Waiters that no movement has, or that have left one, to be dropped after the unlock: a caller's waker goes too,
+    /// which may run.
     pub(super) gone: Vec<oneshot::Sender<M>>,
 }
 

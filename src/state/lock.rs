@@ -120,7 +120,7 @@ impl Shared {
         }
     }
 
-    /// Notes that the reactor takes the lock once more, and then never again.
+    /// Notes that the reactor takes the lock once more, and may not look again for what is deferred.
     pub(crate) fn end_reactor(&self) {
         self.deferred.end();
     }
@@ -293,16 +293,16 @@ impl<'a> Locked<'a> {
     fn abandon(&mut self) {
         let flights = self.flights.finish_all();
         let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
-        let done = std::mem::take(&mut self.follow_ups.done);
+        let (done, gone) = (std::mem::take(&mut self.follow_ups.done), std::mem::take(&mut self.flights.gone));
         self.shared.deferred.break_off();
         self.unlock();
         requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
         // Dropping the senders answers the waiters with `Error::Closed`, also of what others deferred meanwhile.
-        drop((flights, done, self.shared.deferred.take(usize::MAX)));
+        drop((flights, done, gone, self.shared.deferred.take(usize::MAX)));
     }
 
     /// Grants available slots to the requests that wait, and unlocks. Then sends the granted slots, wakes the task that
-    /// raises priorities, tells the recorder of metrics, and drops the waiters that have left.
+    /// raises priorities, tells the recorder of metrics, and drops waiters that no movement has.
     #[inline(never)]
     fn unlock_and_follow_up(&mut self) {
         let abandons = AbandonsOnPanic(self);

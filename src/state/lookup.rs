@@ -238,11 +238,13 @@ impl Locked<'_> {
     }
 
     /// Looks `key` up for a fetch to host memory of a caller that did not wait for the lock, and has `begin` begin the
-    /// movement of a block that is elsewhere, which takes the waiter. Counts the use, and the hit or the miss.
+    /// movement of a block that is elsewhere, which takes the waiter, if there `is_room` for one. Counts the use, and
+    /// the hit or the miss.
     pub(crate) fn look_up_for<P>(
         &mut self,
         key: &BlockKey,
         waiter: &mut Option<oneshot::Sender<Outcome>>,
+        is_room: bool,
         begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
     ) -> Result<LookedUpFor<P>> {
         self.check_open()?;
@@ -259,7 +261,7 @@ impl Locked<'_> {
             return Ok(LookedUpFor::Hit(CountedPin { id, slot }));
         }
         // Who joins a movement may have to look again after it.
-        let Some(source) = self.served_tier(id).filter(|_| !self.flights.contains(key, Tier::Host)) else {
+        let Some(source) = self.served_tier(id).filter(|_| is_room && !self.flights.contains(key, Tier::Host)) else {
             return Ok(LookedUpFor::Undecided);
         };
         let requested = (Class::Awaited, Use::Now);
@@ -269,7 +271,8 @@ impl Locked<'_> {
                 shared.metrics.look_ups(Some(source)).add_locked(1, self);
                 Ok(LookedUpFor::Begun(source, begun))
             }
-            // The last room for a command went meanwhile. The use counts once more when the caller asks again.
+            // The last room for a command went meanwhile, or the channel closed. The use counts once more when the
+            // caller asks again.
             _ => Ok(LookedUpFor::Undecided),
         }
     }

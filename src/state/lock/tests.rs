@@ -203,6 +203,43 @@ fn work_that_ran_before_a_panic_is_dropped_after_the_unlock() {
     assert_eq!(noted.load(Ordering::Relaxed), DROPPED, "nobody will look");
 }
 
+/// Work that breaks an invariant.
+struct Breaks(#[expect(dead_code, reason = "it notes its drop")] Noted);
+
+impl DeferredWork for Breaks {
+    fn run(&mut self, _state: &mut Locked<'_>) {
+        panic!("an invariant is broken");
+    }
+
+    fn answer(&mut self) {}
+}
+
+#[test]
+fn work_that_panics_is_dropped_after_the_unlock() {
+    let shared = with_a_block(&BlockKey::new([1; 32]));
+    let noted = Arc::new(AtomicU32::new(0));
+    let broken = catch_unwind(AssertUnwindSafe(|| {
+        let state = shared.lock();
+        shared.run_or_defer(Breaks(Noted(Arc::clone(&noted))));
+        drop(state);
+    }));
+    assert!(broken.is_err(), "its holder looked again");
+    assert_eq!(noted.load(Ordering::Relaxed), DROPPED, "not under the lock");
+}
+
+#[test]
+fn a_waiter_that_no_movement_has_is_dropped_where_the_lock_breaks() {
+    let shared = with_a_block(&BlockKey::new([1; 32]));
+    let (waiter, mut answer) = oneshot::channel();
+    let broken = catch_unwind(AssertUnwindSafe(|| {
+        let mut state = shared.lock();
+        state.drop_after_unlock(waiter);
+        panic!("an invariant is broken");
+    }));
+    assert!(broken.is_err());
+    assert!(answer.try_recv().is_err_and(|error| error == oneshot::error::TryRecvError::Closed), "its caller is told");
+}
+
 /// Work that is followed by more of it.
 struct Repeated {
     shared: Arc<Shared>,
