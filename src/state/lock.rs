@@ -28,7 +28,8 @@ use crate::{
 /// Why nobody has the state of an unlocked [`Locked`].
 const UNLOCKED: &str = "its drop unlocks it";
 
-/// How often a thread that has released the lock takes it again for what others defer meanwhile.
+/// How often a thread that has released the lock takes it again for what others defer meanwhile, while the reactor can
+/// take it instead.
 const TURNS_MAX: u32 = 4;
 
 /// What a thread does that finds the lock taken.
@@ -100,7 +101,7 @@ impl Shared {
         self.serve_deferred();
     }
 
-    /// Does what was deferred, unless another thread has the lock, who does it then.
+    /// Does what was deferred, unless another thread has the lock, who does it then, or much comes meanwhile.
     #[cold]
     fn serve_deferred(self: &Arc<Self>) {
         for turn in 1.. {
@@ -125,7 +126,7 @@ impl Shared {
         self.deferred.end();
     }
 
-    /// A locked state, with what was deferred before done.
+    /// A locked state, with some of what was deferred before done.
     #[inline(always)] // each hit pays for it
     pub(super) fn locked<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
@@ -137,7 +138,7 @@ impl Shared {
         Locked { state: Some(state), shared: self, was_unwinding, is_serving: false }
     }
 
-    /// Does what was deferred before.
+    /// Does some of what was deferred before.
     #[inline(never)]
     fn locked_and_served<'a>(self: &'a Arc<Self>, state: MutexGuard<'a, State>, was_unwinding: bool) -> Locked<'a> {
         let mut locked = Locked { state: Some(state), shared: self, was_unwinding, is_serving: false };
