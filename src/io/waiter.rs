@@ -35,14 +35,29 @@ enum End {
     Here(Called),
 }
 
-/// Called once, when it is dropped at the latest.
-struct Called(Option<Box<dyn FnOnce(Summed) + Send>>);
+/// Who is told of a transfer on the thread that makes it.
+pub(crate) trait Owner: Send {
+    /// The block, which is about to be written, has this checksum.
+    fn summed(&mut self, _sum: u64) {}
+
+    /// The transfer has ended.
+    fn ended(self: Box<Self>, result: Summed);
+}
+
+impl<F: FnOnce(Summed) + Send> Owner for F {
+    fn ended(self: Box<Self>, result: Summed) {
+        self(result);
+    }
+}
+
+/// Told of the end once, when it is dropped at the latest.
+struct Called(Option<Box<dyn Owner>>);
 
 impl Called {
     fn call(&mut self, result: Summed) {
-        if let Some(end) = self.0.take() {
+        if let Some(owner) = self.0.take() {
             // A panic is of this block alone.
-            _ = caught(|| end(result));
+            _ = caught(|| owner.ended(result));
         }
     }
 }
@@ -59,9 +74,9 @@ impl Waiter {
         (Waiter { sum_bytes, sum: None, end: End::Reactor(answer) }, answered)
     }
 
-    /// Calls `end` on the thread that has made the transfer, or that has lost it.
-    pub(crate) fn calling(sum_bytes: usize, end: impl FnOnce(Summed) + Send + 'static) -> Waiter {
-        Waiter { sum_bytes, sum: None, end: End::Here(Called(Some(Box::new(end)))) }
+    /// Tells `owner` on the thread that makes the transfer, or that has lost it.
+    pub(crate) fn calling(sum_bytes: usize, owner: impl Owner + 'static) -> Waiter {
+        Waiter { sum_bytes, sum: None, end: End::Here(Called(Some(Box::new(owner)))) }
     }
 
     /// Whether its end is told on the thread that has made the transfer.
@@ -75,9 +90,13 @@ impl Waiter {
         self.sum_bytes
     }
 
-    /// Notes the checksum of a block that is about to be written.
-    fn with_sum(self, sum: u64) -> Waiter {
-        Waiter { sum: Some(sum), ..self }
+    /// Notes the checksum of a block that is about to be written. A panic of the owner loses the transfer.
+    fn with_sum(mut self, sum: u64) -> Waiter {
+        self.sum = Some(sum);
+        if let End::Here(Called(Some(owner))) = &mut self.end {
+            owner.summed(sum);
+        }
+        self
     }
 }
 

@@ -49,8 +49,10 @@ pub(crate) enum Urgent {
     GiveBack { region: RegionUse },
     /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
     EndRead(Box<PlannedRead>, Summed),
-    /// End stores whose writes a caller had submitted.
-    EndStores { call: Arc<StoreCall>, stores: Vec<EndedStore> },
+    /// Record blocks of a call that I/O threads write and have checksummed, and end their stores with their payloads.
+    EndStores { call: Arc<StoreCall>, group: usize },
+    /// End a store whose write by an I/O thread has failed, or was lost.
+    EndStore { call: Arc<StoreCall>, store: Box<EndedStore> },
     /// Load blocks whose reads to their caller's memory have failed.
     Load { jobs: Vec<Job>, reply: Reply },
     /// Copy a device block into `buf`, which is resized to fit.

@@ -10,11 +10,12 @@ use super::{
     plan::{OnDisk, Taken, Trip},
     region::Job,
     results::or_panicked,
-    store::{EndedStore, PlannedStore, StartedWrite, StoreCall, begin_caller_write},
+    store::{EndedStore, PlannedStore, StartedWrite, StoreCall, SummedStore, begin_caller_write},
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
     device::CopyEngine,
+    disk::PageId,
     error::{Error, Result},
     index::EntryId,
     io::Storage,
@@ -91,7 +92,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (key, origin, id, permit) = (job.key, job.origin(), write.id, permit.expect("its write has not ended"));
         let (sum, job) = self.checksum_of(job, self.shared.config.slot_bytes() as u64).await;
         let entered = match job.check_is_there() {
-            Ok(()) => Ok(self.lock().enter_written(&write, sum, origin)),
+            Ok(()) => Ok(self.lock().enter_written(id, write.filling.slot(), sum, origin)),
             // It may be of zeros: as an I/O thread would have, it has found no memory.
             Err(_) => Err(Error::io("write", self.path_of(place.file), io::Error::from_raw_os_error(libc::EFAULT))),
         };
@@ -103,65 +104,43 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.end_in_place(&key, id, began, written).await
     }
 
-    /// Ends stores whose writes I/O threads had: those that are written, whose records are on one page, with that page;
-    /// others by what came of them, or here.
-    pub(super) async fn end_stores(self: Rc<Self>, call: Arc<StoreCall>, stores: Vec<EndedStore>) {
-        let numbers: Vec<usize> = stores.iter().map(|(planned, _)| planned.number).collect();
-        let results = match or_panicked(self.end_each_store(stores)).await {
+    /// Records blocks of one page that I/O threads write, and makes those visible whose payload is written.
+    pub(super) async fn end_stores(self: Rc<Self>, call: Arc<StoreCall>, group: usize) {
+        let recorded = or_panicked(self.record(call.record(group))).await;
+        let written = call.written(group).await;
+        let numbers: Vec<usize> = written.iter().map(|planned| planned.number).collect();
+        let results = match or_panicked(self.end_written(written, recorded)).await {
             Ok(results) => results,
             Err(error) => numbers.into_iter().map(|number| (number, Err(error.clone()))).collect(),
         };
         call.settle(results.into_iter().map(|(number, result)| (number, result.map(|()| true))));
     }
 
-    async fn end_each_store(self: &Rc<Self>, stores: Vec<EndedStore>) -> Result<Vec<(usize, Result<()>)>> {
-        let guard = |(planned, _): &EndedStore| {
-            FlightGuard::of_write(self, &planned.job.key, planned.started, planned.write.filling.slot())
-        };
-        let _guards: Vec<_> = stores.iter().map(guard).collect();
-        let (mut results, mut written) = (Vec::with_capacity(stores.len()), Vec::with_capacity(stores.len()));
-        for (planned, result) in stores {
-            let number = planned.number;
-            let result = match result {
-                Some(Ok(sum)) => {
-                    written.push((planned, sum));
-                    continue;
-                }
-                None => self.store_here(planned).await,
-                Some(Err(source)) => {
-                    let (file, failed) = (planned.place.file, Err(source));
-                    self.shared.account(&self.shared.failures, file, OpKind::Write, &failed);
-                    let failed = failed.map_err(|source| Error::io("write", self.path_of(file), source));
-                    self.end_alone(planned, failed).await
-                }
-            };
-            results.push((number, result));
+    async fn record(self: &Rc<Self>, (page, stores): (PageId, Vec<SummedStore>)) -> Result<()> {
+        if stores.is_empty() {
+            return Ok(());
         }
-        if let Some((first, _)) = written.first() {
-            let page = first.place.page;
-            {
-                let mut state = self.lock();
-                for (planned, sum) in &written {
-                    // Nothing for one that was removed meanwhile.
-                    state.enter_written(&planned.write, *sum, planned.job.origin());
-                }
+        {
+            let mut state = self.lock();
+            for SummedStore { id, slot, checksum, origin } in stores {
+                // Nothing for one that was removed meanwhile.
+                state.enter_written(id, slot, checksum, origin);
             }
-            let recorded = self.write_page(page).await;
-            self.end_written(written, recorded, &mut results).await;
         }
-        Ok(results)
+        self.write_page(page).await
     }
 
     /// Makes blocks visible whose payloads and records are written, under one lock.
     async fn end_written(
         self: &Rc<Self>,
-        written: Vec<(PlannedStore, u64)>,
+        written: Vec<PlannedStore>,
         recorded: Result<()>,
-        results: &mut Vec<(usize, Result<()>)>,
-    ) {
+    ) -> Result<Vec<(usize, Result<()>)>> {
+        let _guards: Vec<_> = written.iter().map(|planned| self.guard_of(planned)).collect();
+        let mut results = Vec::with_capacity(written.len());
         let (mut ends, mut stored, mut others) = (Vec::new(), Vec::new(), Vec::new());
         let mut state = self.lock();
-        for (planned, _) in written {
+        for planned in written {
             if recorded.is_err() || state.index.find(&planned.job.key) != Some(planned.write.id) {
                 others.push(planned);
             } else {
@@ -183,6 +162,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         for planned in others {
             results.push((planned.number, self.end_alone(planned, recorded.clone()).await));
         }
+        Ok(results)
+    }
+
+    /// Ends a store whose write by an I/O thread has failed. One that was lost is made again, here.
+    pub(super) async fn end_store(self: Rc<Self>, call: Arc<StoreCall>, store: Box<EndedStore>) {
+        let (planned, failed) = *store;
+        let number = planned.number;
+        let end = async {
+            let _guard = self.guard_of(&planned);
+            let Some(source) = failed else { return self.store_here(planned).await };
+            let (file, failed) = (planned.place.file, Err(source));
+            self.shared.account(&self.shared.failures, file, OpKind::Write, &failed);
+            let failed = failed.map_err(|source| Error::io("write", self.path_of(file), source));
+            self.end_alone(planned, failed).await
+        };
+        let result = or_panicked(end).await;
+        call.settle([(number, result.map(|()| true))].into_iter());
+    }
+
+    fn guard_of(self: &Rc<Self>, planned: &PlannedStore) -> FlightGuard<S, C> {
+        FlightGuard::of_write(self, &planned.job.key, planned.started, planned.write.filling.slot())
     }
 
     /// Ends a store whose write has failed, or whose block was removed meanwhile.

@@ -7,6 +7,7 @@
 mod block_memory;
 mod busy_poll;
 mod by_value;
+mod call_pages;
 mod caller_memory;
 mod command;
 mod copy;
@@ -287,7 +288,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 reply(this.load(jobs).await);
             }),
             Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
-            Urgent::EndStores { call, stores } => self.spawn(this.end_stores(call, stores)),
+            Urgent::EndStores { call, group } => self.spawn(this.end_stores(call, group)),
+            Urgent::EndStore { call, store } => self.spawn(this.end_store(call, store)),
             // It is already closing.
             Urgent::Close => {}
         }

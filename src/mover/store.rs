@@ -6,15 +6,15 @@
 //! the blocks visible and answers the call. It stores the others of the call, those whose write has failed or was lost,
 //! and those that must wait for something.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use tokio::{sync::mpsc, time::Instant};
 
 use super::{
     Command, Urgent,
+    call_pages::{CallPages, Next},
     command::Reply,
     load::{Numbered, begin_in_parts},
-    pages::CallPages,
     plan::{Taken, WRITE},
     region::{Job, RegionMemory},
     results::CallResults,
@@ -25,8 +25,10 @@ use super::{
 use crate::{
     block::{OpKind, Tier},
     config::WritePolicy,
+    disk::{Origin, PageId},
     error::Result,
-    io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
+    index::EntryId,
+    io::{Asleep, OpenFile, Owner, Pool, Summed, Transfer, Waiter},
     state::{Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
     sync::Mutex,
     urgency::Urgency,
@@ -42,8 +44,8 @@ pub(crate) struct StoreCall {
 
 struct Progress {
     results: CallResults,
-    /// Blocks that are being written, and those that are written and wait for others of their page.
-    pages: CallPages<EndedStore>,
+    /// Those of its blocks that I/O threads write.
+    pages: CallPages<SummedStore, PlannedStore>,
 }
 
 /// The first step of a store.
@@ -74,8 +76,25 @@ pub(crate) struct PlannedStore {
     pub(super) started: Started,
 }
 
-/// A write by an I/O thread that has ended: with the checksum of the block, or why it failed. `None`: it was lost.
-pub(crate) type EndedStore = (PlannedStore, Summed);
+/// A write by an I/O thread that has failed: why. `None`: it was lost.
+pub(crate) type EndedStore = (PlannedStore, Option<io::Error>);
+
+/// What is recorded of a block that an I/O thread is about to write.
+pub(super) struct SummedStore {
+    pub(super) id: EntryId,
+    pub(super) slot: u32,
+    pub(super) checksum: u64,
+    pub(super) origin: Origin,
+}
+
+/// A store that an I/O thread makes.
+struct QueuedStore {
+    call: Arc<StoreCall>,
+    /// Of the blocks that are recorded together.
+    group: usize,
+    is_summed: bool,
+    planned: PlannedStore,
+}
 
 /// The way of a block that is stored. `is_in_place`: direct I/O may write it from its place. `has_cufile`: libcufile
 /// may.
@@ -156,39 +175,72 @@ impl StoreCall {
 
     /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
     pub(super) fn queue(self: &Arc<Self>, planned: PlannedStore, pool: &Pool, file: OpenFile) -> Asleep {
-        self.progress.lock().pages.enter(planned.place.page);
+        let group = self.progress.lock().pages.enter(planned.place.page);
         // SAFETY: nothing is written to it. The plan, in the waiter, keeps the disk slot.
         let buf = unsafe { planned.job.lend_place() };
         let transfer = Transfer { kind: OpKind::Write, file, offset: planned.place.offset, buf };
-        let call = Arc::clone(self);
-        let waiter = Waiter::calling(self.shared.config.block_bytes, move |result| call.ended(planned, result));
-        pool.push_transfer(Urgency::Awaited, transfer, waiter)
+        let queued = QueuedStore { call: Arc::clone(self), group, is_summed: false, planned };
+        pool.push_transfer(Urgency::Awaited, transfer, Waiter::calling(self.shared.config.block_bytes, queued))
     }
 
-    /// The end of a write, on the thread that has made it. The reactor hears of blocks that are written when all of
-    /// their page are, and at once of one that failed, or was lost: the kernel is done with its memory.
-    fn ended(self: &Arc<Self>, mut planned: PlannedStore, result: Summed) {
-        let (page, file) = (planned.place.page, planned.place.file);
-        if result.is_some() {
-            drop(planned.permit.take());
+    fn follow(self: &Arc<Self>, Next { record, written }: Next<PlannedStore>) {
+        record.into_iter().for_each(|group| self.end_group(group));
+        if let Some((waiter, written)) = written {
+            drop(waiter.send(written));
         }
-        let is_written = matches!(result, Some(Ok(_)));
-        if is_written {
-            self.shared.account(&self.shared.failures, file, OpKind::Write, &Ok(()));
-            self.shared.metrics.work_done.add(1);
-        }
-        let ended = (planned, result);
-        let (written, other) = if is_written { (Some(ended), None) } else { (None, Some(ended)) };
-        let together = self.progress.lock().pages.leave(page, written);
-        self.hand_over(together);
-        self.hand_over(other.into_iter().collect());
     }
 
-    fn hand_over(self: &Arc<Self>, stores: Vec<EndedStore>) {
-        if !stores.is_empty() {
-            // Where the reactor is gone, the call ends as closed.
-            drop(self.urgent.send(Urgent::EndStores { call: Arc::clone(self), stores }));
+    fn end_group(self: &Arc<Self>, group: usize) {
+        // Where the reactor is gone, the call ends as closed.
+        drop(self.urgent.send(Urgent::EndStores { call: Arc::clone(self), group }));
+    }
+
+    /// The page of blocks that are checksummed, and their records.
+    pub(super) fn record(&self, group: usize) -> (PageId, Vec<SummedStore>) {
+        self.progress.lock().pages.record(group)
+    }
+
+    /// Waits for the payloads of blocks whose records are written.
+    pub(super) async fn written(&self, group: usize) -> Vec<PlannedStore> {
+        let written = self.progress.lock().pages.end(group);
+        match written {
+            Ok(written) => written,
+            Err(written) => written.await.expect("the call has the sender"),
         }
+    }
+}
+
+impl Owner for QueuedStore {
+    fn summed(&mut self, checksum: u64) {
+        self.is_summed = true;
+        let PlannedStore { number, job, write: DiskWrite { id, filling }, .. } = &self.planned;
+        let summed = SummedStore { id: *id, slot: filling.slot(), checksum, origin: job.origin() };
+        let next = self.call.progress.lock().pages.summed(self.group, *number, summed);
+        self.call.follow(next);
+    }
+
+    /// The reactor hears at once of a write that has failed, or was lost: the kernel is done with its memory.
+    fn ended(self: Box<Self>, result: Summed) {
+        let QueuedStore { call, group, is_summed, mut planned } = *self;
+        let shared = &call.shared;
+        let failed = match result {
+            Some(Ok(_)) => {
+                drop(planned.permit.take());
+                shared.account(&shared.failures, planned.place.file, OpKind::Write, &Ok(()));
+                shared.metrics.work_done.add(1);
+                let next = call.progress.lock().pages.written(group, planned);
+                return call.follow(next);
+            }
+            Some(Err(error)) => {
+                drop(planned.permit.take());
+                Some(error)
+            }
+            None => None,
+        };
+        let next = call.progress.lock().pages.give_up(group, planned.number, is_summed);
+        call.follow(next);
+        let store = Box::new((planned, failed));
+        drop(call.urgent.send(Urgent::EndStore { call: Arc::clone(&call), store }));
     }
 }
 
@@ -201,8 +253,8 @@ impl Submitter {
         let mut known = Vec::new();
         call.progress.lock().pages.hold();
         let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
-        let together = call.progress.lock().pages.release();
-        together.into_iter().for_each(|stores| call.hand_over(stores));
+        let complete = call.progress.lock().pages.release();
+        complete.into_iter().for_each(|group| call.end_group(group));
         call.settle(known.into_iter());
         (!rest.is_empty()).then_some(Command::StoreFrom { jobs: rest, call })
     }

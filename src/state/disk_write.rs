@@ -95,7 +95,7 @@ impl State {
             return None;
         }
         if let Some(checksum) = checksum {
-            self.enter_in_table(id, filling, checksum);
+            self.enter_in_table(id, filling.slot(), checksum);
         }
         let slots = self.disk_slots();
         let (file, offset) = slots.locate(filling.slot());
@@ -112,19 +112,24 @@ impl State {
 
     /// Enters a block that is being written in place from memory of `origin` in the table, now that its checksum is
     /// known. False if the block was removed meanwhile: no record may name it.
-    pub(crate) fn enter_written(&mut self, write: &DiskWrite, checksum: u64, origin: Origin) -> bool {
-        let is_there = self.index.find(&self.index.key(write.id)) == Some(write.id);
+    pub(crate) fn enter_written(&mut self, id: EntryId, slot: u32, checksum: u64, origin: Origin) -> bool {
+        let key = self.index.key(id);
+        let is_there = self.index.find(&key) == Some(id);
         if is_there {
-            self.enter_in_table(write.id, &write.filling, checksum);
-            self.disk_slots().set_origin(write.filling.slot(), origin);
+            // Entered before, for a write that was lost.
+            if self.disk_slots().meta(slot).is_some() {
+                self.disk_slots().clear(slot, &key);
+            }
+            self.enter_in_table(id, slot, checksum);
+            self.disk_slots().set_origin(slot, origin);
         }
         is_there
     }
 
-    fn enter_in_table(&mut self, id: EntryId, filling: &Filling, checksum: u64) {
+    fn enter_in_table(&mut self, id: EntryId, slot: u32, checksum: u64) {
         let generation = self.generation;
         self.generation += 1;
-        self.disk_slots().commit(filling.slot(), id.as_u32(), checksum, generation);
+        self.disk_slots().commit(slot, id.as_u32(), checksum, generation);
     }
 
     /// As [`begin_disk_write`](Self::begin_disk_write), of a block that is pinned in host or device memory.

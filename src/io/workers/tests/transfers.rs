@@ -17,7 +17,10 @@ use super::*;
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    io::transfer::OpenFile,
+    io::{
+        transfer::OpenFile,
+        waiter::{Owner, Summed},
+    },
     memory::{AlignedBuf, IoBuf, Lent},
 };
 
@@ -126,6 +129,46 @@ fn blocks_are_written_with_the_checksum_of_what_was_written() {
                 assert_eq!(block, [n.wrapping_mul(7).wrapping_add(round); 4096], "block {n}");
             }
         }
+    });
+}
+
+/// Says what the file has when its block is checksummed, and the end.
+struct Watching(Arc<File>, mpsc::Sender<(&'static str, u8, u64)>);
+
+impl Watching {
+    fn tell(&self, event: &'static str, sum: u64) {
+        let mut byte = [0];
+        self.0.read_exact_at(&mut byte, 0).expect("it has a byte");
+        self.1.send((event, byte[0], sum)).expect("the test waits");
+    }
+}
+
+impl Owner for Watching {
+    fn summed(&mut self, sum: u64) {
+        self.tell("summed", sum);
+    }
+
+    fn ended(self: Box<Self>, result: Summed) {
+        self.tell("ended", result.expect("it is not lost").expect("written"));
+    }
+}
+
+#[test]
+fn an_owner_hears_of_the_checksum_before_the_block_is_written() {
+    on_reactor(async {
+        let workers = with_rings(1, 1);
+        let file = tempfile::tempfile().expect("a file");
+        file.write_all_at(&[1; 4096], 0).expect("written");
+        let file = Arc::new(file);
+        let (events, heard) = mpsc::channel();
+        let mut buf = AlignedBuf::zeroed(4096);
+        buf.fill(7);
+        let open = OpenFile { file: Arc::clone(&file), id: FileId(0), by_calls: false };
+        let transfer = Transfer { kind: OpKind::Write, file: open, offset: 0, buf: buf.lend() };
+        let waiter = Waiter::calling(4096, Watching(file, events));
+        pool(&workers).push_transfer(Urgency::Awaited, transfer, waiter).wake();
+        let sum = checksum(&[7; 4096]);
+        assert!(heard.iter().eq([("summed", 1, sum), ("ended", 7, sum)]));
     });
 }
 
