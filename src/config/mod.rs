@@ -49,7 +49,8 @@ pub struct Config {
     /// Threads that take reads, writes, checksums and copies of host memory off the reactor, so that one core does not
     /// bound them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process,
     /// at most 8; if there are two or fewer, one, which only reads and writes. Two of these for each drive then read
-    /// and write; if a number is given, direct I/O is not required, or the drives are unknown, all do. 0 to 256.
+    /// and write, but no more than a quarter of the processors; if a number is given, direct I/O is not required, or
+    /// the drives are unknown, all do. 0 to 256.
     pub workers: Option<u32>,
     /// Microseconds for which the reactor polls for work before it sleeps. While a movement is in flight the reactor
     /// then never sleeps, and occupies a core; callers leave all reads to it. Useful for single blocks from fast disks,
@@ -126,22 +127,21 @@ impl Config {
 
     /// The number of threads that [`workers`](Self::workers) means on this machine.
     pub fn worker_threads(&self) -> u32 {
-        self.workers.unwrap_or_else(|| {
-            let processors = std::thread::available_parallelism().map_or(1, usize::from);
-            if processors <= 2 { 0 } else { (processors / 2).min(8) as u32 }
-        })
+        self.workers.unwrap_or(if processors() <= 2 { 0 } else { (processors() / 2).min(8) })
     }
 
     /// How many of these threads read and write, on so many drives: if [`workers`](Self::workers) does not say it, two
-    /// for each drive. More of them would share a drive's blocks, so that each sleeps and is woken for every few of
-    /// them.
+    /// for each drive, but no more than a quarter of the processors. More of them would share the drives' blocks, so
+    /// that each sleeps and is woken for every few of them.
     pub(crate) fn transferring_threads(&self, drives: Option<u32>) -> u32 {
+        // One for the reads that callers submit, also where all else is the reactor's.
+        let all = self.workers.unwrap_or(self.worker_threads().max(1));
         // A buffered operation is a copy by whoever makes it.
         let is_direct = self.disk.direct_io == DirectIo::Require;
-        let wanted =
-            drives.filter(|_| is_direct && self.workers.is_none()).map_or(u32::MAX, |drives| drives.saturating_mul(2));
-        // One for the reads that callers submit, also where all else is the reactor's.
-        wanted.min(self.workers.unwrap_or(self.worker_threads().max(1)))
+        match drives.filter(|_| is_direct && self.workers.is_none()) {
+            Some(drives) => drives.saturating_mul(2).min((processors() / 4).max(1)).min(all),
+            None => all,
+        }
     }
 
     /// Bytes that reads and writes of the disk tier may have in flight, on all paths: a block moves, whatever its size.
@@ -190,6 +190,11 @@ impl Config {
     }
 }
 
+/// The number of processors that this process may use.
+fn processors() -> u32 {
+    std::thread::available_parallelism().map_or(1, |processors| processors.get() as u32)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -198,8 +203,9 @@ mod tests {
     fn two_workers_transfer_for_each_drive_unless_their_number_is_given_or_more_would_copy() {
         let automatic = Config::default();
         let all = automatic.worker_threads().max(1);
+        let most = all.min((processors() / 4).max(1));
         for (drives, wanted) in [(0, 0), (1, 2), (3, 6), (64, 128)] {
-            assert_eq!(automatic.transferring_threads(Some(drives)), all.min(wanted), "{drives} drives");
+            assert_eq!(automatic.transferring_threads(Some(drives)), most.min(wanted), "{drives} drives");
         }
         assert_eq!(automatic.transferring_threads(None), all, "unknown drives");
         assert_eq!(automatic.direct_io(DirectIo::Prefer).transferring_threads(Some(1)), all, "copies");
