@@ -192,8 +192,8 @@ impl DiskSlots {
         self.slots[slot as usize].origin
     }
 
-    /// Makes the full slot of block `key` filling again, and its record page stale, after an eviction or removal. Must
-    /// be followed by `release`, or by filling the slot with another block.
+    /// Makes the full slot of block `key` filling again, and its record page stale, after an eviction, a removal or a
+    /// write that has failed. Must be followed by `release`, or by filling the slot anew.
     ///
     /// # Panics
     /// If the slot is not full.

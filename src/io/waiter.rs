@@ -90,7 +90,7 @@ impl Waiter {
         self.sum_bytes
     }
 
-    /// Notes the checksum of a block that is about to be written. A panic of the owner loses the transfer.
+    /// Notes the checksum of a block that is about to be written. A panic of the owner loses its thread's transfers.
     fn with_sum(mut self, sum: u64) -> Waiter {
         self.sum = Some(sum);
         if let End::Here(Called(Some(owner))) = &mut self.end {

@@ -7,9 +7,9 @@ use tokio::sync::oneshot;
 
 use crate::disk::PageId;
 
-/// The blocks of one call, in groups: those of a page are recorded by one write, once all of them are checksummed, which
-/// goes to the disk beside their payloads. The caller waits for all blocks of the call in any case, and a page costs
-/// about as much as a block.
+/// The blocks of one call, in groups: those of a page that enter together, or before the others have their checksums,
+/// are recorded by one write beside their payloads. The caller waits for all blocks of the call in any case, and a page
+/// costs about as much as a block.
 pub(super) struct CallPages<S, W> {
     groups: Slab<Group<S, W>>,
     /// The groups that further blocks of their pages join.

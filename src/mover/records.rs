@@ -67,7 +67,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let _serving = Serving(Rc::clone(&self), page);
         let mut buf = AlignedBuf::zeroed(IO_ALIGN);
         loop {
-            // Payloads that completed in the same turn get into the same write.
+            // Records that come in the same turn get into the same write.
             tokio::task::yield_now().await;
             if !self.records.borrow_mut().begin(page) {
                 return;

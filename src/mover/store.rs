@@ -212,10 +212,10 @@ impl StoreCall {
 
 impl Owner for QueuedStore {
     fn summed(&mut self, checksum: u64) {
-        self.is_summed = true;
         let PlannedStore { number, job, write: DiskWrite { id, filling }, .. } = &self.planned;
         let summed = SummedStore { id: *id, slot: filling.slot(), checksum, origin: job.origin() };
         let next = self.call.progress.lock().pages.summed(self.group, *number, summed);
+        self.is_summed = true;
         self.call.follow(next);
     }
 

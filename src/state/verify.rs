@@ -136,7 +136,7 @@ impl Shared {
     }
 
     /// Counts a block whose lender changed its memory while it was stored, or so it seems: the bytes were never read
-    /// back before.
+    /// back before. After a kill it may be one whose payload was not written.
     fn blame_lender(&self, origin: Origin, slot: u32) {
         self.metrics.changed_memory.add(1);
         let blamed = self.lenders.blame(origin);
@@ -148,8 +148,9 @@ impl Shared {
                 name,
                 slot,
                 count,
-                "a block on disk was given up: its memory was changed while it was stored from there, or the drive \
-                 lost it before it was first read; wait for the end of a store before its memory is used again"
+                "a block on disk was given up: its memory was changed while it was stored from there, a kill cut its \
+                 store off, or the drive lost it before it was first read; wait for the end of a store before its \
+                 memory is used again"
             );
         } else {
             tracing::debug!(name, slot, count, "a block on disk was given up: its memory was changed during its store");
