@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Memory, Segment, Tier, internals::io::FileId};
-use kvhoist_simulation::sim;
+use kvhoist::{
+    BlockKey, Cache, Config, DiskPath, Memory, Segment, Tier,
+    internals::io::{FileId, OpKind},
+};
+use kvhoist_simulation::sim::{self, Fault};
 
 const BLOCKS: u8 = 24;
 
@@ -168,6 +171,60 @@ fn a_block_that_is_removed_while_a_worker_writes_it_is_not_there_after_a_kill() 
         removed += there.iter().filter(|there| !**there).count();
     }
     assert!(work_done > 0 && removed > 0, "{work_done} pieces of work by workers, {removed} blocks removed");
+}
+
+/// Stores blocks from a caller's memory, the first of whose payloads stalls. Returns whether the page of their records
+/// was on the medium meanwhile; `None` without workers.
+fn record_beside_a_stalled_payload(seed: u64) -> Option<bool> {
+    let config = Config::default()
+        .block_bytes(4096)
+        .host_blocks(2)
+        .bypass_host(true)
+        .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
+    let mut world = sim::World::new(seed, sim::blank_files(&config));
+    world.deaths = 0.0;
+    let keys: Vec<_> = (0..8).map(key).collect();
+    let mut pages = Box::new(Pages(std::array::from_fn(|n| [n as u8; 4096])));
+    sim::block_on(async {
+        let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open");
+        let start = pages.0.as_mut_ptr().cast::<u8>();
+        // SAFETY: the pages live for longer than the cache, and nobody touches them until they are unregistered.
+        let memory = unsafe { Memory::host(start, size_of::<Pages>()) };
+        let region = cache.register(memory).await.expect("registered");
+        let place = |n: usize| vec![Segment { ptr: start.wrapping_add(n * 4096), len: 4096 }];
+        let places: Vec<_> = (0..keys.len()).map(place).collect();
+        world.storage.script_next(OpKind::Write, Fault::Stall);
+        let mut storing = Box::pin(cache.store_from(&keys, None, &places));
+        let waited = tokio::time::timeout(Duration::from_millis(50), &mut storing).await;
+        assert!(waited.is_err(), "seed {seed}: answered with a payload in flight");
+        let file = world.storage.contents(FileId(0));
+        let is_recorded = (cache.stats().work_done > 0).then(|| file[8192..12288].iter().any(|&byte| byte != 0));
+        let missing = |cache: &Cache| keys.iter().filter(|key| !cache.contains(key)).count();
+        assert!(missing(&cache) > 0, "seed {seed}: a block is visible before its payload");
+        world.storage.release();
+        assert!(storing.await.expect("one call").iter().all(|stored| matches!(stored, Ok(true))));
+        assert_eq!(missing(&cache), 0, "seed {seed}");
+        cache.unregister(&region).await.expect("unregistered");
+        cache.close().await.expect("close");
+        reactor.ended().await;
+        reactor.check_idle().expect("every slot is accounted for");
+
+        let killed = sim::World::new(seed, vec![file]);
+        let sim::Simulated { cache, reactor } = sim::open(config, &killed).await.expect("open again");
+        for (n, key) in keys.iter().enumerate() {
+            let lease = cache.fetch(key).await.expect("a miss is no error");
+            assert!(lease.is_none_or(|lease| *lease == [n as u8; 4096]), "seed {seed}: wrong bytes of block {n}");
+        }
+        cache.close().await.expect("close");
+        reactor.ended().await;
+        is_recorded
+    })
+}
+
+#[test]
+fn a_record_that_is_there_before_its_payload_makes_no_block_visible() {
+    let recorded: Vec<_> = (0..64).filter_map(record_beside_a_stalled_payload).collect();
+    assert!(recorded.contains(&true), "records beside payloads: {recorded:?}");
 }
 
 /// The end of a run whose cache was closed while workers had work.
