@@ -139,7 +139,7 @@ impl Config {
         // A buffered operation is a copy by whoever makes it.
         let is_direct = self.disk.direct_io == DirectIo::Require;
         match drives.filter(|_| is_direct && self.workers.is_none()) {
-            Some(drives) => drives.saturating_mul(2).min((processors() / 4).max(1)).min(all),
+            Some(drives) => threads_for(drives, processors()).min(all),
             None => all,
         }
     }
@@ -190,6 +190,11 @@ impl Config {
     }
 }
 
+/// How many threads read and write on so many drives.
+fn threads_for(drives: u32, processors: u32) -> u32 {
+    drives.saturating_mul(2).min(processors.div_ceil(4))
+}
+
 /// The number of processors that this process may use.
 fn processors() -> u32 {
     std::thread::available_parallelism().map_or(1, |processors| processors.get() as u32)
@@ -200,12 +205,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn two_threads_serve_a_drive_and_no_more_than_a_quarter_of_the_processors_all() {
+        let cases =
+            [(0, 16, 0), (1, 1, 1), (1, 2, 1), (1, 4, 1), (8, 6, 2), (1, 16, 2), (8, 16, 4), (8, 32, 8), (1, 64, 2)];
+        for (drives, processors, wanted) in cases {
+            assert_eq!(threads_for(drives, processors), wanted, "{drives} drives, {processors} processors");
+        }
+    }
+
+    #[test]
     fn two_workers_transfer_for_each_drive_unless_their_number_is_given_or_more_would_copy() {
         let automatic = Config::default();
         let all = automatic.worker_threads().max(1);
-        let most = all.min((processors() / 4).max(1));
-        for (drives, wanted) in [(0, 0), (1, 2), (3, 6), (64, 128)] {
-            assert_eq!(automatic.transferring_threads(Some(drives)), most.min(wanted), "{drives} drives");
+        for drives in [0, 1, 64] {
+            let wanted = threads_for(drives, processors()).min(all);
+            assert_eq!(automatic.transferring_threads(Some(drives)), wanted, "{drives} drives");
         }
         assert_eq!(automatic.transferring_threads(None), all, "unknown drives");
         assert_eq!(automatic.direct_io(DirectIo::Prefer).transferring_threads(Some(1)), all, "copies");

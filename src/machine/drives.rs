@@ -21,9 +21,14 @@ pub(crate) fn drives(paths: &[PathBuf]) -> Option<u32> {
 pub(super) fn drives_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<u32> {
     let mut found = BTreeSet::new();
     for path in paths {
-        enter(drive_folder(&fs::metadata(path).ok()?, kernel)?, STACK_MAX, &mut found)?;
+        enter(drive_folder(&metadata(path)?, kernel)?, STACK_MAX, &mut found)?;
     }
     u32::try_from(found.len()).ok()
+}
+
+/// Of a file or device, or of the folder in which a file is to be created.
+pub(super) fn metadata(path: &Path) -> Option<fs::Metadata> {
+    fs::metadata(path).or_else(|_| fs::metadata(path.parent().unwrap_or(path))).ok()
 }
 
 /// Enters the drives that a drive is made of, or itself if there are none.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    drives::{STACK_MAX, drive_folder, parts},
+    drives::{STACK_MAX, drive_folder, metadata, parts},
     kernel::Kernel,
 };
 
@@ -31,7 +31,7 @@ pub fn near_node_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<NearNode> 
     if numbers(&kernel.read(&format!("{NODES}/online"))?).len() < 2 {
         return None;
     }
-    let node = |path: &PathBuf| node_of(&drive_folder(&fs::metadata(path).ok()?, kernel)?, kernel, STACK_MAX);
+    let node = |path: &PathBuf| node_of(&drive_folder(&metadata(path)?, kernel)?, kernel, STACK_MAX);
     let node = same(paths.iter().map(node))?;
     let processors = numbers(&kernel.read(&format!("{NODES}/node{node}/cpulist"))?);
     (!processors.is_empty()).then_some(NearNode { node, processors })
@@ -174,7 +174,8 @@ mod tests {
         assert_eq!(drives(&[&root]), Some(3));
 
         assert_eq!(drives(&[&root, Path::new("/proc")]), None, "no drive");
-        assert_eq!(drives(&[&root.join("missing")]), None);
+        assert_eq!(drives(&[&root.join("missing")]), Some(3), "a file to be created");
+        assert_eq!(drives(&[&root.join("missing/too")]), None);
         fs::remove_dir_all(blocks.join("nvme3n1")).expect("removed");
         assert_eq!(drives(&[&root]), None, "a part without a directory");
     }
