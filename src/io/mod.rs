@@ -26,7 +26,7 @@ pub use self::{files::Files, resume::in_parts, transfer::OpenFile};
 pub(crate) use self::{
     pool::{Asleep, Pool},
     transfer::Transfer,
-    waiter::{Owner, Summed, Transferred, Waiter},
+    waiter::{Summed, TransferHandler, Transferred, Waiter},
     workers::{ThreadPlan, Workers},
 };
 pub use crate::{

@@ -35,8 +35,8 @@ enum End {
     Here(Called),
 }
 
-/// Who is told of a transfer on the thread that makes it.
-pub(crate) trait Owner: Send {
+/// What is told of a transfer on the thread that makes it.
+pub(crate) trait TransferHandler: Send {
     /// The block, which is about to be written, has this checksum.
     fn summed(&mut self, _sum: u64) {}
 
@@ -44,20 +44,20 @@ pub(crate) trait Owner: Send {
     fn ended(self: Box<Self>, result: Summed);
 }
 
-impl<F: FnOnce(Summed) + Send> Owner for F {
+impl<F: FnOnce(Summed) + Send> TransferHandler for F {
     fn ended(self: Box<Self>, result: Summed) {
         self(result);
     }
 }
 
 /// Told of the end once, when it is dropped at the latest.
-struct Called(Option<Box<dyn Owner>>);
+struct Called(Option<Box<dyn TransferHandler>>);
 
 impl Called {
     fn call(&mut self, result: Summed) {
-        if let Some(owner) = self.0.take() {
+        if let Some(handler) = self.0.take() {
             // A panic is of this block alone.
-            _ = caught(|| owner.ended(result));
+            _ = caught(|| handler.ended(result));
         }
     }
 }
@@ -74,9 +74,9 @@ impl Waiter {
         (Waiter { sum_bytes, sum: None, end: End::Reactor(answer) }, answered)
     }
 
-    /// Tells `owner` on the thread that makes the transfer, or that has lost it.
-    pub(crate) fn calling(sum_bytes: usize, owner: impl Owner + 'static) -> Waiter {
-        Waiter { sum_bytes, sum: None, end: End::Here(Called(Some(Box::new(owner)))) }
+    /// Calls `handler` on the thread that makes the transfer, or that has lost it.
+    pub(crate) fn calling(sum_bytes: usize, handler: impl TransferHandler + 'static) -> Waiter {
+        Waiter { sum_bytes, sum: None, end: End::Here(Called(Some(Box::new(handler)))) }
     }
 
     /// Whether its end is told on the thread that has made the transfer.
@@ -90,11 +90,11 @@ impl Waiter {
         self.sum_bytes
     }
 
-    /// Notes the checksum of a block that is about to be written. A panic of the owner loses its thread's transfers.
+    /// Notes the checksum of a block that is about to be written. A panic of the handler loses its thread's transfers.
     fn with_sum(mut self, sum: u64) -> Waiter {
         self.sum = Some(sum);
-        if let End::Here(Called(Some(owner))) = &mut self.end {
-            owner.summed(sum);
+        if let End::Here(Called(Some(handler))) = &mut self.end {
+            handler.summed(sum);
         }
         self
     }

@@ -28,7 +28,7 @@ use crate::{
     disk::{Origin, PageId},
     error::Result,
     index::EntryId,
-    io::{Asleep, OpenFile, Owner, Pool, Summed, Transfer, Waiter},
+    io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
     state::{Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
     sync::Mutex,
     urgency::Urgency,
@@ -210,7 +210,7 @@ impl StoreCall {
     }
 }
 
-impl Owner for QueuedStore {
+impl TransferHandler for QueuedStore {
     fn summed(&mut self, checksum: u64) {
         let PlannedStore { number, job, write: DiskWrite { id, filling }, .. } = &self.planned;
         let summed = SummedStore { id: *id, slot: filling.slot(), checksum, origin: job.origin() };

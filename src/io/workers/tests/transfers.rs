@@ -19,7 +19,7 @@ use crate::{
     checksum::checksum,
     io::{
         transfer::OpenFile,
-        waiter::{Owner, Summed},
+        waiter::{Summed, TransferHandler},
     },
     memory::{AlignedBuf, IoBuf, Lent},
 };
@@ -143,7 +143,7 @@ impl Watching {
     }
 }
 
-impl Owner for Watching {
+impl TransferHandler for Watching {
     fn summed(&mut self, sum: u64) {
         self.tell("summed", sum);
     }
@@ -154,7 +154,7 @@ impl Owner for Watching {
 }
 
 #[test]
-fn an_owner_hears_of_the_checksum_before_the_block_is_written() {
+fn a_handler_hears_of_the_checksum_before_the_block_is_written() {
     on_reactor(async {
         let workers = with_rings(1, 1);
         let file = tempfile::tempfile().expect("a file");
