@@ -26,7 +26,7 @@ pub(super) fn drives_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<u32> {
     u32::try_from(found.len()).ok()
 }
 
-/// Of a file or device, or of the folder in which a file is to be created.
+/// The metadata of a file or device, or of the folder in which a file is to be created.
 pub(super) fn metadata(path: &Path) -> Option<fs::Metadata> {
     fs::metadata(path).or_else(|_| fs::metadata(path.parent().unwrap_or(path))).ok()
 }

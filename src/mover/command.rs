@@ -7,7 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::{
     progress::LayerJobs,
     region::{Job, RegionUse},
-    store::{EndedStore, StoreCall},
+    store::{FailedStore, StoreCall},
     submit::PlannedRead,
 };
 use crate::{
@@ -52,7 +52,7 @@ pub(crate) enum Urgent {
     /// Record blocks of a call that I/O threads write and have checksummed, and end their stores with their payloads.
     EndStores { call: Arc<StoreCall>, group: usize },
     /// End a store whose write by an I/O thread has failed, or was lost.
-    EndStore { call: Arc<StoreCall>, store: Box<EndedStore> },
+    EndStore { call: Arc<StoreCall>, store: Box<FailedStore> },
     /// Load blocks whose reads to their caller's memory have failed.
     Load { jobs: Vec<Job>, reply: Reply },
     /// Copy a device block into `buf`, which is resized to fit.

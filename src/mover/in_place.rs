@@ -10,7 +10,7 @@ use super::{
     plan::{OnDisk, Taken, Trip},
     region::Job,
     results::or_panicked,
-    store::{EndedStore, PlannedStore, StartedWrite, StoreCall, SummedStore, begin_caller_write},
+    store::{FailedStore, PlannedStore, StartedWrite, StoreCall, SummedStore, begin_caller_write},
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
@@ -166,7 +166,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a store whose write by an I/O thread has failed. One that was lost is made again, here.
-    pub(super) async fn end_store(self: Rc<Self>, call: Arc<StoreCall>, store: Box<EndedStore>) {
+    pub(super) async fn end_store(self: Rc<Self>, call: Arc<StoreCall>, store: Box<FailedStore>) {
         let (planned, failed) = *store;
         let number = planned.number;
         let end = async {

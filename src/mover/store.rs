@@ -77,7 +77,7 @@ pub(crate) struct PlannedStore {
 }
 
 /// A write by an I/O thread that has failed: why. `None`: it was lost.
-pub(crate) type EndedStore = (PlannedStore, Option<io::Error>);
+pub(crate) type FailedStore = (PlannedStore, Option<io::Error>);
 
 /// What is recorded of a block that an I/O thread is about to write.
 pub(super) struct SummedStore {
@@ -184,13 +184,14 @@ impl StoreCall {
     }
 
     fn follow(self: &Arc<Self>, Next { record, written }: Next<PlannedStore>) {
-        record.into_iter().for_each(|group| self.end_group(group));
+        record.into_iter().for_each(|group| self.hand_over(group));
         if let Some((waiter, written)) = written {
             drop(waiter.send(written));
         }
     }
 
-    fn end_group(self: &Arc<Self>, group: usize) {
+    /// Has the reactor record a group and end its stores.
+    fn hand_over(self: &Arc<Self>, group: usize) {
         // Where the reactor is gone, the call ends as closed.
         drop(self.urgent.send(Urgent::EndStores { call: Arc::clone(self), group }));
     }
@@ -222,19 +223,18 @@ impl TransferHandler for QueuedStore {
     /// The reactor hears at once of a write that has failed, or was lost: the kernel is done with its memory.
     fn ended(self: Box<Self>, result: Summed) {
         let QueuedStore { call, group, is_summed, mut planned } = *self;
+        if result.is_some() {
+            drop(planned.permit.take());
+        }
         let shared = &call.shared;
         let failed = match result {
             Some(Ok(_)) => {
-                drop(planned.permit.take());
                 shared.account(&shared.failures, planned.place.file, OpKind::Write, &Ok(()));
                 shared.metrics.work_done.add(1);
                 let next = call.progress.lock().pages.written(group, planned);
                 return call.follow(next);
             }
-            Some(Err(error)) => {
-                drop(planned.permit.take());
-                Some(error)
-            }
+            Some(Err(error)) => Some(error),
             None => None,
         };
         let next = call.progress.lock().pages.give_up(group, planned.number, is_summed);
@@ -254,7 +254,7 @@ impl Submitter {
         call.progress.lock().pages.hold();
         let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
         let complete = call.progress.lock().pages.release();
-        complete.into_iter().for_each(|group| call.end_group(group));
+        complete.into_iter().for_each(|group| call.hand_over(group));
         call.settle(known.into_iter());
         (!rest.is_empty()).then_some(Command::StoreFrom { jobs: rest, call })
     }
