@@ -151,6 +151,10 @@ impl Cache {
                 tokio::task::yield_now().await;
             }
         }
+        if let Some(remote) = &self.shared().remote {
+            // Once more: an upload may have read the bytes of blocks that went since.
+            remote.remove_all();
+        }
         let recorded = self.ask(|reply| Command::Forget { key: None, reply }).await;
         failed.or(recorded.err()).map_or(Ok(removed), Err)
     }

@@ -50,7 +50,12 @@ impl Cache {
         if let Some(remote) = &shared.remote {
             remote.remove(key);
         }
-        let Removed { resident, writing } = shared.remove(key)?;
+        let removed = shared.remove(key);
+        // Once more: an upload may have read its bytes before they went.
+        if let Some(remote) = &shared.remote {
+            remote.remove(key);
+        }
+        let Removed { resident, writing } = removed?;
         // A write that failed has ended as well, and has left its record to be cleared.
         if let Some(writing) = writing
             && let Err(error) = shield(shared.written(writing)).await

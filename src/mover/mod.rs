@@ -374,6 +374,7 @@ struct Ended(Arc<Shared>);
 
 impl Drop for Ended {
     fn drop(&mut self) {
+        self.0.remote.iter().for_each(|remote| remote.close());
         // Every waiter has been answered where a panic under the lock broke an invariant.
         if self.0.lock_unless_broken().is_none() {
             return;

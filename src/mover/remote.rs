@@ -1,12 +1,13 @@
 //! Blocks from the remote tier: read in few ranges, verified, and stored in host memory as any new block.
 //!
-//! A batch that fails, or takes longer than its deadline, is a miss for all who wait for what it did not bring.
+//! What a read does not bring, which fails or takes longer than its deadline, is a miss for all who wait for it. To wait
+//! for its turn a read may take longer, as long as others bring blocks.
 
 use std::{cell::Cell, panic::AssertUnwindSafe, pin::pin, rc::Rc, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt, future::select, stream, stream::FuturesUnordered};
 use tokio::{
-    sync::Semaphore,
+    sync::{Semaphore, SemaphorePermit},
     task::JoinHandle,
     time::{Instant, sleep},
 };
@@ -16,7 +17,7 @@ use crate::{
     block::{Route, Tier},
     device::CopyEngine,
     io::Storage,
-    remote::{Batch, ReadBlock, ReadBuffer, Remote, RemoteError},
+    remote::{Batch, FAILURES_MAX, ReadBlock, ReadBuffer, Remote, RemoteError},
     shield::caught,
     state::{Committed, Filling, Purpose},
     task,
@@ -35,15 +36,52 @@ const SLOTS_SHARE: u32 = 4;
 struct ReadPermits {
     /// Requests in flight.
     requests: Semaphore,
+    /// Those of them that no caller waits for: half of all, so that callers do not wait behind all of a prefetch.
+    background: Semaphore,
     /// Host slots that they fill.
     slots: Semaphore,
     slots_max: usize,
+    /// Reads that failed, since one brought blocks.
+    failed: Cell<u32>,
+    /// Reads that brought blocks.
+    succeeded: Cell<u64>,
 }
 
 impl ReadPermits {
     fn new(requests: usize, host_slots: u32) -> Self {
         let slots_max = (host_slots / SLOTS_SHARE).max(1) as usize;
-        ReadPermits { requests: Semaphore::new(requests), slots: Semaphore::new(slots_max), slots_max }
+        ReadPermits {
+            requests: Semaphore::new(requests),
+            background: Semaphore::new(requests.div_ceil(2)),
+            slots: Semaphore::new(slots_max),
+            slots_max,
+            failed: Cell::new(0),
+            succeeded: Cell::new(0),
+        }
+    }
+
+    /// Waits for the turn of a read to so many slots. `None` where the store failed too often meanwhile, and brought
+    /// nothing: who waits has waited long enough.
+    async fn turn(&self, slots: usize, is_awaited: bool) -> Option<[Option<SemaphorePermit<'_>>; 3]> {
+        let before = (self.failed.get(), self.succeeded.get());
+        const OPEN: &str = "it is not closed";
+        let background = if is_awaited { None } else { Some(self.background.acquire().await.expect(OPEN)) };
+        let request = self.requests.acquire().await.expect(OPEN);
+        let held = self.slots.acquire_many(slots as u32).await.expect(OPEN);
+        let has_failed = self.failed.get().saturating_sub(before.0) >= FAILURES_MAX && self.succeeded.get() == before.1;
+        (!has_failed).then_some([background, Some(request), Some(held)])
+    }
+
+    /// Notes the end of a read.
+    fn ended(&self, result: &Result<(), RemoteError>) {
+        match result {
+            // What a store answers is an answer.
+            Ok(()) | Err(RemoteError::NotFound | RemoteError::Invalid { .. }) => {
+                self.failed.set(0);
+                self.succeeded.set(self.succeeded.get() + 1);
+            }
+            Err(_) => self.failed.set(self.failed.get() + 1),
+        }
     }
 }
 
@@ -96,21 +134,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
         let read = async |blocks: Vec<ReadBlock>| {
             let slots = blocks.len().min(permits.slots_max);
-            let request = permits.requests.acquire().await.expect("it is not closed");
-            let held = permits.slots.acquire_many(slots as u32).await.expect("it is not closed");
+            let Some(_turn) = permits.turn(slots, batch.is_awaited).await else { return };
             for blocks in blocks.chunks(slots) {
-                if let Err(error) = self.read_blocks(remote, blocks, batch.is_awaited, &brought).await {
+                let read = of_store(self.in_time(self.read_blocks(remote, blocks, batch.is_awaited, &brought))).await;
+                permits.ended(&read);
+                if let Err(error) = read {
                     failed.set(Some(error));
                     break;
                 }
             }
-            drop((request, held));
         };
-        let all = stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {});
-        let failed = self.in_time(of_store(all.map(Ok))).await.err().or(failed.take());
+        stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {}).await;
+        let failed = failed.take();
         match &failed {
-            None => remote.ended(Ok(brought.get()), began),
-            Some(error) => remote.ended(Err(error), began),
+            // A store that brings blocks is there, whatever became of the others.
+            Some(error) if brought.get() == 0 => remote.ended(Err(error), began),
+            _ => remote.ended(Ok(brought.get()), began),
         }
         self.shared.metrics.remote_missed.add((batch.keys.len() - brought.get()) as u64);
         batch.keys.iter().for_each(|key| remote.answer(key, false));
@@ -154,7 +193,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         self.shared.metrics.remote_stale.add(1);
                     }
                     Err(error) => {
-                        remote.forget_object(&range[0].object);
+                        remote.hide_object(&range[0].object);
                         self.shared.metrics.remote_invalid.add(range.len() as u64);
                         failed = Err(error);
                     }
@@ -172,6 +211,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         blocks: &'a [ReadBlock],
         is_awaited: bool,
     ) -> Result<(&'a [ReadBlock], Vec<Result<ReadBuffer, RemoteError>>), RemoteError> {
+        // A caller may wait by now for what was a prefetch.
+        let is_awaited = is_awaited || remote.is_awaited(blocks);
         let mut slots = self.slots(blocks.len(), is_awaited).await.into_iter();
         let now = &blocks[..slots.len()];
         if now.is_empty() {

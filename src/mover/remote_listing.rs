@@ -19,6 +19,21 @@ use crate::{
 /// Objects that one request deletes: what S3 takes.
 const DELETED_PER_REQUEST: usize = 1000;
 
+/// Names of a listing that are looked up in one turn of the reactor.
+const SEEN_PER_TURN: usize = 1024;
+
+/// The names of the oldest objects, until the others have no more than so many bytes.
+fn oldest_beyond(mut listed: Vec<Object>, bytes_max: u64) -> Vec<String> {
+    let mut bytes: u64 = listed.iter().map(|object| object.bytes).sum();
+    listed.sort_unstable_by(|one, other| (one.modified, &one.name).cmp(&(other.modified, &other.name)));
+    let beyond = listed.into_iter().map_while(|object| {
+        let is_beyond = bytes > bytes_max;
+        bytes = bytes.saturating_sub(object.bytes);
+        is_beyond.then_some(object.name)
+    });
+    beyond.collect()
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Lists the store now and at the interval, until it is dropped.
     pub(super) async fn remote_listing_loop(self: Rc<Self>, remote: Arc<Remote>) {
@@ -41,9 +56,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let bytes_max = self.shared.config.remote.bytes;
         let (mut after, mut listed): (Option<String>, Vec<Object>) = (None, Vec::new());
         loop {
-            let list = repeated(remote, || remote.store().list(&prefix, after.as_deref()));
-            let page = self.in_time(list).await?;
-            let new: Vec<&Object> = page.objects.iter().filter(|object| !remote.see(&object.name, listing)).collect();
+            // Without the deadline of reads: a store bounds its calls, and a page may take it longer.
+            let page = repeated(remote, || remote.store().list(&prefix, after.as_deref())).await?;
+            let mut new: Vec<&Object> = Vec::new();
+            for objects in page.objects.chunks(SEEN_PER_TURN) {
+                new.extend(objects.iter().filter(|object| !remote.see(&object.name, listing)));
+                crate::io::yield_now().await;
+            }
             let calls = stream::iter(new.chunks(reads_per_call));
             calls.for_each_concurrent(in_flight, |objects| self.enter_objects(remote, objects)).await;
             if bytes_max.is_some() {
@@ -55,7 +74,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 None => break,
             }
         }
-        remote.forget_unseen(listing);
+        let mut next = Some(0);
+        while let Some(from) = next {
+            next = remote.forget_unseen(listing, from);
+            crate::io::yield_now().await;
+        }
         match bytes_max {
             Some(bytes_max) => self.delete_oldest(remote, listed, bytes_max).await,
             None => Ok(()),
@@ -64,20 +87,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Deletes the oldest objects of a listing until the others have `bytes_max`. A reader of one finds nothing, which
     /// is a miss; of several nodes that delete, each may delete what another has deleted.
-    async fn delete_oldest(&self, remote: &Remote, mut listed: Vec<Object>, bytes_max: u64) -> Result<(), RemoteError> {
-        let mut bytes: u64 = listed.iter().map(|object| object.bytes).sum();
-        listed.sort_unstable_by(|one, other| (one.modified, &one.name).cmp(&(other.modified, &other.name)));
-        let mut names = Vec::new();
-        for object in listed {
-            if bytes <= bytes_max {
-                break;
-            }
-            bytes -= object.bytes;
-            names.push(object.name);
-        }
+    async fn delete_oldest(&self, remote: &Remote, listed: Vec<Object>, bytes_max: u64) -> Result<(), RemoteError> {
+        let bytes = (listed.len() * size_of::<Object>()) as u64;
+        let names = match self.workers.take(bytes) {
+            true => self.workers.run(bytes, move || oldest_beyond(listed, bytes_max)).await.unwrap_or_default(),
+            false => oldest_beyond(listed, bytes_max),
+        };
         for names in names.chunks(DELETED_PER_REQUEST) {
-            names.iter().for_each(|name| remote.forget_object(name));
             self.in_time(repeated(remote, || remote.store().delete(names))).await?;
+            // Not before: what the store keeps would be new to the next listing, with all that was removed here.
+            for name in names {
+                remote.forget_object(name);
+                crate::io::yield_now().await;
+            }
             self.shared.metrics.remote_deleted.add(names.len() as u64);
         }
         Ok(())

@@ -94,7 +94,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         parent: Option<BlockKey>,
         run: &[BlockKey],
     ) -> bool {
-        let error = match of_store(self.upload(remote, limits, parent, run)).await {
+        remote.begin_upload(run);
+        let written = of_store(self.upload(remote, limits, parent, run)).await;
+        remote.end_upload(run);
+        let error = match written {
             Ok(is_written) => return is_written,
             Err(error) => error,
         };
@@ -149,7 +152,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 for _ in 0..count {
                     self.shared.metrics.moved(Route::HostToRemote, began.elapsed());
                 }
-                is_known = remote.enter(&object.name, table);
+                is_known = remote.enter_written(&object.name, table);
                 self.shared.metrics.remote_unlisted.add(u64::from(!is_known));
             }
             // Another node's, whose length a listing tells.

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 /// Requests that may fail in a row before the store counts as away.
-const FAILURES_MAX: u32 = 3;
+pub(crate) const FAILURES_MAX: u32 = 3;
 
 /// The least and the longest time between two trials of a store that is offered no more.
 const TRIAL_AFTER: Duration = Duration::from_secs(1);

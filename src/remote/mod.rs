@@ -19,6 +19,7 @@ pub use store::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, 
 
 pub(crate) use buffer::Slot;
 pub(crate) use format::Space;
+pub(crate) use health::FAILURES_MAX;
 pub(crate) use presence::ReadBlock;
 pub(crate) use tier::{Figures, Limits, Remote};
 pub(crate) use wanted::Batch;

@@ -60,6 +60,10 @@ pub(crate) struct ReadLimits {
 /// Tables that the keys are spread over: one that grows moves its entries under the lock.
 const SHARDS: usize = 256;
 
+/// Objects that are looked at under one lock, and the blocks of those that are forgotten: some tens of microseconds.
+const OBJECTS_AT_ONCE: usize = 4096;
+const BLOCKS_AT_ONCE: usize = 256;
+
 /// The map of a namespace.
 ///
 /// A block takes 48 bytes in its object and 9 to 19 in the table by key; an object takes its name and some 100 bytes
@@ -117,7 +121,11 @@ impl Presence {
     }
 
     pub(crate) fn knows(&self, name: &str) -> bool {
-        self.by_name.find(self.hash_name(name), |&id| &*self.objects[id as usize].name == name).is_some()
+        self.id_of(name).is_some()
+    }
+
+    fn id_of(&self, name: &str) -> Option<u32> {
+        self.by_name.find(self.hash_name(name), |&id| &*self.objects[id as usize].name == name).copied()
     }
 
     /// Enters an object, unless it is known or the map is full; true if it is known from now on.
@@ -150,10 +158,27 @@ impl Presence {
     /// Forgets an object: it is gone from the store, or is not what it should be.
     pub(crate) fn forget_object(&mut self, name: &str) {
         let hash = self.hash_name(name);
-        let Presence { objects, by_key, by_name, hasher, .. } = self;
+        let Presence { objects, by_name, .. } = self;
         let found = by_name.find_entry(hash, |&id| &*objects[id as usize].name == name);
         let Ok(found) = found else { return };
         let id = found.remove().0;
+        self.unlist(id);
+        self.is_full = false;
+        let forgotten = self.objects.remove(id as usize);
+        self.object_bytes -= run_bytes(&forgotten);
+    }
+
+    /// Forgets every block of an object, which is not what it should be, and stays so. The object stays known, so the
+    /// next listing does not bring them back.
+    pub(crate) fn hide_object(&mut self, name: &str) {
+        if let Some(id) = self.id_of(name) {
+            self.unlist(id);
+        }
+    }
+
+    /// Takes the blocks of an object out of the table by key.
+    fn unlist(&mut self, id: u32) {
+        let Presence { objects, by_key, hasher, .. } = self;
         for (at, block) in objects[id as usize].blocks.iter().enumerate() {
             let place = Place { object: id, at: at as u32 };
             let hash = hasher.hash(&block.key);
@@ -161,9 +186,6 @@ impl Presence {
                 found.remove();
             }
         }
-        self.is_full = false;
-        let forgotten = objects.remove(id as usize);
-        self.object_bytes -= run_bytes(&forgotten);
     }
 
     /// Forgets a block in every object. The objects stay known, so the next listing does not bring it back.
@@ -182,16 +204,23 @@ impl Presence {
 
     /// Notes that a listing has an object; false if it is not known.
     pub(crate) fn see(&mut self, name: &str, listing: u64) -> bool {
-        let found = self.by_name.find(self.hash_name(name), |&id| &*self.objects[id as usize].name == name).copied();
-        found.map(|id| self.objects[id as usize].seen = listing).is_some()
+        self.id_of(name).map(|id| self.objects[id as usize].seen = listing).is_some()
     }
 
-    /// Forgets the objects that the listing of this number does not have; how many.
-    pub(crate) fn forget_unseen(&mut self, listing: u64) -> usize {
-        let unseen = self.objects.iter().map(|(_, run)| run).filter(|run| run.seen < listing);
-        let unseen: Vec<Arc<str>> = unseen.map(|run| run.name.clone()).collect();
-        unseen.iter().for_each(|name| self.forget_object(name));
-        unseen.len()
+    /// Forgets those of some objects, from this place on, that the listing of this number does not have; the place of
+    /// the next one, if there are more.
+    pub(crate) fn forget_unseen(&mut self, listing: u64, from: usize) -> Option<usize> {
+        let (mut blocks, mut at) = (0, from);
+        let end = from.saturating_add(OBJECTS_AT_ONCE).min(self.objects.capacity());
+        while at < end && blocks < BLOCKS_AT_ONCE {
+            if let Some(run) = self.objects.get(at).filter(|run| run.seen < listing) {
+                let name = Arc::clone(&run.name);
+                blocks += run.blocks.len();
+                self.forget_object(&name);
+            }
+            at += 1;
+        }
+        (at < self.objects.capacity()).then_some(at)
     }
 
     /// The reads that bring these blocks: ranges of those that follow one another in an object, each read with as many
@@ -326,8 +355,8 @@ mod tests {
         presence.forget_object("a");
         assert!(presence.contains(&key(2)) && !presence.contains(&key(1)));
         assert!(presence.see("b", 2) && !presence.see("a", 2));
-        assert_eq!(presence.forget_unseen(2), 0);
-        assert_eq!(presence.forget_unseen(3), 1);
+        assert_eq!((presence.forget_unseen(2, 0), presence.objects()), (None, 1));
+        assert_eq!(presence.forget_unseen(3, 0), None);
         assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
         // What is forgotten is not found, and does not come back while its object is known.
         assert!(presence.enter(run("c", 0..3)));

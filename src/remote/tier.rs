@@ -91,6 +91,11 @@ impl TierState {
         wanted.push(Batch { keys, is_awaited });
         blocks
     }
+
+    fn enter(&mut self, name: &str, Table { parent, blocks }: Table) -> bool {
+        let seen = self.listings;
+        self.presence.enter(Run { name: name.into(), parent, blocks, seen })
+    }
 }
 
 impl Remote {
@@ -206,6 +211,12 @@ impl Remote {
         Some((batch, reads))
     }
 
+    /// Whether somebody waits for one of the blocks.
+    pub(crate) fn is_awaited(&self, blocks: &[ReadBlock]) -> bool {
+        let state = self.state.lock();
+        blocks.iter().any(|block| state.wanted.has_waiter(&block.known.key))
+    }
+
     /// Whether a block that is being brought was removed since.
     pub(crate) fn is_removed(&self, key: &BlockKey) -> bool {
         self.state.lock().wanted.is_removed(key)
@@ -238,15 +249,23 @@ impl Remote {
 
     /// Enters an object; false if there is no room.
     pub(crate) fn enter(&self, name: &str, table: Table) -> bool {
-        let mut state = self.state.lock();
-        let Table { parent, blocks } = table;
-        let seen = state.listings;
-        state.presence.enter(Run { name: name.into(), parent, blocks, seen })
+        self.state.lock().enter(name, table)
     }
 
-    /// Forgets the objects that the listing of this number does not have.
-    pub(crate) fn forget_unseen(&self, listing: u64) -> usize {
-        self.state.lock().presence.forget_unseen(listing)
+    /// Enters an object that this node has written, but offers none of its blocks that were removed meanwhile.
+    pub(crate) fn enter_written(&self, name: &str, table: Table) -> bool {
+        let mut state = self.state.lock();
+        let keys: Vec<BlockKey> = table.blocks.iter().map(|block| block.key).collect();
+        let is_known = state.enter(name, table);
+        let TierState { presence, uploads, .. } = &mut *state;
+        keys.iter().filter(|key| uploads.is_removed(key)).for_each(|key| presence.forget(key));
+        is_known
+    }
+
+    /// Forgets those of some objects that the listing of this number does not have; where the next ones begin, if there
+    /// are more.
+    pub(crate) fn forget_unseen(&self, listing: u64, from: usize) -> Option<usize> {
+        self.state.lock().presence.forget_unseen(listing, from)
     }
 
     /// Whether an object would find no room.
@@ -256,6 +275,11 @@ impl Remote {
 
     pub(crate) fn forget_object(&self, name: &str) {
         self.state.lock().presence.forget_object(name);
+    }
+
+    /// Offers no block of an object any more, which is not what it should be.
+    pub(crate) fn hide_object(&self, name: &str) {
+        self.state.lock().presence.hide_object(name);
     }
 
     /// Forgets a block, of which the store has no good copy.
@@ -268,6 +292,7 @@ impl Remote {
         let mut state = self.state.lock();
         state.presence.forget(key);
         state.wanted.remove(key);
+        state.uploads.remove(key);
     }
 
     /// As [`remove`](Self::remove), of every block.
@@ -275,6 +300,7 @@ impl Remote {
         let mut state = self.state.lock();
         state.presence.forget_all();
         state.wanted.remove_all();
+        state.uploads.remove_all();
     }
 
     /// Queues blocks to be written; how many found no room.
@@ -285,6 +311,15 @@ impl Remote {
             return 0;
         }
         keys.filter(|key| !presence.contains(key) && !uploads.push(key)).count()
+    }
+
+    /// The bytes of these blocks are about to be read, to be written. [`end_upload`](Self::end_upload) follows.
+    pub(crate) fn begin_upload(&self, keys: &[BlockKey]) {
+        self.state.lock().uploads.begin(keys);
+    }
+
+    pub(crate) fn end_upload(&self, keys: &[BlockKey]) {
+        self.state.lock().uploads.end(keys);
     }
 
     /// Those of the blocks that the store does not have, as far as is known.
@@ -301,7 +336,8 @@ impl Remote {
 
     /// Ends every wait; nothing is offered any more.
     pub(crate) fn close(&self) {
-        let mut state = self.state.lock();
+        // Also where the reactor has panicked, maybe under this lock.
+        let Some(mut state) = self.state.lock_unless_poisoned() else { return };
         state.is_closed = true;
         let waiters = state.wanted.end_all();
         drop(state);

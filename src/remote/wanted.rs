@@ -69,6 +69,10 @@ impl Wanted {
         Some(receiver)
     }
 
+    pub(crate) fn has_waiter(&self, key: &BlockKey) -> bool {
+        self.pending.get(key).is_some_and(|pending| !pending.waiters.is_empty())
+    }
+
     /// Notes that a block was removed: what comes of it is not stored.
     pub(crate) fn remove(&mut self, key: &BlockKey) {
         if let Some(pending) = self.pending.get_mut(key) {

@@ -18,5 +18,6 @@ mod refusals;
 mod remote;
 mod remote_hangs;
 mod remote_objects;
+mod remote_removals;
 mod uses;
 mod workers;

@@ -1,4 +1,7 @@
-//! A store beyond the node that hangs leaves the memory of the node to its callers.
+//! A store beyond the node that hangs, or is slow, leaves the memory of the node to its callers, and its requests to those
+//! who wait.
+
+use std::time::Duration;
 
 use crate::common::{
     key, payload,
@@ -41,5 +44,37 @@ async fn writes_that_hang_pin_an_eighth_of_host_memory() {
     }
     eventually("written", async || store.writes() == 4).await;
     assert_room(&cache, 56).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_store_that_answers_in_time_brings_all_of_a_call_that_takes_longer() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.remote_interval_s(3600)).await;
+    // Four at a time: five times 200 ms for all, of the 500 ms that a request may take.
+    store.set(Trouble::Slow(Duration::from_millis(200)));
+    for (n, block) in cache.fetch_many(&keys()).await.into_iter().enumerate() {
+        let block = block.expect("no error").expect("brought");
+        assert_eq!(block[..], payload(n as u64, BLOCK_BYTES));
+    }
+    let stats = cache.stats();
+    assert_eq!((stats.remote_errors, stats.remote_missed, stats.misses), (0, 0, 0), "{stats:?}");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_block_that_a_caller_waits_for_does_not_wait_for_a_whole_prefetch() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let late = |config: Config| config.remote_interval_s(3600).remote_deadline_ms(600_000);
+    let cache = reader(&store, late).await;
+    let before = store.reads();
+    store.set(Trouble::Slow(Duration::from_millis(200)));
+    assert_eq!(cache.prefetch(&keys()[..16]).expect("begun"), 16);
+    eventually("asked", async || store.reads() > before).await;
+    let block = cache.fetch(&key(19)).await.expect("no error").expect("brought");
+    assert_eq!(block[..], payload(19, BLOCK_BYTES));
+    assert!(store.reads() - before < 16, "{} reads came first", store.reads() - before);
     cache.close().await.expect("closed");
 }

@@ -23,6 +23,7 @@ struct State {
     writes: usize,
     pages: usize,
     trouble: Trouble,
+    refuses_deletions: bool,
 }
 
 /// What goes wrong with each request from now on.
@@ -59,6 +60,11 @@ impl MemoryStore {
 
     pub fn set(&self, trouble: Trouble) {
         self.state.lock().expect("no panic").trouble = trouble;
+    }
+
+    /// Nothing is deleted from now on: the caller lacks that permission.
+    pub fn refuse_deletions(&self) {
+        self.state.lock().expect("no panic").refuses_deletions = true;
     }
 
     /// The pages of listings so far.
@@ -188,6 +194,9 @@ impl RemoteStore for MemoryStore {
     fn delete(&self, objects: &[String]) -> RemoteFuture<()> {
         let objects = objects.to_vec();
         self.request(move |state| {
+            if state.refuses_deletions {
+                return Err(RemoteError::Refused("403".into()));
+            }
             objects.iter().for_each(|object| _ = state.objects.remove(object));
             Ok(())
         })

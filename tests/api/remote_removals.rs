@@ -1,0 +1,70 @@
+//! What was removed here is not offered here again, whatever becomes of its object.
+
+use std::time::Duration;
+
+use crate::common::{
+    key, payload,
+    remote_store::{MemoryStore, Trouble},
+};
+use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
+
+use kvhoist::Cache;
+
+/// Waits until the store was listed twice from now on.
+async fn listed_twice(store: &MemoryStore) {
+    let before = store.pages();
+    eventually("listed", async || store.pages() >= before + 2 * BLOCKS as usize / 8 + 2).await;
+}
+
+async fn remove(cache: &Cache, n: u64) {
+    cache.remove(&key(n)).await.expect("removed");
+    assert!(!cache.contains(&key(n)));
+}
+
+#[tokio::test]
+async fn a_block_that_was_removed_while_it_was_written_is_not_offered() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    let cache = open(settings(&store)).await;
+    store.set(Trouble::Slow(Duration::from_millis(300)));
+    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+    cache.store(&key(1), Some(&key(0)), &payload(1, BLOCK_BYTES)).await.expect("stored");
+    eventually("written", async || store.writes() == 1).await;
+    remove(&cache, 0).await;
+    eventually("known", async || cache.stats().remote_writes == 1).await;
+    assert_eq!(store.objects().len(), 1, "it stays for other nodes");
+    assert!(!cache.contains(&key(0)), "what it is stored with next may be something else");
+    assert_eq!(cache.stats().tier(kvhoist::Tier::Remote).resident, 1, "the other block is offered");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_removed_block_stays_so_after_its_object_was_found_damaged() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    remove(&cache, 2).await;
+    store.set(Trouble::CutsOff);
+    assert!(cache.fetch(&key(3)).await.expect("no error").is_none());
+    store.set(Trouble::None);
+    listed_twice(&store).await;
+    assert!(!cache.contains(&key(2)) && !cache.contains(&key(3)), "a listing brings neither back");
+    assert!(cache.contains(&key(9)), "of another object");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_removed_block_stays_so_where_the_store_refuses_to_delete() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    store.refuse_deletions();
+    let cache = open(settings(&store).remote_bytes(10 * BLOCK_BYTES as u64)).await;
+    eventually("refused", async || cache.stats().remote_errors > 0).await;
+    assert_eq!(cache.match_len(&keys()), BLOCKS as usize, "what is not deleted is offered");
+    for n in 0..8 {
+        remove(&cache, n).await;
+    }
+    let before = cache.stats().remote_errors;
+    eventually("refused again", async || cache.stats().remote_errors > before + 1).await;
+    assert!((0..8).all(|n| !cache.contains(&key(n))), "a listing does not bring them back");
+    cache.close().await.expect("closed");
+}
