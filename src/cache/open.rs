@@ -1,5 +1,7 @@
 //! Opening: memory, files, records, and the reactor's thread.
 
+mod index;
+
 use std::{
     hash::{BuildHasher, RandomState},
     rc::Rc,
@@ -9,18 +11,19 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
+use self::index::{empty, refused, restore};
 use super::{Cache, OpenCache, computations::Computations, deleted::Names, exported, regions::Regions};
 use crate::{
     block::{FileId, Tier},
     config::{Config, HeldFile},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
-    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads, format::record::Record},
+    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
     error::{Error, Result},
     fork::HomeBound,
-    index::{Index, Policy, Used},
+    index::Index,
     io::{Files, Storage, ThreadPlan, Workers},
     machine,
-    memory::{Arena, huge},
+    memory::Arena,
     metrics::Metrics,
     mover::{Command, Mover, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
@@ -238,7 +241,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         uuid,
         seed,
     } = parts;
-    let mut index = Index::with_policies(seed, |tier| policy(&config, tier));
+    let mut index = empty(seed, &config)?;
     let (mut slots, mut generation, mut is_new) = (None, 1, false);
     if !config.disk.paths.is_empty() {
         let recovered = recover(&storage, &members, &config, uuid, &workers, &mut index).await?;
@@ -307,18 +310,6 @@ async fn recover<S: Storage>(
     workers: &Workers,
     index: &mut Index,
 ) -> Result<disk::recovery::Recovered> {
-    let blocks = config.disk_slots();
-    let refused = |bytes: usize| {
-        Error::config(
-            "disks.blocks",
-            format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
-            "fewer slots, or a system with more memory",
-        )
-    };
-    index.try_reserve(blocks as usize).map_err(refused)?;
-    for (start, len) in index.reserved() {
-        huge::prefer(start, len);
-    }
     let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
         index.prepare_restore(page.iter().flat_map(|record| [Some(&record.key), record.parent.as_ref()]).flatten());
         page.iter().for_each(|record| restore(index, slots, record));
@@ -326,43 +317,8 @@ async fn recover<S: Storage>(
     let recovered = disk::recovery::open(storage, members, config, uuid, workers, enter).await?;
     index.restored(Tier::Disk);
     if config.values_writes() {
-        index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(refused)?;
+        let slots = u32::try_from(config.disk_slots()).unwrap_or(u32::MAX);
+        index.value_writes(slots).map_err(|bytes| refused(config, bytes))?;
     }
     Ok(recovered)
-}
-
-/// What a tier gives up first.
-fn policy(config: &Config, tier: Tier) -> Policy {
-    let slots = match tier {
-        Tier::Device => config.device_slots(),
-        Tier::Host => config.host_slots(),
-        Tier::Disk => u32::try_from(config.disk_slots()).unwrap_or(u32::MAX),
-        Tier::Remote => 0,
-    };
-    Policy::new(config.eviction_policy, tier == config.last_tier(), slots)
-}
-
-/// Enters a record that recovery found in the index and in the books of the slots.
-fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
-    let RecoveredRecord { slot, record: Record { key, parent, last_use, uses, .. } } = *record;
-    let used = Used { last: last_use, uses };
-    let id = match index.restore(key, parent, Tier::Disk, slot, used) {
-        Ok(id) => id,
-        // Of two records of one key the newer counts; the slot of the other is free, and its record is to be cleared.
-        Err(known) => {
-            let other = index.slot(known, Tier::Disk).expect("that copy is why it was refused");
-            if slots.meta(other).is_none_or(|meta| meta.generation >= record.generation) {
-                return slots.mark_leftover(slots.page_of(slot), Some(&key));
-            }
-            let replaced = index.restore_instead(known, Tier::Disk, slot, used);
-            assert_eq!(replaced, Some(other), "nothing is pinned before the cache is open");
-            slots.clear(other, &key);
-            slots.release(other);
-            known
-        }
-    };
-    slots.restore(slot, id.as_u32(), record.checksum, record.generation);
-    if record.in_place {
-        slots.set_origin(slot, disk::Origin::UNKNOWN);
-    }
 }

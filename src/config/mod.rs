@@ -116,6 +116,11 @@ impl Config {
         self.disk.paths.iter().map(|path| u64::from(self.path_slots(path))).sum()
     }
 
+    /// Number of slots of all tiers of the node.
+    pub(crate) fn slots_of_all_tiers(&self) -> u64 {
+        self.disk_slots() + u64::from(self.host_slots()) + u64::from(self.device_slots())
+    }
+
     /// Number of slots of one path of the disk tier: in bytes, as many as fit with their records; 0 or `u32::MAX` where
     /// [`validate`](Self::validate) refuses the path, because none fits or too many.
     pub fn path_slots(&self, path: &DiskPath) -> u32 {

@@ -32,6 +32,9 @@ pub(super) const WAKE_BYTES: u64 = 256 << 10;
 /// caller, not the reactor, wakes another thread for it.
 const CALLED_BYTES: u64 = 64 << 10;
 
+/// How often busy threads pass over work and awaited checksums of writes before one of them does a piece.
+const PASSES_MAX: u32 = 8;
+
 /// A unit of work. Returns what the reactor runs afterwards.
 pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
 
@@ -51,6 +54,7 @@ pub struct Pool {
     answered: Notify,
 }
 
+#[derive(Default)]
 struct Queue {
     work: VecDeque<(u64, Work)>,
     reads: Line<Queued>,
@@ -58,6 +62,8 @@ struct Queue {
     writes: Line<Queued>,
     /// Writes whose block must be checksummed first. A worker takes one at a time, so that the others take the rest.
     unsummed: Line<Queued>,
+    /// How often work was passed over since a piece of it was done.
+    passes: u32,
     /// The weight of all that is queued, in bytes.
     bytes: u64,
     threads: u32,
@@ -129,7 +135,7 @@ fn weight((transfer, waiter): &Queued) -> u64 {
 /// The order is that of `state/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;
 /// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
 impl Queue {
-    /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
+    /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted or due.
     fn take(&mut self, room: Room, wants_work: bool) -> Batch {
         let part = |line: &Line<Queued>| line.len().div_ceil(self.rings.max(1) as usize);
         let (reads, writes) = (part(&self.reads).min(room.reads), part(&self.writes));
@@ -140,9 +146,11 @@ impl Queue {
             taken.transfers.extend(self.next_write(|queue| &mut queue.writes));
         }
         self.bytes -= taken.transfers.iter().map(weight).sum::<u64>();
-        if !wants_work || !taken.transfers.is_empty() {
+        if (!wants_work || !taken.transfers.is_empty()) && self.passes < PASSES_MAX {
+            self.passes += u32::from(!self.work.is_empty() || self.unsummed.has_awaited());
             return taken;
         }
+        self.passes = 0;
         if let Some((bytes, work)) = self.work.pop_front() {
             self.bytes -= bytes;
             taken.work = Some(work);
@@ -206,17 +214,7 @@ impl Queue {
 impl Pool {
     /// A queue for `threads` workers, the first `rings` of which transfer; one is woken for every `wake_bytes` queued.
     pub fn new(threads: u32, rings: u32, wake_bytes: u64) -> Self {
-        let queue = Queue {
-            work: VecDeque::new(),
-            reads: Line::default(),
-            writes: Line::default(),
-            unsummed: Line::default(),
-            bytes: 0,
-            threads,
-            rings,
-            asleep: Vec::new(),
-            closed: false,
-        };
+        let queue = Queue { threads, rings, ..Queue::default() };
         Pool {
             queue: Mutex::new(queue),
             any_queued: AtomicBool::new(false),

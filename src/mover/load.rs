@@ -23,6 +23,7 @@ use crate::{
     error::{Error, Result},
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
+    shield::caught,
     state::{Kind, Locked, Permit},
     sync::Mutex,
     urgency::Urgency,
@@ -209,7 +210,9 @@ impl Load {
             }
         }
         if !again.is_empty() {
-            tracing::debug!(blocks = again.len(), "reads into a caller's memory failed; they are made by host slots");
+            // A subscriber that panics must not take the results with it.
+            let blocks = again.len();
+            _ = caught(|| tracing::debug!(blocks, "reads into a caller's memory failed; they are made by host slots"));
             let (numbers, jobs): (Vec<_>, Vec<_>) = again.into_iter().unzip();
             let this = Arc::clone(self);
             let reply = Box::new(move |results: Vec<_>| this.settle(numbers.into_iter().zip(results)));

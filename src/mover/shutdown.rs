@@ -20,8 +20,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.close();
         let refusals = self.shared.begin_report();
         // A flight or a load that has begun has its movement in flight or in the channel, or its caller is about to
-        // send or to submit it, or an I/O thread ends it.
-        while self.active.get() > 0 || self.shared.lock().flights.any() {
+        // send or to submit it, or an I/O thread ends it, which may have sent what is left of it first.
+        while self.active.get() > 0 || self.shared.lock().flights.any() || !urgent.is_empty() {
             let (settled, ended) = (pin!(self.settled.notified()), pin!(self.shared.ended.notified()));
             let mut ended = select(settled, ended);
             let request = poll_fn(|cx| match urgent.poll_recv(cx) {

@@ -68,6 +68,24 @@ fn while_awaited_reads_wait_a_worker_writes_one_awaited_block_at_a_time() {
 }
 
 #[test]
+fn work_and_awaited_writes_are_done_however_many_reads_are_queued() {
+    let queue = Queued::new(1);
+    queue.push(OpKind::Write, Awaited, 10, PAGE);
+    queue.push(OpKind::Write, Background(1), 11, PAGE);
+    queue.0.push_work(0, Box::new(|| Box::new(|| ())));
+    let (mut works, mut writes, mut reads) = (0, Vec::new(), 0);
+    // A thread that always has a completed transfer, and more reads in the queue than room.
+    for n in 0..3 * PASSES_MAX {
+        (0..2).for_each(|at| queue.push(OpKind::Read, Background(u64::from(2 * n + at)), 20, 0));
+        let taken = queue.0.lock().take(Room { reads: 1, writes: 1, writing: 0 }, false);
+        works += usize::from(taken.work.is_some());
+        writes.extend(taken.unsummed.iter().map(|(transfer, _)| transfer.offset));
+        reads += taken.transfers.len();
+    }
+    assert_eq!((works, writes, reads), (1, vec![10], 3 * PASSES_MAX as usize), "nobody awaits the other write");
+}
+
+#[test]
 fn a_queued_transfer_that_a_caller_joins_goes_before_those_that_nobody_awaits() {
     let queue = Queued::new(1);
     (0..4).for_each(|n| queue.push(OpKind::Read, Background(n), 20 + n, 0));
