@@ -7,7 +7,6 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use futures_util::future::join;
 use tokio::time::Instant;
 
 use super::{
@@ -248,24 +247,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (key, parent) = (job.key, job.parent);
         let filling = self.shared.acquire(Tier::Host, Purpose::Call).await?;
         job.check_is_there()?;
-        let job = Arc::new(*job);
-        // The device can checksum its own memory while it is copied.
-        let sum = async {
-            match job.memory() {
-                RegionMemory::Host => None,
-                // SAFETY: as of `BlockMemory`: the engine owns the job meanwhile.
-                RegionMemory::Device => unsafe { self.copy.checksum(&job.segments, Arc::clone(&job) as _) }.await,
-            }
-        };
-        let ((result, _, filling), sum) = join(self.copy_promptly(Arc::clone(&job), filling), sum).await;
+        let (result, job, filling) = self.copy_promptly(Arc::new(*job), filling).await;
         result?;
         // What the copy found may be zeros.
         job.check_is_there()?;
-        let (checksum, filling) = match sum {
-            Some(Ok(sum)) => (sum, filling),
-            _ => self.checksum_of(filling, 0).await,
-        };
         drop(job);
+        // Of the copy, also where the device could checksum its memory: that may have changed since.
+        let (checksum, filling) = self.checksum_of(filling, 0).await;
         let committed = self.shared.commit(&key, parent.as_ref(), filling, checksum)?;
         self.finish_store(committed).await
     }
