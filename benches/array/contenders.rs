@@ -4,7 +4,7 @@ use std::{
     io,
     os::unix::fs::FileExt,
     sync::{
-        Mutex,
+        Barrier, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -15,12 +15,51 @@ use kvhoist_bench_kit::{
     drive::{key, measured, other},
     measure::Entrant,
     pattern::shuffled,
+    ring::{BareRing, Op, Setup},
     scratch::Slab,
 };
 
 use super::{Array, CALL_BLOCKS, Peer, Places};
 
+/// Reads in flight of a bare ring.
+const RING_DEPTH: usize = 32;
+
+/// Buffers of a bare ring at most.
+const RING_BUFFERS_MAX: usize = 1 << 14;
+
 impl Array {
+    /// A bare ring for each drive, with a thread that takes the checksums. It reads into as many buffers as it has
+    /// reads in flight, which may stay in the processor's cache; `widely`, into one for each block, as far as it may
+    /// have so many.
+    pub fn rings(&self, name: &str, widely: bool) -> Entrant<'_> {
+        Entrant::new(format!("{name}, {} threads", self.files.len()), move |round| {
+            let mut drives: Vec<(_, Vec<u64>)> = self.files.iter().map(|file| (file, Vec::new())).collect();
+            for n in shuffled(round ^ (1 << 33), self.blocks) {
+                let (file, at) = self.places[n as usize];
+                drives[file].1.push(at);
+            }
+            let ready = &Barrier::new(drives.len() + 1);
+            let one = move |file, offsets: Vec<u64>| -> io::Result<()> {
+                let buffers = if widely { offsets.len().clamp(RING_DEPTH, RING_BUFFERS_MAX) } else { RING_DEPTH };
+                let ring = BareRing::open_over(self.block_bytes, RING_DEPTH, buffers, Setup::Defer);
+                ready.wait();
+                let sum = |_: u64, block: &mut [u8]| {
+                    std::hint::black_box(checksum(block));
+                    Ok(())
+                };
+                ring?.run(file, Op::Read, offsets, sum).map(drop)
+            };
+            thread::scope(|scope| {
+                let running: Vec<_> =
+                    drives.into_iter().map(|(file, offsets)| scope.spawn(move || one(file, offsets))).collect();
+                ready.wait();
+                measured(self.bytes(), || {
+                    running.into_iter().try_for_each(|thread| thread.join().expect("a peer does not panic"))
+                })
+            })
+        })
+    }
+
     /// Threads that each move one block after the other, in a random order over all of them.
     pub fn threads(&self, name: &str, threads: usize, peer: Peer) -> Entrant<'_> {
         let slabs: Vec<_> = (0..threads).map(|_| Slab::new(self.block_bytes, 1).map(Mutex::new)).collect();

@@ -11,7 +11,7 @@
 //! others each have one buffer, which may stay in the processor's cache), and the cache with one caller and with four.
 //! The ratios are those to threads with a buffer each, and, as a second ceiling, those to threads that move the same
 //! memory as the cache. Every byte that the cache serves is verified by its checksum within the measured time, and by
-//! stamps after it.
+//! stamps after it. Loads and fetches are also held against bare rings that checksum, one for each drive.
 //!
 //! `device` runs only by name: loads into a pool on a CUDA device, where each block has another place in each round.
 //!
@@ -203,7 +203,8 @@ impl Array {
         }
         println!("{}", table(&format!("{name}, {}", self.title), &series));
         let (ours, peers): (Vec<_>, Vec<_>) = series.iter().partition(|series| series.name.starts_with("kvhoist"));
-        let ceilings = peers.iter().enumerate().filter(|(at, peer)| *at == 0 || peer.name.contains("the pool"));
+        let is_ceiling = |name: &str| name.contains("the pool") || name.starts_with("rings");
+        let ceilings = peers.iter().enumerate().filter(|(at, peer)| *at == 0 || is_ceiling(&peer.name));
         for (_, ceiling) in ceilings {
             for ours in &ours {
                 println!("{} over {}: {:.3}", ours.name, ceiling.name, ratio(ours, ceiling, Sample::mib_per_s));
@@ -218,6 +219,10 @@ impl Array {
         block_on(self.cache.close()).map_err(other)
     }
 
+    fn ring_peers(&self) -> [Entrant<'_>; 2] {
+        [self.rings("rings + checksum", false), self.rings("rings into a buffer a block + checksum", true)]
+    }
+
     fn loads(&self, rounds: u64) -> io::Result<Vec<Series>> {
         let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), Peer::default())];
         let fewer = THREADS[..THREADS.len() - 1].iter();
@@ -226,6 +231,7 @@ impl Array {
         entrants.push(self.threads("pread + checksum", THREADS_SUM, sums));
         entrants.push(self.threads("pread into the pool", *THREADS.last().expect("some"), into_pool));
         entrants.push(self.threads("pread into the pool + checksum", THREADS_SUM, Peer { sums: true, ..into_pool }));
+        entrants.extend(self.ring_peers());
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist load_into, {callers} callers"), move |round| {
                 self.spoil();
@@ -299,6 +305,7 @@ impl Array {
         let mut entrants = vec![self.threads("pread", 32, Peer::default())];
         let sums = Peer { sums: true, into_pool: true, writes: false };
         entrants.push(self.threads("pread into the pool + checksum", FETCHERS, sums));
+        entrants.extend(self.ring_peers());
         entrants.extend(tasks.iter().map(|&tasks| {
             Entrant::new(format!("kvhoist fetch, {tasks} tasks"), move |round| {
                 let order: std::sync::Arc<Vec<u64>> = std::sync::Arc::new(shuffled(!round, self.blocks).collect());

@@ -1,7 +1,7 @@
 //! Blocks from the remote tier: read in few ranges, verified, and stored in host memory as any new block.
 //!
-//! What a read does not bring, which fails or takes longer than its deadline, is a miss for all who wait for it. To wait
-//! for its turn a read may take longer, as long as others bring blocks.
+//! What a read does not bring, which fails or takes longer than its deadline, is a miss for all who wait for it. A read
+//! waits longer for its turn, as long as others bring blocks.
 
 use std::{cell::Cell, panic::AssertUnwindSafe, pin::pin, rc::Rc, sync::Arc, time::Duration};
 

@@ -1,5 +1,5 @@
-//! A store beyond the node that hangs, or is slow, leaves the memory of the node to its callers, and its requests to those
-//! who wait.
+//! A store beyond the node that hangs, or is slow, leaves the memory of the node to its callers, and its requests to
+//! those who wait.
 
 use std::time::Duration;
 
