@@ -41,6 +41,7 @@ mod shares;
 mod socket;
 mod spaces;
 mod state;
+mod status_frames;
 mod system;
 mod transfers;
 mod wire;

@@ -6,7 +6,10 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
+    time::Duration,
 };
+
+use tokio::time::sleep;
 
 use super::{
     inbox::{Inbox, Unread},
@@ -16,6 +19,10 @@ use super::{
 
 /// Small frames share a buffer up to this size.
 const SHARED_BYTES_MAX: usize = 32 << 10;
+/// Bytes that are thrown away at a time.
+const DISCARDED_BYTES: usize = 4096;
+/// How long to wait after a failure of this process before the socket is read again.
+const RETRY: Duration = Duration::from_millis(10);
 
 /// Why a connection is over.
 #[derive(Debug)]
@@ -24,6 +31,16 @@ pub(super) enum LinkError {
     Gone(io::Error),
     /// The peer sent bytes that are not of the protocol.
     Nonsense(String),
+}
+
+impl LinkError {
+    /// Whether a service that lives uses none of its client's memory any longer: it has hung up, or is waited for no
+    /// more. Any other failure is this process's own.
+    pub(super) fn ends_the_use_of_memory(&self) -> bool {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
+        let LinkError::Gone(error) = self else { return false };
+        matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe | TimedOut)
+    }
 }
 
 impl From<Malformed> for LinkError {
@@ -163,6 +180,28 @@ impl Receiver {
         self.inbox.append(&bytes);
         self.lent = Some(lent);
         Ok(Received::Bytes)
+    }
+
+    /// Resolves when the peer has hung up. What still comes is thrown away.
+    ///
+    /// # Cancel safety
+    /// What has come is lost.
+    pub(super) async fn hang_up(&self) {
+        let mut thrown_away = vec![0; DISCARDED_BYTES];
+        loop {
+            let came = match self.ready(false).await {
+                Ok(()) => self.wire.receive(&mut thrown_away).map_or_else(failed, |came| match came {
+                    Came::Bytes(0) | Came::Lent(0) => Err(gone()),
+                    _ => Ok(Received::Bytes),
+                }),
+                Err(error) => Err(error),
+            };
+            match came {
+                Err(error) if error.ends_the_use_of_memory() => return,
+                Err(_) => sleep(RETRY).await,
+                Ok(_) => {}
+            }
+        }
     }
 
     /// Whether what was received left no room for more.

@@ -136,8 +136,9 @@ impl Regions {
 
     fn add_mapped(&self, number: u32, mapped: Mapped, charge: Charge, on_device: bool) -> Result<(), Failure> {
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
-        // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
-        // block that was changed while it was stored does not match its checksum later, and is a miss.
+        // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie. A block
+        // that changes while it is stored is later what the service read at that moment, if it is copied first, or
+        // else a miss, because it does not match its checksum.
         let memory = unsafe {
             match on_device {
                 true => Memory::device(mapped.start(), mapped.len()),

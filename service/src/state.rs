@@ -18,6 +18,7 @@ use super::{
     protocol::{ClientStatus, Limits, ServiceStatus},
     report::ServiceReport,
     spaces::Spaces,
+    status_frames::StatusFrames,
     transfers::ClientTransfers,
 };
 
@@ -68,6 +69,7 @@ pub(super) struct ServiceState {
     pub(super) cut_off: Cell<u64>,
     /// Frames that have come in part.
     pub(super) unread: Unread,
+    pub(super) status_frames: StatusFrames,
     budget: Rc<Budget>,
     /// The service takes no more work.
     draining: Cell<bool>,
@@ -88,6 +90,7 @@ impl ServiceState {
             spaces: Rc::new(spaces),
             cut_off: Cell::new(0),
             unread: Unread::default(),
+            status_frames: StatusFrames::new(),
             draining: Cell::new(false),
             drain_began: Notify::new(),
             open: RefCell::default(),

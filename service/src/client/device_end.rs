@@ -5,12 +5,8 @@
 
 use std::os::fd::OwnedFd;
 
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    time::sleep_until,
-};
+use tokio::io::{Interest, unix::AsyncFd};
 
-use super::worker::{Dial, Worker};
 use crate::error::{Error, Result};
 
 /// What a service passes to a client of device memory.
@@ -33,38 +29,12 @@ impl DeviceEnd {
         Ok(Some(DeviceEnd { process: watched(process)?, released: watched(released)? }))
     }
 
-    async fn wait(&self) {
+    /// Resolves when the service uses none of the client's device memory any longer.
+    pub(super) async fn wait(&self) {
         // An error is one of the runtime, which has ended.
         tokio::select! { biased;
             _ = self.released.readable() => {}
             _ = self.process.readable() => {}
-        }
-    }
-}
-
-impl<D: Dial> Worker<D> {
-    /// After the hang-up: waits until the service uses none of this process's device memory. Calls end at their
-    /// deadlines meanwhile, as those of a service that hangs do.
-    pub(super) async fn device_memory_is_free(&self, end: &DeviceEnd, why: &Error) {
-        self.line.hung_up(why.clone());
-        let mut free = std::pin::pin!(end.wait());
-        loop {
-            let until = self.line.wait().until;
-            let deadline = async {
-                match until {
-                    Some(until) => sleep_until(until).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! { biased;
-                () = &mut free => return,
-                () = self.line.woken.notified() => {}
-                () = deadline => {
-                    if self.line.late() {
-                        return;
-                    }
-                }
-            }
         }
     }
 }

@@ -4,6 +4,7 @@ mod bounce;
 mod calls;
 mod connect;
 mod device_end;
+mod hang_up;
 mod hints;
 mod layers;
 mod lending;

@@ -1,5 +1,8 @@
 //! A client's thread: it connects, receives replies, and begins anew when the service is gone.
 
+#[cfg(test)]
+mod tests;
+
 use std::{future::pending, io, path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::{
@@ -46,7 +49,7 @@ impl<D: Dial> Worker<D> {
                         break;
                     }
                     backoff = BACKOFF_MIN;
-                    away(&self.socket, self.serve(receiver).await)
+                    self.serve(receiver).await
                 }
                 Err(error) => match first.take() {
                     Some(first) => {
@@ -57,7 +60,7 @@ impl<D: Dial> Worker<D> {
                 },
             };
             if let Some(end) = &device_end {
-                self.device_memory_is_free(end, &why).await;
+                self.memory_is_free(end.wait(), &why).await;
             }
             if !self.line.lost(&why) {
                 self.pause(Instant::now() + backoff).await;
@@ -77,18 +80,25 @@ impl<D: Dial> Worker<D> {
         }
     }
 
-    /// Hands out replies until the connection is lost; why it was.
-    async fn serve(&self, mut receiver: Receiver) -> String {
+    /// Hands out replies until the connection is lost, or nobody understands them, and the service has hung up; why it
+    /// was.
+    async fn serve(&self, mut receiver: Receiver) -> Error {
         let mut goodbye = None;
-        loop {
+        let error = loop {
             if let Err(error) = self.turn(&mut receiver, &mut goodbye).await {
-                let why = match error {
-                    LinkError::Gone(error) => format!("the connection was lost ({error})"),
-                    LinkError::Nonsense(text) => format!("the service sent nonsense: {text}"),
-                };
-                return goodbye.unwrap_or(why);
+                break error;
             }
+        };
+        let waits = !error.ends_the_use_of_memory();
+        let why = goodbye.unwrap_or_else(|| match error {
+            LinkError::Gone(error) => format!("the connection was lost ({error})"),
+            LinkError::Nonsense(text) => format!("the service sent nonsense: {text}"),
+        });
+        let why = away(&self.socket, why);
+        if waits {
+            self.memory_is_free(receiver.hang_up(), &why).await;
         }
+        why
     }
 
     async fn turn(&self, receiver: &mut Receiver, goodbye: &mut Option<String>) -> std::result::Result<(), LinkError> {

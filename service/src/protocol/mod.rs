@@ -18,6 +18,7 @@ pub use places::{BlockPlaces, Place};
 pub use reply::{BlockResult, Failure, Reply};
 pub use request::{Blocks, RegionKind, Request, SpaceDevice, Way};
 pub use status::{ClientStatus, ServiceStatus, SpaceStatus};
+pub(crate) use wire::set_id;
 pub use wire::{
     FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PATH_BYTES_MAX, PLACES_MAX,
     TEXT_BYTES_MAX,

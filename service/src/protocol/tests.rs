@@ -162,6 +162,22 @@ fn the_newest_common_version_is_spoken() {
     assert_eq!(of(5, 0), None, "none at all");
 }
 
+/// docs/protocol.md says what the bytes mean.
+#[test]
+fn the_page_of_the_protocol_has_every_tier_and_reply() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/protocol.md")).expect("a page");
+    let tiers = Tier::WITH_REMOTE.map(|tier| {
+        let frame = Reply::Tiers(vec![tier]).encode(1);
+        format!("{} {}", frame.last().expect("a byte"), tier.name())
+    });
+    let row = format!("| 0x106 | Tiers | u32 count, a byte each: {} |", tiers.join(", "));
+    assert!(page.contains(&row), "expected: {row}");
+    for kind in 0x100..=0x10c_u16 {
+        assert_eq!(page.matches(&format!("| 0x{kind:x} |")).count(), 1, "a row for kind 0x{kind:x}");
+    }
+    assert!(!page.contains("| 0x10d |") && Reply::decode(0x10d, &[]).is_err_and(|error| error.what == "kind of reply"));
+}
+
 /// As many as a service can have, and none of their names short.
 #[test]
 fn a_status_has_the_rows_that_a_frame_has_room_for() {

@@ -73,6 +73,11 @@ impl Header {
     }
 }
 
+/// Gives a whole frame another request's id.
+pub(crate) fn set_id(frame: &mut [u8], id: u64) {
+    frame[8..HEADER_BYTES].copy_from_slice(&id.to_le_bytes());
+}
+
 /// A value of a frame.
 pub(super) trait Wire: Sized {
     fn put(&self, writer: &mut Writer);

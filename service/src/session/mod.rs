@@ -17,7 +17,7 @@ use tokio::{
 use self::attached::{DeviceEnd, Entered};
 use super::{
     link::{Link, LinkError, Received},
-    protocol::{Failure, Header, Hello, Reply, Request, SpaceDevice, Welcome},
+    protocol::{Failure, Hello, Reply, SpaceDevice, Welcome, set_id},
     seldom::Seldom,
     spaces::{Space, files::Hold},
     state::{Connection, ServiceState},
@@ -26,13 +26,8 @@ use super::{
 };
 use crate::error::ServiceFault;
 
-/// With more unread replies than this, nothing more is read from the client.
-const OUTBOX_BYTES_MAX: usize = 1 << 20;
 /// Bytes of a frame before the client is attached to a space.
 const FRAME_BYTES_UNATTACHED: usize = 4096;
-/// Frames that are read in one turn, short ones: so many bytes of a frame count as one more.
-const FRAMES_PER_TURN: usize = 32;
-const BYTES_LIKE_A_FRAME: usize = 4096;
 /// Clients whose coming and going is logged in a second: the ranks of an engine come together.
 const LOGGED_A_SECOND: u32 = 32;
 /// How long a client that is cut off has to read the reason.
@@ -72,6 +67,8 @@ enum Outcome {
     Reply(Reply),
     Attached(Result<Entered, Failure>),
     Held(Result<Hold, Failure>),
+    /// A whole frame, which other clients get too.
+    Status(Rc<[u8]>),
 }
 
 struct Session {
@@ -86,6 +83,8 @@ struct Session {
     /// The client's space and its transfers, once it is attached.
     attached: Option<(Rc<Space>, Rc<ClientTransfers>)>,
     attaching: bool,
+    /// A status is in flight: nothing more is read, so that a client has one at a time.
+    awaits_status: bool,
     /// Whose memory it lends beside host memory.
     device: SpaceDevice,
     device_end: Option<DeviceEnd>,
@@ -115,6 +114,7 @@ pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, w
         request_bytes: BTreeMap::new(),
         attached: None,
         attaching: false,
+        awaits_status: false,
         device: SpaceDevice::None,
         device_end: None,
         held: BTreeMap::new(),
@@ -204,23 +204,16 @@ impl Session {
 
     /// Handles received frames, sends replies, and waits for more of either.
     async fn turn(&mut self) -> Result<(), End> {
-        let draining = self.state.is_draining();
-        let listens = !draining && self.link.sender.bytes() <= OUTBOX_BYTES_MAX;
-        let mut frames = if listens { FRAMES_PER_TURN } else { 0 };
-        while frames > 0 {
-            let decode = |header: &Header, body: &[u8]| Ok((body.len(), Request::decode(header.kind, body)?));
-            let Some((id, (bytes, request))) = self.link.receiver.next_frame(decode)? else { break };
-            self.begin(id, bytes, request)?;
-            frames = frames.saturating_sub(1 + bytes / BYTES_LIKE_A_FRAME);
-        }
+        let (draining, listens) = (self.state.is_draining(), self.listens());
+        let has_more = listens && self.handle_frames()?;
         self.flush()?;
-        if listens && frames == 0 {
+        if has_more {
             // There may be more frames; other sessions have their turn first.
             tokio::task::yield_now().await;
             return self.reap();
         }
         let outbox = self.link.sender.bytes();
-        if !listens && !draining && outbox <= OUTBOX_BYTES_MAX {
+        if !listens && self.listens() {
             // The client took its replies. Frames may have come before, for which the socket wakes nobody again.
             return Ok(());
         }
@@ -297,10 +290,14 @@ impl Session {
 
     /// Replies with descriptors.
     fn reply_with(&mut self, id: u64, reply: &Reply, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
+        self.push(reply.encode(id), fds);
+    }
+
+    fn push(&mut self, frame: Vec<u8>, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
         if self.link.sender.bytes() == 0 {
             self.taken = Instant::now();
         }
-        self.link.sender.push(reply.encode(id), fds);
+        self.link.sender.push(frame, fds);
     }
 
     /// Answers a request whose task has ended; `None`: it panicked.
@@ -333,6 +330,13 @@ impl Session {
                 return Ok(());
             }
             Outcome::Held(Err(failure)) => Reply::Failed(failure),
+            Outcome::Status(frame) => {
+                self.awaits_status = false;
+                let mut frame = frame.to_vec();
+                set_id(&mut frame, id);
+                self.push(frame, None);
+                return Ok(());
+            }
         };
         self.reply(id, &reply);
         if let Some((space, _)) = &self.attached {

@@ -9,17 +9,43 @@ use super::{End, Ended, Outcome, Session, attached::Entered};
 use crate::{
     error::ServiceFault,
     peers::own_uid,
-    protocol::{Blocks, Failure, RegionKind, Reply, Request, SpaceDevice, Way},
+    protocol::{Blocks, Failure, Header, RegionKind, Reply, Request, SpaceDevice, Way},
     regions::taken,
     spaces::{Wanted, files::WantedFile},
     transfers::{Cancel, ClientTransfers},
     wire::Lent,
 };
 
+/// With more unread replies than this, nothing more is read from the client.
+pub(super) const OUTBOX_BYTES_MAX: usize = 1 << 20;
+/// Frames that are read in one turn, short ones: so many bytes of a frame count as one more, and so many of a reply
+/// that is made at once, which costs more.
+pub(super) const FRAMES_PER_TURN: usize = 32;
+const BYTES_LIKE_A_FRAME: usize = 4096;
+const REPLY_BYTES_LIKE_A_FRAME: usize = 512;
 /// Files that one connection may hold.
 const HELD_MAX: usize = 1024;
 
 impl Session {
+    /// Whether frames of the client are read now.
+    pub(super) fn listens(&self) -> bool {
+        !self.state.is_draining() && !self.awaits_status && self.link.sender.bytes() <= OUTBOX_BYTES_MAX
+    }
+
+    /// Handles the frames of one turn that have come; true if there may be more.
+    pub(super) fn handle_frames(&mut self) -> Result<bool, End> {
+        let mut frames = FRAMES_PER_TURN;
+        while frames > 0 && self.listens() {
+            let decode = |header: &Header, body: &[u8]| Ok((body.len(), Request::decode(header.kind, body)?));
+            let Some((id, (bytes, request))) = self.link.receiver.next_frame(decode)? else { return Ok(false) };
+            let outbox = self.link.sender.bytes();
+            self.begin(id, bytes, request)?;
+            let replied = self.link.sender.bytes() - outbox;
+            frames = frames.saturating_sub(1 + bytes / BYTES_LIKE_A_FRAME + replied / REPLY_BYTES_LIKE_A_FRAME);
+        }
+        Ok(true)
+    }
+
     /// Begins a request, or answers it at once.
     pub(super) fn begin(&mut self, id: u64, bytes: usize, request: Request) -> Result<(), End> {
         if let Request::Cancel { request } = request {
@@ -73,7 +99,10 @@ impl Session {
     /// The reply, or `None` if a task will give it.
     fn answer(&mut self, id: u64, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
         match request {
-            Request::Status => return Ok(Some(Reply::Status(Box::new(self.state.status())))),
+            Request::Status => {
+                self.begin_status(id);
+                return Ok(None);
+            }
             Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared, device } => {
                 let uid = self.connection.uid;
                 self.attach(id, Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device })?;
@@ -159,6 +188,17 @@ impl Session {
         Ok(None)
     }
 
+    /// Answers with the next figures that are collected, which other clients get too.
+    fn begin_status(&mut self, id: u64) {
+        self.awaits_status = true;
+        self.requests.insert(id, Cancel::default());
+        let (state, seen) = (Rc::clone(&self.state), self.state.status_frames.made());
+        self.tasks.spawn_local(async move {
+            let frame = state.status_frames.after(seen, || state.status()).await;
+            Ended { id, result: Outcome::Status(frame) }
+        });
+    }
+
     fn attach(&mut self, id: u64, wanted: Wanted) -> Result<(), Failure> {
         if self.attaching {
             return Err(Failure::new(ServiceFault::Argument, "attached already: a connection has one space"));
@@ -189,7 +229,15 @@ impl Session {
         }
         self.requests.insert(id, Cancel::default());
         let spaces = Rc::clone(&self.state.spaces);
-        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Held(spaces.hold(wanted).await) } });
+        let state = Rc::clone(&self.state);
+        self.tasks.spawn_local(async move {
+            let held = tokio::select! { biased;
+                held = spaces.hold(wanted) => held,
+                // An open may hang for ever.
+                () = state.drains() => Err(Failure::new(ServiceFault::Draining, "the service is ending")),
+            };
+            Ended { id, result: Outcome::Held(held) }
+        });
         Ok(())
     }
 

@@ -1,5 +1,8 @@
 //! A session over a stream of the test's own.
 
+mod figures;
+mod hung_files;
+
 use std::{
     collections::VecDeque,
     io,

@@ -6,7 +6,7 @@
 
 use std::{os::fd::OwnedFd, rc::Rc, sync::Arc};
 
-use kvhoist_files::{FileIdentity, SourceFile};
+use kvhoist_files::FileIdentity;
 use tokio::{sync::oneshot, task::spawn_local};
 
 use super::{Spaces, ending};
@@ -19,7 +19,6 @@ use crate::{
     peers::own_uid,
     protocol::Failure,
     shares::SpaceOf,
-    system::on_thread,
 };
 
 /// What a share calls the memory of held files.
@@ -61,7 +60,7 @@ fn tenant() -> SpaceOf<'static> {
     SpaceOf { uid: own_uid(), name: NAME }
 }
 
-fn refused(fault: ServiceFault, text: String) -> Failure {
+pub(super) fn refused(fault: ServiceFault, text: String) -> Failure {
     Failure::new(fault, format!("file: {text}"))
 }
 
@@ -82,13 +81,12 @@ impl Spaces {
         if let Some(hold) = self.held_already(&identity, keep) {
             return Ok(hold);
         }
-        let opened = path.clone();
-        let source = on_thread(&*self.system, move || SourceFile::open(opened)).await.ok_or_else(ending)?;
-        let source = source.map_err(|error| refused(ServiceFault::Io, error.to_string()))?;
-        if source.identity() != identity {
+        // One that is not wanted is closed there: a close may hang, too.
+        let source = self.opens.run(path.clone(), move |found| (found.identity() == identity).then_some(found)).await?;
+        let source = source.ok_or_else(|| {
             let text = format!("found another file than the client's, or another version of it, at {path}");
-            return Err(refused(ServiceFault::Argument, text));
-        }
+            refused(ServiceFault::Argument, text)
+        })?;
         let _one_at_a_time = self.file_turn.acquire().await.expect("nobody closes it");
         // Whoever had the turn before may have wanted the same.
         if let Some(hold) = self.held_already(&identity, keep) {

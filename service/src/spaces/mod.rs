@@ -4,6 +4,7 @@ pub(super) mod files;
 mod host;
 mod manifest;
 mod open;
+pub(super) mod opens;
 mod pool;
 mod removal;
 mod tables;
@@ -18,10 +19,11 @@ use std::{
 };
 
 use kvhoist::{Cache, Stats};
+use kvhoist_files::SourceFile;
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 use self::manifest::{SpaceManifest, manifests};
-use self::{host::HostShare, tables::Tables};
+use self::{host::HostShare, opens::Opens, tables::Tables};
 use super::{
     config::ServerConfig,
     held::HeldFiles,
@@ -103,6 +105,7 @@ pub(super) struct Spaces {
     tables: Tables,
     /// Whole files, which share the host memory.
     files: HeldFiles,
+    opens: Opens,
     /// Lets one file get memory at a time.
     file_turn: Semaphore,
     /// Host memory moves from one space to another.
@@ -147,7 +150,14 @@ impl Spaces {
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
-        Ok(Spaces { disk, host, tables, files, file_turn, entries, config, system, moving, move_ended })
+        let opens = Opens::new(|path| SourceFile::open(path));
+        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended })
+    }
+
+    /// Has files opened by `open`, which may hang.
+    #[cfg(test)]
+    pub(super) fn open_files_by(&mut self, open: opens::Open) {
+        self.opens = Opens::new(open);
     }
 
     pub(super) fn system(&self) -> &dyn System {

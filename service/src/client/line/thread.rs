@@ -129,7 +129,7 @@ impl Line {
         };
     }
 
-    /// The service has hung up, or this process does, and device memory may be in use yet.
+    /// This process sends nothing more. Its memory may be in use yet.
     pub(in crate::client) fn hung_up(&self, why: Error) {
         self.parting(why);
         if let Phase::Parting(sender) = &self.lock().phase {

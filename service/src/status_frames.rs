@@ -1,0 +1,53 @@
+//! Frames with the service's figures, which all clients that ask at a time share.
+//!
+//! A status has a row for each space and each client, and is collected and encoded on the service's thread. So frames
+//! are made one after another, with pauses: together they take a tenth of that thread at most, however many clients
+//! ask.
+
+use std::{cell::Cell, rc::Rc, time::Duration};
+
+use tokio::{
+    sync::Mutex,
+    time::{Instant, sleep_until},
+};
+
+use super::protocol::{Reply, ServiceStatus};
+
+/// The pause after a frame, in times that it took.
+const PAUSE_TIMES: u32 = 9;
+/// The shortest pause.
+const PAUSE_MIN: Duration = Duration::from_millis(1);
+
+/// The last frame that was made, and when the next one may be.
+pub(super) struct StatusFrames {
+    made: Cell<u64>,
+    last: Mutex<(Rc<[u8]>, Instant)>,
+}
+
+impl StatusFrames {
+    pub(super) fn new() -> Self {
+        StatusFrames { made: Cell::new(0), last: Mutex::new((Rc::new([]), Instant::now())) }
+    }
+
+    /// How many frames were made.
+    pub(super) fn made(&self) -> u64 {
+        self.made.get()
+    }
+
+    /// A frame that is made after the first `seen` ones, so that its figures are those after the request.
+    ///
+    /// # Cancel safety
+    /// The next one who waits makes the frame.
+    pub(super) async fn after(&self, seen: u64, status: impl FnOnce() -> ServiceStatus) -> Rc<[u8]> {
+        let mut last = self.last.lock().await;
+        if self.made.get() == seen {
+            sleep_until(last.1).await;
+            let begin = Instant::now();
+            let frame = Reply::Status(Box::new(status())).encode(0).into();
+            let end = Instant::now();
+            *last = (frame, end + ((end - begin) * PAUSE_TIMES).max(PAUSE_MIN));
+            self.made.set(seen + 1);
+        }
+        Rc::clone(&last.0)
+    }
+}
