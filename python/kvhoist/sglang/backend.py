@@ -12,7 +12,7 @@ from collections import deque
 from functools import partial
 from typing import Any, Callable, Optional
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 from .. import _figures
 from .._guard import Failures
@@ -26,6 +26,7 @@ from .pool_service import is_writer, wants_service
 from .pools import Geometry, PoolStore, prefix_parent, split_capacity
 from .refusals import (
     refuse_adapters_without_keys,
+    refuse_unknown_shares,
     refuse_what_is_not_kept,
     server_args,
     warn_of_copies,
@@ -135,6 +136,8 @@ class HiCacheKvhoist(HiCacheStorage):
         with self._lock:
             if self._closed:
                 raise ClosedError("the backend is closed")
+            # Pools may be registered later, under SGLang's names.
+            refuse_unknown_shares(self.config.pool_shares, {*self._pages, *map(str, PoolName)})
             waiting = {name: pool for name, pool in self._pages.items() if name not in self._stores}
             sizes = {name: Geometry.of(pool, tokens).page_bytes for name, (pool, tokens) in waiting.items()}
             split = split_capacity(self.config, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -89,7 +90,7 @@ class Identity:
 
 #: SGLang's server arguments that change the values in a page, but neither its key nor its geometry. Pools of all 8-bit
 #: floats have bytes for their dtype, so `kv_cache_dtype` is among them.
-_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args", "kv_cache_dtype")
+_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args", "kv_cache_dtype", "quantization_param_path")
 
 #: Dtypes by the names of `kv_cache_dtype`, where a pool's own dtype does not tell.
 _STORED_AS_BYTES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -134,11 +135,21 @@ def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[t
     for name, default in (("json_model_override_args", "{}"), ("kv_cache_dtype", "auto")):
         if found[name] == default:
             del found[name]
+    found["quantization_params"] = _file_digest(found["quantization_param_path"])
     adapters = getattr(server_args, "lora_paths", None) or ()
     if isinstance(adapters, dict):
         adapters = adapters.items()
     found["lora"] = json.dumps(sorted(map(_adapter, adapters))) if adapters else None
     return tuple((name, str(value)) for name, value in sorted(found.items()) if value)
+
+
+def _file_digest(path: str | None) -> str | None:
+    """The digest of a file's bytes; `None` without a file that can be read, of which SGLang itself complains."""
+    try:
+        with open(path or "", "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except (OSError, ValueError):
+        return None
 
 
 def _adapter(adapter: Any) -> str:

@@ -5,23 +5,23 @@ Use it as `kvhoist.sglang.KvhoistLinker`. `docs/sglang.md` has the launch line a
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_parallel
 
 from .._guard import Failures
 from .._values import config_error, warn_of_keywords
 from ..errors import UnavailableError
 from .device_pools import by_component, pools_of, rows_of
 from .hits import policy, trailing
-from .identity import Identity
 from .linker_pages import Batch, Figures, Offloads, Pages, Part
+from .linker_rank import identity_of, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
 from .refusals import refuse_adapters_without_keys
@@ -55,11 +55,12 @@ class Held(NamedTuple):
 class LayerCounter:
     """What SGLang's pools call before a layer's pages are read: the consumer's stream waits, not its thread.
 
-    `device`: the number of the streams' CUDA device; without one the thread waits.
+    `device`: the number of the streams' CUDA device; without one the thread waits. A replay of a whole prefill as one
+    CUDA graph reads `num_layers`, and waits for the last layer.
     """
 
-    def __init__(self, device: int | None, figures: Figures) -> None:
-        self._device, self._figures = device, figures
+    def __init__(self, num_layers: int, device: int | None, figures: Figures) -> None:
+        self.num_layers, self._device, self._figures = num_layers, device, figures
         self.consumer_index = -1
         self.batches: dict[int, Batch] = {}
 
@@ -97,7 +98,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         self.pools = group.entry_map
         self._device = _device(group, self.settings)
         waits = self._device if self.settings.wait == "stream" else None
-        self.layer_done_counter = LayerCounter(waits, self._figures)
+        self.layer_done_counter = LayerCounter(group.num_layers, waits, self._figures)
         if str(PoolName.MAMBA) in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         window = getattr(params, "sliding_window_size", None)
@@ -113,11 +114,21 @@ class KvhoistLinker(UnifiedCacheLinker):
         self._begun: dict[int, list[Held]] = {}
         self._index, self._closed, self._said = -1, False, time.monotonic()
         self._entries = by_component(group)
-        identity = _identity(server_args, params, group, self.settings)
+        identity = identity_of(server_args, params, group, self.settings)
+        shares = self.settings.in_service and group.rank_replicated and identity.tp_size > 1
+        self._secret, self._resets = secret_of(params, shares), 0
+        #: Prefix of every key since the last `reset`: what was stored before is not found by this process.
+        self._salt = ""
         self._pages = open_pages(self.settings, identity, group, self._entries, self._device)
         #: Whether this rank stores pages: the first of the ranks that share them.
         self._writes = not (self.settings.in_service and group.rank_replicated) or identity.tp_rank == 0
         self._offloads = Offloads("kvhoist-offload", self._failures)
+        #: Begins loads behind the work of the forward.
+        self._begins = ThreadPoolExecutor(1, "kvhoist-begin")
+
+    def _named(self, keys: Any) -> list[str]:
+        """The keys in the store of SGLang's keys."""
+        return [self._salt + key for key in keys or ()]
 
     # Lookup
 
@@ -131,7 +142,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         by_name = {str(transfer.name): transfer for transfer in transfers}
         if self._closed or not set(self._pages) <= set(by_name):
             return []
-        keys = list(by_name[KV].keys or [])
+        keys = self._named(by_name[KV].keys)
         tiers = self._pages[KV].tiers(keys)
         lengths = set(range(1, len(tiers) + 1))
         # Of each component but KV: how many pages of a prefix's end it needs, and which pages are there.
@@ -217,7 +228,7 @@ class KvhoistLinker(UnifiedCacheLinker):
             name = str(transfer.name)
             if name in self._pages and transfer.keys and transfer.device_indices is not None:
                 rows = rows_of(self._entries[name], transfer.device_indices)
-                parts.append(Part(self._pages[name], list(transfer.keys), rows))
+                parts.append(Part(self._pages[name], self._named(transfer.keys), rows))
         return parts
 
     def start_layer_wise_loading(self) -> int:
@@ -226,11 +237,23 @@ class KvhoistLinker(UnifiedCacheLinker):
             return -1
         queued, self._queued = self._queued, {}
         self._index += 1
-        batch = Batch(list(queued), [part for parts, _ in queued.values() for part in parts])
+        parts = [part for parts, _ in queued.values() for part in parts]
+        batch = Batch(list(queued), parts, self._still_writing, self._begins)
         self.layer_done_counter.batches[self._index] = batch
         self._begun[self._index] = [held for _, held in queued.values() if held is not None]
         self._figures["loads"] += len(queued)
         return self._index
+
+    def _still_writing(self) -> list:
+        """Events behind the work that the streams hold now, which loads wait for.
+
+        With overlap scheduling the running batch may still write to the places of a request that has finished, after
+        the allocator has given them to a request that loads.
+        """
+        streams = [] if self._device is None else [torch.cuda.current_stream(self._device)]
+        if self.forward_stream is not None:
+            streams.append(self.forward_stream)
+        return [stream.record_event() for stream in streams if not stream.query()]
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Waits until nothing of the batch is written to device memory. False: its requests are to be aborted."""
@@ -303,7 +326,11 @@ class KvhoistLinker(UnifiedCacheLinker):
     # The rest
 
     def reset(self) -> None:
-        """Ends all that is under way, and forgets what was asked for. Pages stay."""
+        """Ends all that is under way, and hides what was stored for as long as this process runs.
+
+        SGLang resets its cache when it has loaded other weights, and does not say why it does. A restart loads the
+        first weights again, and finds what was stored under them.
+        """
         for rid in [*self._queued, *self._held]:
             self.cancel_queued_load(rid)
         for index in list(self.layer_done_counter.batches):
@@ -312,6 +339,9 @@ class KvhoistLinker(UnifiedCacheLinker):
         while self._offloads.results.qsize():
             self.pop_completed_offload()
         self.layer_done_counter.set_consumer(-1)
+        self._restored.clear()
+        self._resets += 1
+        self._salt = hashlib.sha256(self._secret + self._resets.to_bytes(8, "big")).hexdigest()
 
     def stats(self) -> dict:
         """Figures since the start: the caches' of each component, the linker's own, and the counts of failures."""
@@ -329,6 +359,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         self._closed = True
         self._say(time.monotonic())
         self._offloads.close()
+        self._begins.shutdown()
         for pages in self._pages.values():
             self._failures.guarded("close", None, pages.cache.close)
 
@@ -343,20 +374,3 @@ def _device(group: Any, settings: LinkerSettings) -> int | None:
         found = f"{settings.device} with pools on {', '.join(map(str, devices))}"
         raise config_error("device", found, "'auto' with pools on one CUDA device, or 'simulated' with them on the CPU")
     return None
-
-
-def _identity(server_args: Any, params: Any, group: Any, settings: LinkerSettings) -> Identity:
-    """What a page's bytes depend on beside its key. The ranks are those of the group that shares a prefix tree."""
-    tensor = getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
-    rank, size = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, size = torch.distributed.get_rank(group=tensor), torch.distributed.get_world_size(group=tensor)
-    parallel = get_parallel()
-    if getattr(parallel, "attn_dcp_size", 1) > 1:
-        raise config_error("attn_dcp_size", parallel.attn_dcp_size, "1: pages that are spread over ranks are not kept")
-    config = SimpleNamespace(
-        model_name=getattr(server_args, "model_path", None), tp_rank=rank, tp_size=size, is_mla_model=group.rank_replicated,
-        pp_rank=params.pp_rank, pp_size=params.pp_size, attn_cp_rank=params.attn_cp_rank,
-        attn_cp_size=params.attn_cp_size, dp_rank=getattr(parallel, "attn_dp_rank", 0) or 0,
-    )  # fmt: skip
-    return Identity.of(config, server_args, settings.store.revision)

@@ -7,6 +7,7 @@ import queue
 import select
 import threading
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -54,6 +55,8 @@ class Pages:
         self._strides = numpy.array([piece.stride for piece in pieces], dtype=numpy.int64)
         self._offered = ("device", "host") if offer == "host" else ("device", "host", "disk")
         self._queue = cache.queue(1)
+        #: Submissions of the queue that have not been drained.
+        self._submitted = 0
         #: Keys of pages that could not be read and are about to be removed.
         self._unread: set = set()
         #: Slots of host memory that requests hold, and may hold.
@@ -96,9 +99,18 @@ class Pages:
 
     def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
         """Stores the pages of a chain out of rows of the pools: for each True, False, or why not. Waits."""
+        # `select` takes no descriptor from 1024 on, and a server with many connections has such.
+        poll = select.poll()
+        poll.register(self._queue.event_fd, select.POLLIN)
+        while self._submitted:
+            # A wait that raised has left its submission: the queue has room for one.
+            poll.poll()
+            self._submitted -= len(self._queue.drain())
         self._queue.submit_store_pages(keys, self._addresses(rows), self._sizes)
+        self._submitted = 1
         while not (ended := self._queue.drain()):
-            select.select([self._queue.event_fd], [], [])
+            poll.poll()
+        self._submitted = 0
         return ended[0][1]
 
     def not_read(self, keys: Sequence[str]) -> None:
@@ -124,16 +136,36 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """The loads of the requests of one batch, all under way at once."""
+    """The loads of the requests of one batch, all under way at once.
 
-    def __init__(self, rids: Sequence[str], parts: Sequence[Part]) -> None:
+    They begin when all events that `behind` records have happened, on the thread of `begins`; without events at once.
+    """
+
+    def __init__(
+        self, rids: Sequence[str], parts: Sequence[Part], behind: Callable[[], Sequence[Any]],
+        begins: ThreadPoolExecutor,
+    ) -> None:  # fmt: skip
         self.rids = list(rids)
         self.error: Exception | None = None
         #: Of each component: its pages, all their keys, and their load.
         self._loads: list[tuple[Pages, list[str], Any]] = []
         #: How many of each component's layers a stream waits for already.
         self._waited: dict[int | None, list[int]] = {}
+        self._begun: Future[None] | None = None
         try:
+            events = list(behind())
+            if events:
+                self._begun = begins.submit(self._begin, parts, events)
+            else:
+                # On this thread: the other one's turn at the interpreter would only delay the first layer.
+                self._begin(parts, events)
+        except Exception as error:
+            self.error = error
+
+    def _begin(self, parts: Sequence[Part], events: Sequence[Any]) -> None:
+        try:
+            for event in events:
+                event.synchronize()
             for pages in dict.fromkeys(part.pages for part in parts):
                 mine = [part for part in parts if part.pages is pages]
                 keys = [key for part in mine for key in part.keys]
@@ -143,8 +175,14 @@ class Batch:
             # What has begun is waited for like all else.
             self.error = error
 
+    def _have_begun(self) -> None:
+        """Returns when the loads are under way, or have failed to begin."""
+        if self._begun is not None:
+            self._begun.result()
+
     def wait(self, layer: int, stream: int | None) -> int:
         """Waits for all layers up to this one, `stream` on the device where there is one. Returns for how many."""
+        self._have_begun()
         waited = self._waited.setdefault(stream, [0] * len(self._loads))
         count = 0
         for at, (pages, _, load) in enumerate(self._loads):
@@ -160,6 +198,7 @@ class Batch:
 
     def finish(self) -> list[tuple[Pages, list[str], object]]:
         """Waits for the end of all loads. Of each component with pages that are not there: their keys, and why."""
+        self._have_begun()
         failed = []
         for pages, keys, load in self._loads:
             results = load.blocks()

@@ -14,6 +14,7 @@ from .device_pools import memory_of, pieces_of
 from .identity import Identity
 from .linker_pages import Pages
 from .linker_settings import LinkerSettings
+from .refusals import refuse_unknown_shares
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def open_pages(
         identity = identity.shared()
     ranks = identity.groups() if settings.in_service else identity.tp_size * identity.pp_size
     config = settings.store.for_ranks(ranks)
+    refuse_unknown_shares(config.pool_shares, entries)
     opened: dict[str, Pages] = {}
     try:
         for name, of_component in entries.items():
@@ -75,5 +77,5 @@ def _open(
 
 def _share(config: StoreSettings, name: str, names: list[str]) -> float:
     """A component's share of the capacity and of host memory: that of the settings, or an equal part of the rest."""
-    given = {other: share for other, share in config.pool_shares.items() if other in names}
+    given = config.pool_shares
     return given[name] if name in given else (1.0 - sum(given.values())) / (len(names) - len(given))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, Iterable
 
 from .. import _native
-from .._values import config_error
+from .._values import config_error, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,13 @@ def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
         raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")
     if getattr(config, "should_split_heads", False):
         raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
+
+
+def refuse_unknown_shares(shares: Iterable[str], pools: Iterable[str]) -> None:
+    """Refuses a share for a pool that does not exist: its part of the capacity would be in no store."""
+    known = set(pools)
+    for name in sorted(set(shares) - known):
+        raise config_error("pool_shares", name, f"the name of a pool: {nearest(name, known)}")
 
 
 def warn_of_small_pages(pool: str, pool_bytes: int, share: float | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from .._values import config_error
-from .spec import TAKES_FAILED_REQUESTS, reports_failures
+from .spec import TAKES_FAILED_REQUESTS, engine_weights, reports_failures
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,12 @@ class KvhoistConnector(OffloadingConnector):
                 "'recompute': a request whose blocks cannot be read from the drive is then computed, and not failed",
             )  # fmt: skip
         _name_spec(vllm_config)
-        told = reports_failures.set(True)
+        told, named = reports_failures.set(True), engine_weights.set(_weights(vllm_config.model_config))
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             reports_failures.reset(told)
+            engine_weights.reset(named)
         #: The request of each load under way.
         self._requests: dict[int, str] = {}
         #: Failed loads to report: requests, or blocks where vLLM does not take requests.
@@ -82,6 +83,20 @@ class KvhoistConnector(OffloadingConnector):
         # Runs in the server's process, where no connector is made.
         _name_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *more, **others)
+
+
+#: vLLM's settings that change the values in a block, but neither its key nor its size.
+_WEIGHTS_ARGS = ("revision", "quantization", "quantization_config", "hf_config_path", "hf_overrides")
+
+
+def _weights(model_config: Any) -> dict[str, Any]:
+    """Those of the settings that are set."""
+    found = {name: getattr(model_config, name, None) for name in _WEIGHTS_ARGS}
+    overrides = found["hf_overrides"]
+    if callable(overrides):
+        # Its representation has an address, which another process does not have.
+        found["hf_overrides"] = f"{overrides.__module__}.{getattr(overrides, '__qualname__', type(overrides).__name__)}"
+    return {name: value for name, value in found.items() if value}
 
 
 def _name_spec(vllm_config: Any) -> None:

@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PE
 
 #: True while a connector is made that reports failed loads.
 reports_failures: ContextVar[bool] = ContextVar("reports_failures", default=False)
+
+#: What the engine's configuration says of the weights beside the model's name, while a connector is made.
+engine_weights: ContextVar[Mapping[str, Any]] = ContextVar("engine_weights", default=MappingProxyType({}))
 
 #: Whether vLLM takes failed requests. Before, it took failed blocks, of models with one KV cache group.
 TAKES_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")
@@ -90,6 +94,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
                 "a failed load; use vLLM 0.33, or TieringOffloadingSpec with KvhoistTier",
             )  # fmt: skip
         self.settings = vllm_settings(self.extra_config)
+        self._weights = engine_weights.get()
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Opens the store over the tensors of the KV cache."""
@@ -100,7 +105,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
             for refs in kv_caches.group_data_refs
         ]
         cuts = [[page.nbytes for page in group.pages] for group in groups]
-        place = place_of(self, {"format": FORMAT, "pages": cuts}, self.settings.store.revision)
+        place = place_of(self, {"format": FORMAT, "pages": cuts}, self.settings.store.revision, self._weights)
         former = Opened.all.pop(self.config.engine_id, None)
         if former is not None:
             former.store.close()

@@ -278,26 +278,48 @@ def _own(settings: Mapping[str, Any], spec: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in more}
 
 
-def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
+def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mapping[str, Any] | None = None) -> Place:
     """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
-    `chunk` is what an adapter knows of a chunk's bytes: format and size.
+    `chunk` is what an adapter knows of a chunk's bytes: format and size. `weights` is what it knows of the weights
+    beside the model's name.
     """
-    mapper = FileMapper.from_offloading_spec(
-        root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
-    )
     config = spec.config
+    # In the direct layout a chunk has the bytes of each worker tensor by tensor, whose order changes with the number of
+    # workers, although vLLM's `is_parallelism_agnostic` may say otherwise.
+    agnostic = getattr(config, "canonical_layout", False) or getattr(config, "replicated_layout", False)
+    mapper = FileMapper.from_offloading_spec(
+        root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=agnostic
+    )
     identity = {
         **chunk,
         # The layout of a block depends on the version.
         "vllm": VERSION.layout(),
-        "kv_cache_layout": getattr(config, "kv_cache_layout", None),
+        "kv_cache_layout": _kv_cache_layout(config),
         "revision": revision,
         **mapper.fields,
+        **({"weights": dict(weights)} if weights else {}),
     }
     # Replicas share keys and bytes, but a store of its own belongs to one process.
     replica = getattr(config.parallel, "data_parallel_index", 0)
     return Place(config.model.name, f"dp{replica}", identity, replica)
+
+
+def _kv_cache_layout(config: Any) -> str | None:
+    """The order of tokens and heads in a block; `None` where nobody says it.
+
+    The configuration of 0.28 lacks it. There a function has what is set by the environment, or by the worker where it
+    is in this process.
+    """
+    if hasattr(config, "kv_cache_layout"):
+        return config.kv_cache_layout
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        return get_kv_cache_layout()
+    except Exception as error:
+        logger.debug("kvhoist: vLLM does not say the layout of its KV cache: %s", error)
+        return None
 
 
 def _events_wanted(spec: Any) -> bool:

@@ -114,6 +114,7 @@ def test_servers_with_other_weights_share_nothing(store_dir, monkeypatch):
         (dict(model_path="meta/tiny", revision="abc"), {}),
         (dict(model_path="meta/tiny", quantization="fp8"), {}),
         (dict(model_path="meta/tiny"), dict(revision="2026-11-22")),
+        (dict(model_path="meta/tiny", quantization_param_path="/models/scales.json"), {}),
     ]
     keys, indices = keys_for(sgl.MHA, 2), pool.alloc(2 * pool.page_size)
     for round_, found in enumerate((0, 2)):
@@ -123,6 +124,18 @@ def test_servers_with_other_weights_share_nothing(store_dir, monkeypatch):
             assert backend.batch_exists(keys) == found, (round_, server, settings)
             assert all(backend.batch_set_v1(keys, indices))
             backend.close()
+
+
+def test_other_scales_of_an_8_bit_cache_share_nothing(store_dir, monkeypatch):
+    """Also those that were written over the former ones."""
+    pool, keys, scales = filled(sgl.MHA), keys_for(sgl.MHA, 2), store_dir / "scales.json"
+    _serve_with(monkeypatch, model_path="meta/tiny", quantization_param_path=str(scales))
+    for text, found in (("{}", 0), ('{"0": 1.5}', 0), ("{}", 2)):
+        scales.write_text(text)
+        backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+        assert backend.batch_exists(keys) == found
+        assert all(backend.batch_set_v1(keys, pool.alloc(2 * pool.page_size)))
+        backend.close()
 
 
 def test_adapters_whose_pages_have_the_same_keys_are_refused(store_dir, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 
 import pytest
 import sgl
@@ -113,6 +115,60 @@ def test_the_tail_of_a_prefix_on_the_device_is_loaded(ranks):
     assert rank.finish(req) == []
     whole = torch.cat((indices, rest))
     assert same(rows(device_buffers(rank.device), whole), want)
+
+
+def test_descriptors_of_a_server_with_many_connections_are_waited_for(ranks):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"found at most {hard} descriptors, expected 2048; raise ulimit -Hn")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+        want = computed(rank, tokens)
+        assert not rank.linker.stats()["failed"]
+        indices, aborted = rank.restore(tokens)
+        assert not aborted and same(rows(device_buffers(rank.device), indices), want)
+        rank.close()
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_offload_whose_wait_fails_is_the_last_one_that_does(ranks, monkeypatch):
+    rank = ranks()
+
+    class Fails:
+        def register(self, *_given) -> None:
+            pass
+
+        def poll(self, *_given):
+            raise OSError("on purpose")
+
+    import kvhoist.sglang.linker_pages as module
+
+    pages = rank.linker._pages["kv"]
+    real = pages._queue
+
+    class Slow:
+        """A queue whose first store has not ended when it is asked."""
+
+        event_fd, submit_store_pages = real.event_fd, real.submit_store_pages
+
+        def drain(self):
+            return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.select, "poll", Fails)
+        patch.setattr(pages, "_queue", Slow())
+        computed(rank, tokens_of(sgl.MHA, 2, 50_000))
+    assert rank.linker.stats()["failed"]["offload"] == 1
+    tokens = tokens_of(sgl.MHA, PAGES)
+    want = computed(rank, tokens)
+    indices, aborted = rank.restore(tokens)
+    assert not aborted and same(rows(device_buffers(rank.device), indices), want)
+    assert rank.linker.stats()["failed"]["offload"] == 1
 
 
 def test_requests_of_one_batch_load_together(ranks):
@@ -252,6 +308,24 @@ def test_a_page_that_is_bad_on_disk_is_never_served(ranks, store_dir):
     assert linker(rank)["requests_aborted"] == 1
 
 
+def test_what_was_stored_before_a_reset_is_found_after_a_restart_alone(ranks):
+    """A reset comes with other weights; a restart, with those of the start."""
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    first = computed(rank, tokens)
+    for seed in (5, 9):
+        rank.tree.reset()
+        rank.slots.clear()
+        assert rank.restore(tokens) == (None, False)
+        anew = computed(rank, tokens, seed)
+        indices, aborted = rank.restore(tokens)
+        assert not aborted and same(rows(device_buffers(rank.device), indices), anew)
+    rank.close()
+    rank = ranks()
+    device_noise(rank.device, 7)
+    indices, aborted = rank.restore(tokens)
+    assert not aborted and same(rows(device_buffers(rank.device), indices), first)
+
+
 @pytest.mark.parametrize("when", ["matched", "queued", "begun"])
 def test_reset_and_close_leave_nothing_behind(ranks, when):
     rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
@@ -265,8 +339,11 @@ def test_reset_and_close_leave_nothing_behind(ranks, when):
     assert not rank.pinned()
     assert rank.linker.num_completed_offloads() == 0
     assert rank.linker.start_layer_wise_loading() == -1
+    assert rank.match(tokens)[1].host_hit_length == 0, "other weights may have computed them"
+    rank.slots.clear()
+    computed(rank, tokens, 5)
     req, result = rank.match(tokens)
-    assert result.host_hit_length == len(tokens), "a reset forgets no page"
+    assert result.host_hit_length == len(tokens)
     rank.admit(req, result)
     rank.begin()
     rank.close()
@@ -307,6 +384,8 @@ def test_wrong_settings_are_refused_by_name(store_dir):
         with pytest.raises(ConfigError, match=name) as raised:
             Rank(sgl.MHA, extra_config(store_dir, **wrong))
         assert raised.value.field == name
+    with pytest.raises(ConfigError, match="^pool_shares: found 'mamba', expected the name of a pool: one of kv$"):
+        Rank(sgl.MHA, extra_config(store_dir, pool_shares={"mamba": 0.2}))
     extra = extra_config(store_dir)
     del extra["host_bytes"]
     with pytest.raises(ConfigError, match="host_bytes"):
@@ -367,6 +446,8 @@ def test_random_sequences_restore_what_was_computed(ranks, seed):
         if dice.random() < 0.05:
             rank.tree.reset()
             rank.slots.clear()
+            # What was computed before is not found, or was computed with the same weights by chance.
+            known.clear()
         assert rank.held() <= rank.linker._pages["kv"].held_max
     assert not rank.linker.stats()["failed"]
 

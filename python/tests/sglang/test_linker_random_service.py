@@ -19,7 +19,7 @@ if sgl.version() < (0, 5, 23):
 torch = pytest.importorskip("torch")
 
 from nodes import Node, await_  # noqa: E402
-from sgl_linker import extra_config  # noqa: E402
+from sgl_linker import broadcast, extra_config  # noqa: E402
 from sgl_models import MODELS  # noqa: E402
 from sgl_pages import same  # noqa: E402
 from sgl_serving import Serving  # noqa: E402
@@ -152,6 +152,7 @@ def maker(model: str, rank: int, extra: dict):
             patch.setattr(torch.distributed, "is_initialized", lambda: replicated)
             patch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
             patch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+            patch.setattr(torch.distributed, "broadcast_object_list", broadcast)
             return Serving(MODELS[model], extra)
 
     return make

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from nodes import Node, await_  # noqa: E402
 from sgl_controller import device_noise, rows  # noqa: E402
-from sgl_linker import Rank, extra_config, tokens_of  # noqa: E402
+from sgl_linker import Rank, broadcast, extra_config, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
 GEOMETRIES = pytest.mark.parametrize("geometry", [sgl.MHA, sgl.MLA], ids=["mha", "mla"])
@@ -43,6 +43,7 @@ def ranks(node, store_dir, monkeypatch):
             patch.setattr(torch.distributed, "is_initialized", lambda: True)
             patch.setattr(torch.distributed, "get_rank", lambda group=None: tp[0])
             patch.setattr(torch.distributed, "get_world_size", lambda group=None: tp[1])
+            patch.setattr(torch.distributed, "broadcast_object_list", broadcast)
             made.append(Rank(geometry, extra_config(store_dir, service=node.socket, **settings)))
         return made[-1]
 
@@ -118,6 +119,18 @@ def test_ranks_of_an_mla_model_load_what_the_first_one_stores(ranks, monkeypatch
     check_restored(second, tokens, want)
     check_restored(first, tokens, want)
     assert first.linker._pages["kv"].cache.namespace == second.linker._pages["kv"].cache.namespace
+
+
+def test_ranks_of_an_mla_model_share_pages_after_a_reset_too(ranks):
+    first, second = ranks(sgl.MLA, (0, 2)), ranks(sgl.MLA, (1, 2))
+    tokens = tokens_of(sgl.MLA, PAGES)
+    insert(first, tokens)
+    for rank in (first, second):
+        rank.tree.reset()
+        rank.slots.clear()
+        assert rank.restore(tokens) == (None, False), "other weights have computed them"
+    want = insert(first, tokens, 5)
+    check_restored(second, tokens, want)
 
 
 def transfers(rank, tokens) -> list:

@@ -115,6 +115,16 @@ def test_sglangs_own_file_backend_agrees_on_hit_policies(store_dir, seed):
     backend.close()
 
 
+def test_a_share_for_a_pool_that_does_not_exist_is_refused(store_dir):
+    pool = filled(sgl.MHA)
+    for name, likely in (("mambo", "did you mean mamba"), ("index", "did you mean indexer")):
+        extra = sgl.extra_config(store_dir, pool_shares={"kv": 0.5, name: 0.2})
+        with pytest.raises(ConfigError, match=f"^pool_shares: found '{name}'.*{likely}"):
+            sgl.backend(sgl.MHA, pool, extra)
+    # A pool of SGLang's may be registered later.
+    sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, pool_shares={"swa": 0.2})).close()
+
+
 def test_a_pool_that_comes_unannounced_needs_a_share(store_dir):
     pool = filled(sgl.MHA)
     backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))

@@ -6,6 +6,7 @@ Real are the radix tree, the linker's wrapper, the pools and the allocators. A s
 from __future__ import annotations
 
 import itertools
+import threading
 from array import array
 from types import SimpleNamespace
 
@@ -20,12 +21,51 @@ from sgl_buffer import _Bag, _Event
 _numbers = itertools.count()
 
 
+class Forward:
+    """The forward's stream, whose batch runs until it is told to end."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._ended.set()
+        #: Set while somebody waits for the batch.
+        self.waited_for = threading.Event()
+
+    def run(self) -> None:
+        """A batch begins."""
+        self._ended.clear()
+        self.waited_for.clear()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def query(self) -> bool:
+        return self._ended.is_set()
+
+    def record_event(self):
+        return SimpleNamespace(synchronize=self.synchronize)
+
+    def synchronize(self) -> None:
+        self.waited_for.set()
+        assert self._ended.wait(10), "nobody has ended the batch"
+
+
+class _StreamEvent(_Event):
+    """An event of the streams' stand-ins: of those that can be waited for."""
+
+    def record(self, *streams) -> None:
+        self._streams = [stream for stream in streams if isinstance(stream, Forward)]
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+
 def boot() -> SimpleNamespace:
     """Imports the tree, once."""
     modules = sgl_buffer.boot()
     from sglang.srt.mem_cache.unified_cache import linker_factory, unified_cache_linker
 
-    stand_in = SimpleNamespace(__name__="none", Event=_Event)
+    stand_in = SimpleNamespace(__name__="none", Event=_StreamEvent)
     unified_cache_linker.device_module = torch.cuda if sgl.DEVICE == "cuda" else stand_in
     sgl_models.prepare()
     modules.factory, modules.linker = linker_factory, unified_cache_linker
@@ -42,6 +82,11 @@ def extra_config(path, **more) -> dict:
 def tokens_of(geometry, pages: int, first: int = 1000) -> list[int]:
     """A prompt of so many pages; prompts that begin with other numbers share no page."""
     return list(range(first, first + pages * geometry.page_tokens))
+
+
+def broadcast(values: list, group=None, group_src=None) -> None:
+    """As `torch.distributed.broadcast_object_list` among ranks of one process."""
+    values[0] = b"what the first rank has drawn"
 
 
 def share_pools(pools, params, components: set) -> list:
@@ -86,8 +131,10 @@ class Rank:
         if extra.get("service", "off") != "off" and sgl.DEVICE == "cpu":
             self.lent = share_pools(found, self.params, set(self.tree.components))
         found.kept = sgl_models.kept(geometry.kind, found)
+        #: A double that plays the forward's stream in host memory.
+        self.forward = Forward() if sgl.DEVICE == "cpu" else None
         self.linker = modules.factory.create_unified_cache_linker(
-            args, self.params, backend="dynamic", components=set(self.tree.components), forward_stream=None,
+            args, self.params, backend="dynamic", components=set(self.tree.components), forward_stream=self.forward,
             config={"linker": "KvhoistLinker", "linker_module_path": "kvhoist.sglang", "linker_extra_config": extra},
         )  # fmt: skip
         self.tree.init_cache_linker(self.linker)
@@ -169,6 +216,11 @@ class Rank:
     def held(self) -> int:
         """Pages that requests hold."""
         return sum(pages.held for pages in self.linker._pages.values())
+
+    def let_go(self) -> None:
+        """Lets go of what lookups hold, as time does."""
+        for rid in list(self.linker._held):
+            self.linker.cancel_queued_load(rid)
 
     def pinned(self) -> bool:
         """Whether anything is still held, queued or under way."""

@@ -35,7 +35,7 @@ class Talks:
         return nullcontext()
 
     def keys(self, tokens) -> list[str]:
-        return sgl.page_keys(tokens, self.rank.page)
+        return self.rank.linker._named(sgl.page_keys(tokens, self.rank.page))
 
     def restorable(self, keys: list[str]) -> int:
         """The longest prefix of pages that every component has what it needs of."""
@@ -135,5 +135,5 @@ class Talks:
 
     def ended(self, what: str) -> None:
         """Nothing is left of any request."""
-        self.rank.linker.reset()
+        self.rank.let_go()
         self.rank.settled(what)

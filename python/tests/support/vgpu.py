@@ -43,8 +43,8 @@ def settings(path, capacity="16MiB", **more) -> dict:
     return given if on_gpu() else {"device": "simulated", **given}
 
 
-def vllm_config(extra: dict, *, policy="recompute", world=1, replica=0, engine_id=None, groups=1):
-    """As much of vLLM's configuration as the connector looks at."""
+def vllm_config(extra: dict, *, policy="recompute", world=1, replica=0, engine_id=None, groups=1, weights=None):
+    """As much of vLLM's configuration as the connector looks at. `weights`: what it says of them beside their name."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector="KvhoistConnector", kv_connector_module_path="kvhoist.vllm", kv_role="kv_both",
@@ -64,7 +64,7 @@ def vllm_config(extra: dict, *, policy="recompute", world=1, replica=0, engine_i
         ),
         model_config=SimpleNamespace(
             use_mla=False, dtype=torch.bfloat16, model="meta/tiny", max_model_len=4096,
-            get_total_num_kv_heads=lambda: 2,
+            get_total_num_kv_heads=lambda: 2, **(weights or {}),
         ),
         use_v2_model_runner=False, kv_events_config=None, speculative_config=None,
     )  # fmt: skip

@@ -88,8 +88,11 @@ class Engine:
     """
 
     def __init__(
-        self, tiers: list[dict], *, rows=16, workers=2, cell_bytes=4096, groups=1, replica=0, model="meta/tiny", **more
-    ):
+        self, tiers: list[dict], *, rows=16, workers=2, cell_bytes=4096, groups=1, replica=0, model="meta/tiny",
+        agnostic=False, canonical=False, **more,
+    ):  # fmt: skip
+        """`agnostic`: vLLM says that a block's bytes do not depend on the number of workers; `canonical`: its layout is
+        the one of which that is true."""
         modules = self.modules = boot()
         config = modules.config
         self.name = f"kvhoist-test-{os.getpid()}-{next(_engines)}"
@@ -112,8 +115,10 @@ class Engine:
                 model=config.OffloadingModelConfig(model, "bfloat16"),
                 cache=config.OffloadingCacheConfig(16, 1),
                 parallel=config.OffloadingParallelConfig(
-                    0, workers, workers, 1, 1, 1, replica, replica + 1, None, False
+                    0, workers, workers, 1, 1, 1, replica, replica + 1, None, agnostic
                 ),
+                canonical_layout=canonical,
+                kv_cache_layout="LBHNC",
             )
         )
         self.extra = extra

@@ -33,6 +33,29 @@ def test_blocks_come_back_to_the_gpu_over_restarts(store_dir, layout, per_chunk)
         served.store.cache.validate()
 
 
+def test_engines_with_other_weights_of_one_name_share_nothing(store_dir):
+    def made():
+        """A function that is elsewhere in memory each time, as it is in each process."""
+
+        def overrides(config):
+            return config
+
+        return overrides
+
+    names = names_of("a", 4)
+    for found in (0, 4):
+        for weights in (
+            {}, {"revision": "abc"}, {"quantization": "fp8"}, {"hf_config_path": "/models/config"},
+            {"quantization_config": {"linear": "fp8"}}, {"hf_overrides": {"rope_parameters": {"factor": 2.0}}},
+            {"hf_overrides": {"rope_parameters": {"factor": 4.0}}}, {"hf_overrides": made()},
+        ):  # fmt: skip
+            with Served(settings(store_dir), weights=weights) as served:
+                assert served.serve(names) == found, weights
+    # What is empty tells no two engines apart.
+    with Served(settings(store_dir), weights={"revision": None, "hf_overrides": {}}) as served:
+        assert served.serve(names) == 4
+
+
 @pytest.mark.skipif(not NEW, reason="before 0.33 a failed load of such a model could not be told")
 @pytest.mark.parametrize("per_chunk", [1, 2])
 def test_every_group_of_the_kv_cache_comes_back(store_dir, per_chunk):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import vtier
@@ -258,6 +260,42 @@ def test_what_differs_in_anything_never_meets(store_dir, other):
         context = engine.request(keys)
         assert engine.resolve(context, keys) == "HHHH"
         engine.check(context, keys)
+
+
+def test_engines_of_other_sizes_meet_where_the_layout_is_the_same_for_all(store_dir, monkeypatch):
+    """In the direct layout the order of a chunk's bytes changes with the number of workers, whatever vLLM says."""
+    utils = ModuleType("vllm.v1.attention.backends.utils")
+    utils.get_kv_cache_layout = lambda: "HND"
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    # Rows of both sizes have as many bytes.
+    sizes = [dict(workers=2, cell_bytes=4096), dict(workers=4, cell_bytes=2048)]
+    for canonical, found in ((False, "MMMM"), (True, "HHHH")):
+        folder = store_dir / str(canonical)
+        folder.mkdir()
+        with Engine([tier_config(folder)], agnostic=True, canonical=canonical, **sizes[0]) as engine:
+            keys = stored(engine, "a", 4)
+        with Engine([tier_config(folder)], agnostic=True, canonical=canonical, **sizes[1]) as engine:
+            assert engine.resolve(engine.request(keys), keys) == found
+
+
+@pytest.mark.skipif(vtier.version() >= (0, 33), reason="vLLM's configuration says the layout")
+def test_an_older_vllm_is_asked_for_the_layout_of_its_kv_cache(store_dir, monkeypatch):
+    utils, layouts = ModuleType("vllm.v1.attention.backends.utils"), []
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+
+    def layout():
+        if layouts[-1] is None:
+            raise AssertionError("Current vLLM config is not set")
+        return layouts[-1]
+
+    utils.get_kv_cache_layout = layout
+    keys = keys_of("a", 2)
+    for found in ("MM", "HH"):
+        for one in ("NHD", "HND", None):
+            layouts.append(one)
+            with Engine([tier_config(store_dir)]) as engine:
+                assert engine.resolve(engine.request(keys), keys) == found
+                stored(engine, "a", 2)
 
 
 def test_each_replica_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
