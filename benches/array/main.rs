@@ -138,7 +138,8 @@ impl Array {
             // Few beside the blocks: what is fetched comes from the drives.
             .host_blocks(
                 (slots * paths.len() as u32 / 8)
-                    .clamp(2 * options.tasks.iter().max().map_or(0, |&tasks| tasks as u32), 256),
+                    .clamp(2 * options.tasks.iter().max().map_or(0, |&tasks| tasks as u32), 256)
+                    .min(slots * paths.len() as u32 / 4),
             )
             .disks(paths.iter().map(|path| DiskPath::with_blocks(path.clone(), slots)).collect())
             .bypass_host(true)

@@ -83,6 +83,11 @@ impl State {
         }
     }
 
+    /// Blocks that were removed, and are being written.
+    pub(crate) fn removed_in_flight(&self) -> Vec<BlockKey> {
+        self.flights.writes().filter(|key| self.index.find(key).is_none()).collect()
+    }
+
     /// Begins to write a block to a disk slot, and enters it in the table if its checksum is known. `None` if it was
     /// removed or is there already.
     pub(crate) fn begin_disk_write(

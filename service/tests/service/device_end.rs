@@ -202,8 +202,10 @@ fn bytes_that_no_service_sends_do_not_free_the_memory() {
     let (mut double, client, memory, _region) = Double::with_client(None);
     let load = begin_load(&mut double, &client, &memory);
     double.send(&[0xff; 64]);
-    // The client hangs up, and waits.
+    // The client hangs up, and waits: for the hang-up of its service, and for what tells of device memory.
     assert_eq!(double.stream.read(&mut [0; 16]).expect("the end"), 0);
+    assert!(is_waiting(&load));
+    double.hang_up();
     assert!(is_waiting(&load));
     rustix::io::write(&double.released, &1u64.to_ne_bytes()).expect("told");
     assert_fault(load.join().expect("no panic"), ServiceFault::Away);
