@@ -41,10 +41,8 @@ struct ReadPermits {
     /// Host slots that they fill.
     slots: Semaphore,
     slots_max: usize,
-    /// Reads that failed, since one brought blocks.
+    /// Reads that failed, since the store answered one.
     failed: Cell<u32>,
-    /// Reads that brought blocks.
-    succeeded: Cell<u64>,
 }
 
 impl ReadPermits {
@@ -56,32 +54,25 @@ impl ReadPermits {
             slots: Semaphore::new(slots_max),
             slots_max,
             failed: Cell::new(0),
-            succeeded: Cell::new(0),
         }
     }
 
-    /// Waits for the turn of a read to so many slots. `None` where the store failed too often meanwhile, and brought
-    /// nothing: who waits has waited long enough.
+    /// Waits for the turn of a read to so many slots. `None` where too many others failed meanwhile: who waits has
+    /// waited long enough.
     async fn turn(&self, slots: usize, is_awaited: bool) -> Option<[Option<SemaphorePermit<'_>>; 3]> {
-        let before = (self.failed.get(), self.succeeded.get());
         const OPEN: &str = "it is not closed";
+        let failed = self.failed.get();
         let background = if is_awaited { None } else { Some(self.background.acquire().await.expect(OPEN)) };
         let request = self.requests.acquire().await.expect(OPEN);
         let held = self.slots.acquire_many(slots as u32).await.expect(OPEN);
-        let has_failed = self.failed.get().saturating_sub(before.0) >= FAILURES_MAX && self.succeeded.get() == before.1;
-        (!has_failed).then_some([background, Some(request), Some(held)])
+        let is_away = self.failed.get().saturating_sub(failed) >= FAILURES_MAX;
+        (!is_away).then_some([background, Some(request), Some(held)])
     }
 
     /// Notes the end of a read.
     fn ended(&self, result: &Result<(), RemoteError>) {
-        match result {
-            // What a store answers is an answer.
-            Ok(()) | Err(RemoteError::NotFound | RemoteError::Invalid { .. }) => {
-                self.failed.set(0);
-                self.succeeded.set(self.succeeded.get() + 1);
-            }
-            Err(_) => self.failed.set(self.failed.get() + 1),
-        }
+        let is_answered = matches!(result, Ok(()) | Err(RemoteError::NotFound | RemoteError::Invalid { .. }));
+        self.failed.set(if is_answered { 0 } else { self.failed.get() + 1 });
     }
 }
 

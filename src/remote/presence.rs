@@ -358,6 +358,10 @@ mod tests {
         assert_eq!((presence.forget_unseen(2, 0), presence.objects()), (None, 1));
         assert_eq!(presence.forget_unseen(3, 0), None);
         assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
+        // Many are forgotten in several steps.
+        (0..5).for_each(|n| assert!(presence.enter(run(&n.to_string(), 100 * n..100 * n + 100))));
+        let steps = std::iter::successors(presence.forget_unseen(3, 0), |from| presence.forget_unseen(3, *from));
+        assert_eq!((steps.count(), presence.len()), (1, 0), "three objects, and then two");
         // What is forgotten is not found, and does not come back while its object is known.
         assert!(presence.enter(run("c", 0..3)));
         presence.forget(&key(1));

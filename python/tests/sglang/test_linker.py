@@ -17,8 +17,8 @@ if sgl.version() < (0, 5, 23):
 
 torch = pytest.importorskip("torch")
 
-from sgl_controller import device_noise, rows  # noqa: E402
-from sgl_linker import Rank, extra_config, tokens_of  # noqa: E402
+from sgl_controller import device_buffers, device_noise, rows  # noqa: E402
+from sgl_linker import Rank, computed, extra_config, ranks_at, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
 from kvhoist import ConfigError, IoError  # noqa: E402
@@ -29,28 +29,8 @@ PAGES = 6
 
 @pytest.fixture
 def ranks(store_dir):
-    """Makes ranks that are closed at the end, whatever happens."""
-    made = []
-
-    def make(geometry=sgl.MHA, **settings):
-        made.append(Rank(geometry, extra_config(store_dir, **settings)))
-        return made[-1]
-
-    yield make
-    for rank in made:
-        rank.close()
-
-
-def computed(rank, tokens, seed=1) -> list:
-    """Computes and offloads a prompt, and evicts it from the device: the bytes of its rows."""
-    buffers = device_noise(rank.device, seed)
-    indices = rank.slots.alloc(len(tokens))
-    want = rows(buffers, indices)
-    rank.insert(tokens, indices)
-    rank.offloaded()
-    rank.evict()
-    device_noise(rank.device, seed + 1)
-    return want
+    with ranks_at(store_dir) as make:
+        yield make
 
 
 def linker(rank) -> dict:
@@ -78,10 +58,6 @@ def test_a_prompt_comes_back_layer_by_layer(ranks, geometry):
         "pages_stored": PAGES, "hits_host": PAGES, "loads": 1, "layers_waited_for": geometry.layers,
     }  # fmt: skip
     assert not rank.pinned()
-
-
-def device_buffers(device) -> list:
-    return device.k_buffer + device.v_buffer if getattr(device, "k_buffer", None) else device.kv_buffer
 
 
 @GEOMETRIES

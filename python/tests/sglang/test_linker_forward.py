@@ -15,8 +15,8 @@ if sgl.version() < (0, 5, 23):
 
 pytest.importorskip("torch")
 
-from sgl_controller import device_noise, rows  # noqa: E402
-from sgl_linker import Rank, extra_config, tokens_of  # noqa: E402
+from sgl_controller import device_buffers, device_noise, rows  # noqa: E402
+from sgl_linker import computed, ranks_at, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
 PAGES = 6
@@ -26,32 +26,8 @@ doubled = pytest.mark.skipif(sgl.DEVICE == "cuda", reason="a double plays the fo
 
 @pytest.fixture
 def ranks(store_dir):
-    """Makes ranks that are closed at the end, whatever happens."""
-    made = []
-
-    def make(**settings):
-        made.append(Rank(sgl.MHA, extra_config(store_dir, **settings)))
-        return made[-1]
-
-    yield make
-    for rank in made:
-        rank.close()
-
-
-def computed(rank, tokens, seed=1) -> list:
-    """Computes and offloads a prompt, and evicts it from the device: the bytes of its rows."""
-    buffers = device_noise(rank.device, seed)
-    indices = rank.slots.alloc(len(tokens))
-    want = rows(buffers, indices)
-    rank.insert(tokens, indices)
-    rank.offloaded()
-    rank.evict()
-    device_noise(rank.device, seed + 1)
-    return want
-
-
-def device_buffers(device) -> list:
-    return device.k_buffer + device.v_buffer if getattr(device, "k_buffer", None) else device.kv_buffer
+    with ranks_at(store_dir) as make:
+        yield make
 
 
 @doubled

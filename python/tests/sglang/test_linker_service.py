@@ -19,8 +19,8 @@ if sgl.version() < (0, 5, 23):
 torch = pytest.importorskip("torch")
 
 from nodes import Node, await_  # noqa: E402
-from sgl_controller import device_noise, rows  # noqa: E402
-from sgl_linker import Rank, broadcast, extra_config, tokens_of  # noqa: E402
+from sgl_controller import device_buffers, device_noise, rows  # noqa: E402
+from sgl_linker import Rank, broadcast, computed, extra_config, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
 GEOMETRIES = pytest.mark.parametrize("geometry", [sgl.MHA, sgl.MLA], ids=["mha", "mla"])
@@ -52,22 +52,6 @@ def ranks(node, store_dir, monkeypatch):
         rank.close()
 
 
-def device_buffers(device) -> list:
-    return device.k_buffer + device.v_buffer if getattr(device, "k_buffer", None) else device.kv_buffer
-
-
-def insert(rank, tokens, seed=1) -> list:
-    """Computes and offloads a prompt, and evicts it from the device: the bytes of its rows."""
-    device_noise(rank.device, seed)
-    indices = rank.slots.alloc(len(tokens))
-    want = rows(device_buffers(rank.device), indices)
-    rank.insert(tokens, indices)
-    rank.offloaded()
-    rank.evict()
-    device_noise(rank.device, seed + 1)
-    return want
-
-
 def check_restored(rank, tokens, want) -> None:
     """Loads a prompt, and compares every layer when it is complete."""
     req, result = rank.match(tokens)
@@ -87,7 +71,7 @@ def check_restored(rank, tokens, want) -> None:
 def test_replicas_share_pages_in_host_memory_and_on_disk(ranks, node, geometry):
     one, other = ranks(geometry), ranks(geometry)
     tokens = tokens_of(geometry, PAGES)
-    want = insert(one, tokens)
+    want = computed(one, tokens)
     device_noise(other.device, 7)
     check_restored(other, tokens, want)
     assert other.linker.stats()["linker"]["hits_host"] == PAGES
@@ -113,7 +97,7 @@ def test_ranks_of_an_mla_model_load_what_the_first_one_stores(ranks, monkeypatch
     second.offloaded()
     assert stores == [], "the second rank stores nothing"
     assert second.linker.lookup("before", transfers(second, tokens)) == []
-    want = insert(first, tokens)
+    want = computed(first, tokens)
     second.evict()
     device_noise(second.device, 9)
     check_restored(second, tokens, want)
@@ -124,12 +108,12 @@ def test_ranks_of_an_mla_model_load_what_the_first_one_stores(ranks, monkeypatch
 def test_ranks_of_an_mla_model_share_pages_after_a_reset_too(ranks):
     first, second = ranks(sgl.MLA, (0, 2)), ranks(sgl.MLA, (1, 2))
     tokens = tokens_of(sgl.MLA, PAGES)
-    insert(first, tokens)
+    computed(first, tokens)
     for rank in (first, second):
         rank.tree.reset()
         rank.slots.clear()
         assert rank.restore(tokens) == (None, False), "other weights have computed them"
-    want = insert(first, tokens, 5)
+    want = computed(first, tokens, 5)
     check_restored(second, tokens, want)
 
 
@@ -143,15 +127,15 @@ def transfers(rank, tokens) -> list:
 def test_ranks_with_pages_of_their_own_share_none(ranks):
     first, second = ranks(sgl.MHA, (0, 2)), ranks(sgl.MHA, (1, 2))
     tokens = tokens_of(sgl.MHA, PAGES)
-    insert(first, tokens)
+    computed(first, tokens)
     assert second.restore(tokens) == (None, False)
-    want = insert(second, tokens, 5)
+    want = computed(second, tokens, 5)
     check_restored(second, tokens, want)
 
 
 def test_a_service_that_dies_in_a_load_aborts_its_batch_and_is_a_miss(ranks, node):
     rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
-    want = insert(rank, tokens)
+    want = computed(rank, tokens)
     req, result = rank.match(tokens)
     assert rank.admit(req, result) == len(tokens)
     with node.hanging():

@@ -19,8 +19,12 @@ def await_(condition, what):
         time.sleep(0.002)
 
 
+def device_buffers(device) -> list:
+    return device.k_buffer + device.v_buffer if getattr(device, "k_buffer", None) else device.kv_buffer
+
+
 def device_noise(device, seed):
-    buffers = device.k_buffer + device.v_buffer if hasattr(device, "k_buffer") and device.k_buffer else device.kv_buffer
+    buffers = device_buffers(device)
     generator = torch.Generator(buffers[0].device).manual_seed(seed)
     for buffer in buffers:
         raw(buffer).random_(0, 256, generator=generator)

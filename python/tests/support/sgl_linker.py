@@ -5,6 +5,7 @@ Real are the radix tree, the linker's wrapper, the pools and the allocators. A s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from array import array
@@ -17,6 +18,7 @@ import sgl_models
 import torch
 from nodes import await_
 from sgl_buffer import _Bag, _Event
+from sgl_controller import device_noise, rows
 
 _numbers = itertools.count()
 
@@ -230,3 +232,31 @@ class Rank:
     def close(self) -> None:
         """Ends the server. Again: does nothing."""
         self.tree.release_host_resources()
+
+
+@contextlib.contextmanager
+def ranks_at(store_dir):
+    """Makes ranks that are closed at the end, whatever happens."""
+    made: list[Rank] = []
+
+    def make(geometry=sgl.MHA, **settings) -> Rank:
+        made.append(Rank(geometry, extra_config(store_dir, **settings)))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for rank in made:
+            rank.close()
+
+
+def computed(rank: Rank, tokens, seed=1) -> list:
+    """Computes and offloads a prompt, and evicts it from the device: the bytes of its rows."""
+    buffers = device_noise(rank.device, seed)
+    indices = rank.slots.alloc(len(tokens))
+    want = rows(buffers, indices)
+    rank.insert(tokens, indices)
+    rank.offloaded()
+    rank.evict()
+    device_noise(rank.device, seed + 1)
+    return want
