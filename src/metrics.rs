@@ -64,7 +64,7 @@ macro_rules! counters {
                 quarantined: "Disk slots taken out of service until the store is opened again";
                 /// Their slots stay in use. After 16 such blocks the stores from that memory are copied first.
                 changed_memory:
-                    "Blocks given up: their caller's memory was changed while they were stored, or a kill cut that off";
+                    "Blocks given up when first read: their caller's memory was changed while they were stored";
                 background_refused: "Prefetches and background writes refused because their queue was full";
                 /// [`Cache::release`] releases them.
                 released: "Blocks of chains that callers released";

@@ -1,16 +1,18 @@
-//! Whose memory the block of a slot was written from.
+//! Who is to blame if the block of a slot is wrong.
 
 /// Whose memory a block was written from, for as long as it was not read back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Origin([u8; 3]);
 
 impl Origin {
-    /// A slot of the cache; or anyone's, and the block was read back since.
+    /// A slot of the cache; or anyone's, and the block was read back since. If it is wrong the drive is to blame.
     pub const OURS: Origin = Origin([0; 3]);
     /// Of a caller that nobody remembers.
     pub const UNKNOWN: Origin = Origin([1, 0, 0]);
+    /// Of an earlier run, whose end may have kept the block from the drive.
+    pub const EARLIER_RUN: Origin = Origin([2, 0, 0]);
     /// Of the first caller with a number.
-    pub const FIRST: Origin = Origin([2, 0, 0]);
+    pub const FIRST: Origin = Origin([3, 0, 0]);
     /// Of the last one.
     pub const LAST: Origin = Origin([0xff; 3]);
 

@@ -81,8 +81,8 @@ pub struct DiskSlots {
     cursor: u32,
     full: u32,
     quarantined: u32,
-    /// Quarantined slots of each member.
-    quarantined_of: Vec<u32>,
+    /// Lost blocks of each member.
+    lost_of: Vec<u32>,
 }
 
 impl DiskSlots {
@@ -106,7 +106,7 @@ impl DiskSlots {
         Ok(DiskSlots {
             slots,
             stale: BitSet::new(stripe.pages()),
-            quarantined_of: vec![0; stripe.members().len()],
+            lost_of: vec![0; stripe.members().len()],
             leftovers: Leftovers::default(),
             free: BitSet::full(stripe.slots()),
             stripe,
@@ -126,6 +126,7 @@ impl DiskSlots {
         assert!(self.free.remove(slot), "restored slot {slot} is {:?}", self.state(slot));
         self.slots[slot as usize].state = Filling;
         self.fill(slot, entry, checksum, generation);
+        self.set_origin(slot, Origin::EARLIER_RUN);
     }
 
     /// Takes a free slot, which becomes filling; `None` if there is none.
@@ -175,8 +176,7 @@ impl DiskSlots {
         self.stale.insert(self.stripe.page_of(slot).0);
     }
 
-    /// Notes whose memory the block of a full slot was written from, or that it was read back and is right
-    /// ([`Origin::OURS`]). The record says no more than whether it was a caller's.
+    /// Notes whose memory a block was written from, or that it was read back and is right ([`Origin::OURS`]).
     ///
     /// # Panics
     /// If the store has no such slot.
@@ -204,20 +204,23 @@ impl DiskSlots {
         self.mark_leftover(self.stripe.page_of(slot), Some(key));
     }
 
-    /// Takes a filling slot, or the full slot of block `key`, out of service until the store is opened again. Returns
-    /// its member, and the number of quarantined slots of that member.
+    /// Takes a filling slot, or the full slot of block `key`, out of service until the store is opened again.
     ///
     /// # Panics
     /// If the slot is free or quarantined.
-    pub fn quarantine(&mut self, slot: u32, key: &BlockKey) -> (FileId, u32) {
+    pub fn quarantine(&mut self, slot: u32, key: &BlockKey) {
         if self.state(slot) == Full {
             self.clear(slot, key);
         }
         self.expect(slot, Filling);
         self.slots[slot as usize] = SlotMeta { state: Quarantined, ..SlotMeta::FREE };
         self.quarantined += 1;
+    }
+
+    /// Counts the block of a slot as lost. Returns its member, and how many of that are.
+    pub fn count_lost(&mut self, slot: u32) -> (FileId, u32) {
         let (file, _) = self.stripe.locate(slot);
-        let of_member = &mut self.quarantined_of[usize::from(file.0)];
+        let of_member = &mut self.lost_of[usize::from(file.0)];
         *of_member += 1;
         (file, *of_member)
     }
@@ -280,8 +283,7 @@ impl DiskSlots {
             let uses = if self.records_uses { uses } else { 0 };
             let length = self.stripe.block_bytes();
             let (generation, checksum) = (meta.generation, meta.checksum);
-            let in_place = self.records_uses && meta.origin != Origin::OURS;
-            let record = Record { key, parent, length, generation, checksum, last_use, uses, in_place };
+            let record = Record { key, parent, length, generation, checksum, last_use, uses };
             *bytes = seal.encode_unsealed(local, &record);
         }
         self.stale.remove(page.0);

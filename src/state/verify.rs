@@ -112,12 +112,12 @@ impl Shared {
             return;
         }
         let origin = state.disk_slots().origin(slot);
-        let is_callers = fault == Fault::Mismatch && origin != Origin::OURS;
-        if is_callers {
+        let is_drives = fault == Fault::Unreadable || origin == Origin::OURS;
+        if !is_drives {
             state.disk_slots().clear(slot, &key);
         }
         match state.index.drop_copy(id, Tier::Disk) {
-            Some(slot) if is_callers => state.push_free(Tier::Disk, slot),
+            Some(slot) if !is_drives => state.push_free(Tier::Disk, slot),
             Some(_) => {}
             None => {
                 for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
@@ -125,18 +125,21 @@ impl Shared {
                 }
             }
         }
-        if is_callers {
+        if !is_drives && origin != Origin::EARLIER_RUN {
             drop(state);
             return self.blame_lender(origin, slot);
         }
-        let (file, of_path) = state.disk_slots().quarantine(slot, &key);
-        let count = state.disk_slots().quarantined_count();
+        if is_drives {
+            state.disk_slots().quarantine(slot, &key);
+        }
+        let (file, of_path) = state.disk_slots().count_lost(slot);
+        let quarantined = is_drives.then(|| state.disk_slots().quarantined_count());
         drop(state);
-        self.note_quarantined(file, of_path, count, (slot, fault.text()));
+        self.note_lost((file, of_path), slot, fault, quarantined);
     }
 
     /// Counts a block whose lender changed its memory while it was stored, or so it seems: the bytes were never read
-    /// back before. After a kill it may be one whose payload was not written.
+    /// back before.
     fn blame_lender(&self, origin: Origin, slot: u32) {
         self.metrics.changed_memory.add(1);
         let blamed = self.lenders.blame(origin);
@@ -148,34 +151,39 @@ impl Shared {
                 name,
                 slot,
                 count,
-                "a block on disk was given up: its memory was changed while it was stored from there, a kill cut its \
-                 store off, or the drive lost it before it was first read; wait for the end of a store before its \
-                 memory is used again"
+                "a block on disk was given up: its memory was changed while it was stored from there, or the \
+                 drive lost it before it was first read; wait for the end of a store before its memory is used again"
             );
         } else {
-            tracing::debug!(name, slot, count, "a block on disk was given up: its memory was changed during its store");
+            tracing::debug!(name, slot, count, "a block on disk was given up: wrong when it was first read");
         }
         if let Some((lender, true)) = blamed {
             tracing::info!(name = lender.name, "blocks stored from this memory are copied first from now on");
         }
     }
 
-    /// Counts a quarantined slot of a path, and takes the disk tier out of service if there are too many.
-    fn note_quarantined(self: &Arc<Self>, file: FileId, of_path: u32, count: u32, (slot, why): (u32, &str)) {
-        self.metrics.quarantined.add(1);
+    /// Counts a lost block of a path. `quarantined` slots there are now, which may be too many for the disk tier;
+    /// `None` if its slot is free again, as an earlier run wrote the block.
+    fn note_lost(self: &Arc<Self>, (file, of_path): (FileId, u32), slot: u32, fault: Fault, quarantined: Option<u32>) {
+        let why = match quarantined {
+            Some(_) => fault.text(),
+            None => "wrong when first read: a kill or a power cut ended its store, or the drive lost it since",
+        };
         // A bad drive has many: one warning per path, counters for the others.
-        if of_path == 1 {
+        if of_path == 1 || quarantined == Some(1) {
             let path = &self.config.disk.paths[usize::from(file.0)].path;
             tracing::warn!(
                 ?path,
                 slot,
                 why,
-                "a block on disk was given up and its slot quarantined; the next ones of this path are counted, and \
-                 logged at level DEBUG"
+                quarantined = quarantined.is_some(),
+                "a block on disk was given up; the next ones of this path are counted, and logged at level DEBUG"
             );
         } else {
-            tracing::debug!(slot, why, "a block on disk was given up and its slot quarantined");
+            tracing::debug!(slot, why, quarantined = quarantined.is_some(), "a block on disk was given up");
         }
+        let Some(count) = quarantined else { return };
+        self.metrics.quarantined.add(1);
         let limit = self.config.disk.quarantine_max;
         if count > limit {
             self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));

@@ -219,7 +219,7 @@ fn a_damaged_block_is_found_out_in_the_pool_and_never_served() {
     assert!((0..BLOCKS).all(|block| block == 5 || pool.holds(block)), "the right bytes");
     let stats = cache.stats();
     let faults = (stats.checksum_failures, stats.changed_memory, stats.quarantined);
-    assert_eq!(faults, (1, 1, 0), "it was never read back: its memory may have been changed during the store");
+    assert_eq!(faults, (1, 0, 0), "an earlier run stored it");
     assert!(block_on(cache.fetch(&key(5))).expect("served").is_none(), "it is gone");
     pool.fill(0);
     store_all(&cache, &places);

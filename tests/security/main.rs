@@ -141,7 +141,7 @@ fn nothing_logged_and_no_message_tells_what_was_asked_or_answered() {
     }
     let text = log::text() + &said;
     // Both speak: of a bad block, of a bad superblock, and of what was refused.
-    for wanted in ["slot quarantined", "rewriting a torn", "namespace = ", "Lease {"] {
+    for wanted in ["a block on disk was given up", "rewriting a torn", "namespace = ", "Lease {"] {
         assert!(text.contains(wanted), "{wanted:?} is not in:\n{text}");
     }
     for n in 0..=30 {

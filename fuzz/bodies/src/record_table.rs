@@ -58,7 +58,6 @@ struct Fields {
     checksum: u64,
     last_use: u64,
     uses: u8,
-    in_place: bool,
 }
 
 impl Fields {
@@ -73,7 +72,6 @@ impl Fields {
             checksum: self.checksum,
             last_use: counter(self.last_use),
             uses: self.uses % 4,
-            in_place: self.in_place,
         }
     }
 }
@@ -247,7 +245,7 @@ fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> 
     let (flags, length) = (bytes[0], u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]));
     let (generation, last_use) = (number(8), number(24));
     let crc = checksum(&[&bytes[..120], &seal_of(member, local)].concat());
-    let (flags, uses, in_place) = (flags & !28, flags >> 2 & 3, flags & 16 != 0);
+    let (flags, uses) = (flags & !28, flags >> 2 & 3);
     let parent = (flags == 3).then(|| key(64));
     let sound = number(120) == crc
         && (flags == 1 || flags == 3)
@@ -256,5 +254,5 @@ fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> 
         && (parent.is_some() || bytes[64..96] == [0; 32])
         && bytes[96..120] == [0; 24]
         && generation.max(last_use) <= COUNTER_MAX;
-    sound.then(|| Record { key: key(32), parent, length, generation, checksum: number(16), last_use, uses, in_place })
+    sound.then(|| Record { key: key(32), parent, length, generation, checksum: number(16), last_use, uses })
 }

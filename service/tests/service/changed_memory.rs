@@ -131,7 +131,7 @@ fn blocks_of_changed_memory_are_no_fault_of_the_drive_after_a_restart() {
         (0..8).for_each(|part| drop(found(&pool_client, at(part))));
         let after = stats(&pool_client);
         assert_eq!((after.quarantined, after.disk_trouble()), (0, None), "{after:?}");
-        changed += after.changed_memory;
+        changed += after.checksum_failures;
         drop(pool_client);
         server.drain();
         server.wait().expect("a whole store");

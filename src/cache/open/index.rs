@@ -3,7 +3,7 @@
 use crate::{
     block::Tier,
     config::Config,
-    disk::{self, DiskSlots, RecoveredRecord, format::record::Record},
+    disk::{DiskSlots, RecoveredRecord, format::record::Record},
     error::{Error, Result},
     index::{Index, Policy, Used},
     memory::huge,
@@ -66,9 +66,6 @@ pub(super) fn restore(index: &mut Index, slots: &mut DiskSlots, record: &Recover
         }
     };
     slots.restore(slot, id.as_u32(), record.checksum, record.generation);
-    if record.in_place {
-        slots.set_origin(slot, disk::Origin::UNKNOWN);
-    }
 }
 
 #[cfg(test)]

@@ -19,7 +19,8 @@ const FLAG_FULL: u32 = 1;
 const FLAG_PARENT: u32 = 2;
 const FLAG_USES_SHIFT: u32 = 2;
 const FLAG_USES: u32 = (USES_MAX as u32) << FLAG_USES_SHIFT;
-const FLAG_IN_PLACE: u32 = 16;
+/// Set by earlier versions for blocks that were written from a caller's memory; says nothing now.
+const FLAG_FORMER: u32 = 16;
 
 /// Largest use count in a record; higher counts are stored as this.
 pub const USES_MAX: u8 = 3;
@@ -45,9 +46,6 @@ pub struct Record {
     pub last_use: u64,
     /// Number of requests that used the block, at most [`USES_MAX`]; 0 if unknown, as in stores of format version 1.
     pub uses: u8,
-    /// The block was written from a caller's memory, with no copy in the cache's own, and not read back since. False
-    /// if unknown, as in stores of format version 1.
-    pub in_place: bool,
 }
 
 /// Why a record is invalid.
@@ -108,8 +106,7 @@ impl RecordSeal {
     pub(crate) fn encode_unsealed(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
         let parent = if record.parent.is_some() { FLAG_PARENT } else { 0 };
-        let in_place = if record.in_place { FLAG_IN_PLACE } else { 0 };
-        let flags = FLAG_FULL | parent | in_place | u32::from(record.uses.min(USES_MAX)) << FLAG_USES_SHIFT;
+        let flags = FLAG_FULL | parent | u32::from(record.uses.min(USES_MAX)) << FLAG_USES_SHIFT;
         put(&mut bytes, FLAGS, &flags.to_le_bytes());
         put(&mut bytes, LENGTH, &record.length.to_le_bytes());
         put(&mut bytes, GENERATION, &record.generation.min(COUNTER_MAX).to_le_bytes());
@@ -139,7 +136,7 @@ impl RecordSeal {
             return Err(RecordError::Crc);
         }
         let flags = get_u32(bytes, FLAGS);
-        let parent = match flags & !(FLAG_USES | FLAG_IN_PLACE) {
+        let parent = match flags & !(FLAG_USES | FLAG_FORMER) {
             FLAG_FULL if is_zero(&bytes[PARENT..ZERO]) => None,
             FLAG_FULL => return Err(RecordError::Field("parent without its flag")),
             flags if flags == FLAG_FULL | FLAG_PARENT => Some(BlockKey::new(array(bytes, PARENT))),
@@ -153,7 +150,6 @@ impl RecordSeal {
             checksum: get_u64(bytes, CHECKSUM),
             last_use: get_u64(bytes, LAST_USE),
             uses: ((flags & FLAG_USES) >> FLAG_USES_SHIFT) as u8,
-            in_place: flags & FLAG_IN_PLACE != 0,
         };
         if record.length != block_bytes {
             return Err(RecordError::Field("length"));
@@ -195,9 +191,8 @@ mod tests {
 
     fn record() -> impl Strategy<Value = Record> {
         let counter = 0..=COUNTER_MAX;
-        let flags = (0..=USES_MAX, any::<bool>());
-        (any::<[u8; 32]>(), any::<Option<[u8; 32]>>(), counter.clone(), any::<u64>(), counter, flags).prop_map(
-            |(key, parent, generation, checksum, last_use, (uses, in_place))| Record {
+        (any::<[u8; 32]>(), any::<Option<[u8; 32]>>(), counter.clone(), any::<u64>(), counter, 0..=USES_MAX).prop_map(
+            |(key, parent, generation, checksum, last_use, uses)| Record {
                 key: BlockKey::new(key),
                 parent: parent.map(BlockKey::new),
                 length: 4096,
@@ -205,7 +200,6 @@ mod tests {
                 checksum,
                 last_use,
                 uses,
-                in_place,
             },
         )
     }
@@ -213,7 +207,7 @@ mod tests {
     fn sample() -> Record {
         let key = BlockKey::new([7; 32]);
         let parent = Some(BlockKey::new([9; 32]));
-        Record { key, parent, length: 4096, generation: 3, checksum: 4, last_use: 5, uses: 0, in_place: false }
+        Record { key, parent, length: 4096, generation: 3, checksum: 4, last_use: 5, uses: 0 }
     }
 
     #[test]
@@ -223,7 +217,6 @@ mod tests {
         assert_eq!((bytes[8], bytes[16], bytes[24]), (3, 4, 5));
         let used = SEAL.encode(1, &Record { uses: 2, ..sample() });
         assert_eq!(used[0], 3 + (2 << 2), "two bits for the uses");
-        assert_eq!(SEAL.encode(1, &Record { in_place: true, ..sample() })[0], 3 + 16, "a bit for the origin");
         assert_eq!((&bytes[32..64], &bytes[64..96], &bytes[96..120]), (&[7; 32][..], &[9; 32][..], &[0; 24][..]));
     }
 

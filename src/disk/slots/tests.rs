@@ -196,7 +196,7 @@ fn check_medium(
         let at = full[&slot];
         let (key, parent, last_use, uses) = describe(at);
         let (length, generation, checksum) = (slots.stripe.block_bytes(), u64::from(at), u64::from(at) << 32);
-        prop_assert_eq!(record, Record { key, parent, length, generation, checksum, last_use, uses, in_place: false });
+        prop_assert_eq!(record, Record { key, parent, length, generation, checksum, last_use, uses });
     }
     Ok(())
 }

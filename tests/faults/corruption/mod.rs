@@ -285,7 +285,9 @@ impl<'a> Bench<'a> {
             let counts = (report.payloads_bad, report.records_bad, report.payloads_good);
             let seen = (stats.checksum_failures, stats.records_bad, served.len() as u64);
             ensure!(counts == seen, "verified bad blocks, bad records, good blocks {counts:?}, a cache saw {seen:?}");
-            ensure!(stats.quarantined == report.payloads_bad, "{} quarantined", stats.quarantined);
+            // A kill may have been it: the drive is not to blame for what an earlier run stored.
+            let blamed = (stats.changed_memory, stats.quarantined);
+            ensure!(blamed == (0, 0), "given up and quarantined {blamed:?}");
         }
         kvhoist::internals::validate(cache).map_err(|error| format!("{error:?}"))?;
         // All that is lost can be stored again.

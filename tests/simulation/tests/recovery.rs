@@ -62,7 +62,6 @@ fn record(n: u32) -> Record {
         checksum: rng.next_u64(),
         last_use,
         uses: (n % 4) as u8,
-        in_place: n.is_multiple_of(2),
     }
 }
 
