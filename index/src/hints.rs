@@ -144,8 +144,7 @@ impl Index {
 
     /// Takes back some of the releases that uses have left; true if there were any.
     pub(super) fn take_back_some(&mut self) -> bool {
-        let Some(key) = self.taking_back.pop_front() else { return false };
-        // It may have been removed since.
+        let Some(key) = self.taking_back.pop_first() else { return false };
         if let Some(id) = self.find(&key) {
             self.end_release(id);
         }
@@ -167,7 +166,15 @@ impl Index {
     }
 
     pub(super) fn set_released(&mut self, id: EntryId, released: bool) {
+        self.stop_taking_back(id);
         self.mark(id, |entry| entry.set_released(released));
+    }
+
+    /// The release of the block is about to end, or to begin anew.
+    pub(super) fn stop_taking_back(&mut self, id: EntryId) {
+        if !self.taking_back.is_empty() {
+            self.taking_back.remove(&self.entries[id.0 as usize].key);
+        }
     }
 
     fn set_kept(&mut self, id: EntryId, kept: bool) {
@@ -183,6 +190,15 @@ impl Index {
         Tier::ALL.into_iter().for_each(|tier| self.take_out(id, tier));
         change(self.entry_mut(id));
         Tier::ALL.into_iter().for_each(|tier| self.relist(id, tier));
+    }
+
+    /// Checks that every release which is being taken back is one.
+    pub(super) fn validate_taking_back(&self) -> Result<(), String> {
+        let is_released = |key: &BlockKey| self.find(key).is_some_and(|id| self.entry(id).is_released());
+        match self.taking_back.iter().find(|key| !is_released(key)) {
+            Some(key) => Err(format!("{key:?} is being taken back, and not released")),
+            None => Ok(()),
+        }
     }
 
     /// Checks the hints of an entry.
@@ -262,5 +278,23 @@ mod tests {
         index.validate().expect("valid");
         let middle = ids[LONG as usize / 2 - 1];
         assert_eq!(index.victim(Tier::Host), Some(middle), "the coldest, as if it had not been released");
+    }
+
+    #[test]
+    fn a_chain_that_is_released_again_and_again_is_remembered_once() {
+        let mut index = Index::new(1);
+        let ids: Vec<_> = (0..LONG).map(|n| put(&mut index, n, n.checked_sub(1), Tier::Host)).collect();
+        let keys: Vec<_> = (0..LONG).map(key).collect();
+        for _ in 0..100 {
+            index.release(&keys);
+            assert!(index.is_released(ids[0]), "the last use of it is over");
+            index.touch(ids[LONG as usize - 1]);
+            assert!(!index.is_released(ids[0]) && index.taking_back.len() == 1);
+            index.validate().expect("valid");
+        }
+        for id in ids.iter().rev() {
+            index.remove(*id);
+        }
+        assert!(index.taking_back.is_empty());
     }
 }

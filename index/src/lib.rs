@@ -100,7 +100,7 @@ pub use restored::Restored;
 pub use used::Used;
 pub use write_value::Worth;
 
-use std::collections::VecDeque;
+use std::collections::BTreeSet;
 
 use hashbrown::{HashTable, hash_table};
 use kvhoist_base::{
@@ -159,8 +159,8 @@ pub struct Index {
     /// The lists in order of last use, whatever the policy: those before [`List::Policy`].
     lists: [[RecencyList; Tier::COUNT]; List::BY_LAST_USE.len()],
     kept: Kept,
-    /// Released ancestors of blocks that were used since.
-    taking_back: VecDeque<BlockKey>,
+    /// Released blocks below which one was used since.
+    taking_back: BTreeSet<BlockKey>,
     /// By id, the copies right above held ones: the search for a victim begins at them if no leaf can be evicted.
     frontier: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
@@ -199,7 +199,7 @@ impl Index {
             evictable: [0; Tier::COUNT],
             lists: Default::default(),
             kept: Kept::default(),
-            taking_back: VecDeque::new(),
+            taking_back: BTreeSet::new(),
             frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             blocks: 0,

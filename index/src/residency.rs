@@ -279,8 +279,9 @@ impl Index {
             entry.place_mut(tier).slot = NONE;
         }
         entry.clear(tier, FILLING | FULL | DIRTY);
-        if !entry.occupies_any() {
+        if entry.is_released() && !entry.occupies_any() {
             entry.set_released(false);
+            self.stop_taking_back(id);
         }
         // It is no longer counted as held before the parent counts one child less.
         self.weigh_inner(id, tier);

@@ -47,6 +47,7 @@ impl Index {
         ensure!(counts.found == self.map.len(), "{} entries in the map, found {}", self.map.len(), counts.found);
         self.validate_lists(&counts)?;
         self.validate_kept(counts.kept)?;
+        self.validate_taking_back()?;
         self.validate_children()?;
         self.values.as_ref().map_or(Ok(()), |values| values.validate())?;
         self.validate_chains()
