@@ -95,6 +95,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let shared = &self.shared;
         let full = state.free_slots(Tier::Disk) == 0;
         let worth = state.index.worth(id, full);
+        // A released block's chain is over, and it says nothing about other blocks of its class.
+        let is_over = state.index.is_released(id);
+        // With a budget also one whose class is not worth it: whatever becomes of that, this block was used again.
+        let is_worth = worth.is_enough || worth.again && self.write_budget.is_some();
+        let [by_value, by_budget] = &shared.metrics.writes_declined;
+        if !is_over {
+            state.index.decided(id);
+        }
+        // Before its chain is looked at, which may be long, and whose next block may be declined next.
+        if is_over || !is_worth {
+            state.count(by_value, 1);
+            state.decline_write(id, &key);
+            return Vec::new();
+        }
         let mut chain = state.index.unwritten_chain(id, CHAIN_MAX, |above| known.contains(above));
         let mut wanted = Vec::new();
         chain.retain(|&above| {
@@ -106,29 +120,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // The budget is charged once for each block.
             !is_decided && !state.flights.contains(&above, Tier::Disk)
         });
-        let [by_value, by_budget] = &shared.metrics.writes_declined;
         let taken = match &self.write_budget {
-            // Its chain is over, and it says nothing about other blocks of its class.
-            _ if state.index.is_released(id) => {
-                state.count(by_value, 1);
-                state.decline_write(id, &key);
-                return wanted;
-            }
-            // Whatever happens to its class, this block was used again.
-            Some(write_budget) if worth.is_enough || worth.again => {
+            Some(write_budget) => {
                 let mut write_budget = write_budget.borrow_mut();
                 let taken = write_budget.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());
                 state.export(shared.metrics.write_share.set_later(write_budget.share()));
                 state.count(by_budget, u64::from(taken < chain.len()));
                 taken
             }
-            None if worth.is_enough => chain.len(),
-            _ => {
-                state.count(by_value, 1);
-                0
-            }
+            None => chain.len(),
         };
-        state.index.decided(id);
         for &above in &chain[..taken] {
             let above_key = state.index.key(above);
             if above != id {
