@@ -1,6 +1,6 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{collections::BTreeSet, io, ops::Bound, rc::Rc, sync::Arc};
+use std::{collections::BTreeSet, io, ops::Bound, rc::Rc, sync::Arc, time::Duration};
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
@@ -9,13 +9,17 @@ use crate::{
     block::{BlockKey, FileId, OpKind},
     device::CopyEngine,
     error::{Error, Result},
-    io::Storage,
+    io::{Storage, is_shortage},
     memory::Lent,
     state::{Class, Committed, Outcome, State},
 };
 
 /// Dirty blocks that are listed under one lock: some tens of microseconds.
 const LISTED_PER_LOCK: usize = 256;
+
+/// How often a flush is tried while the system is short of memory, and the pause in between.
+const FLUSH_TRIES: u32 = 10;
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
 impl State {
     /// The next dirty blocks after this one, in the order of their keys. Empty after the last.
@@ -128,7 +132,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
             let flushing = Flushing { mover: &this, file, has_ended: false };
-            let result = this.storage.transfer(OpKind::Sync, file, 0, Lent::empty()).await;
+            let result = this.flush_despite_shortages(file).await;
             // First: a subscriber of the log may panic.
             flushing.end(&result);
             this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);
@@ -136,6 +140,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         });
         // The other end is dropped when it is done.
         drop(end.await);
+    }
+
+    /// Flushes, and again while a resource is short: the kernel has marked nothing as clean then.
+    async fn flush_despite_shortages(&self, file: FileId) -> io::Result<()> {
+        let mut tries = 1;
+        loop {
+            let result = self.storage.transfer(OpKind::Sync, file, 0, Lent::empty()).await;
+            match result {
+                Err(error) if is_shortage(&error) && tries < FLUSH_TRIES => {
+                    tries += 1;
+                    tokio::time::sleep(SHORTAGE_PAUSE).await;
+                }
+                result => return result,
+            }
+        }
     }
 }
 

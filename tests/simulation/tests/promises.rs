@@ -31,6 +31,21 @@ fn after_a_flush_that_failed_no_sync_answers_for_what_it_was_to_cover() {
 }
 
 #[test]
+fn a_flush_is_repeated_while_the_system_is_short_of_memory() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 1).await.expect("a sound disk");
+        let flushes = started(&disk, OpKind::Sync);
+        (flushes..flushes + 2).for_each(|nth| disk.script(OpKind::Sync, nth, Fault::Error(libc::ENOMEM)));
+        cache.sync().await.expect("it says nothing of the disk");
+        assert_eq!(started(&disk, OpKind::Sync), flushes + 3);
+        assert_eq!(found_after_power_cuts(&config(), &disk, 1).await, POWER_CUTS);
+        cache.close().await.expect("flushed");
+        reactor.ended().await;
+    });
+}
+
+#[test]
 fn a_flush_that_fails_after_its_deadline_is_known_to_later_syncs() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
