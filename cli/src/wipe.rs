@@ -11,6 +11,7 @@ use crate::{
     failure::Failure,
     ls::{SPACE, refuse_what_is_above},
     output::emit,
+    progress::Progress,
     shown::{plain, shown},
     size::show_bytes,
     store::uuid,
@@ -25,6 +26,9 @@ pub struct Args {
     /// Remove the store without asking.
     #[arg(long)]
     yes: bool,
+    /// Print no progress.
+    #[arg(long)]
+    quiet: bool,
 }
 
 /// Removes a store if it is one, is not in use, and the user confirms.
@@ -42,11 +46,16 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             shown(path)
         )));
     }
-    let mut told = String::new();
-    let wiped = Store::at(&args.paths).wipe(|shape, paths| {
+    let (mut told, mut shown) = (String::new(), None);
+    let confirm = |shape: Option<&Shape>, paths: &[PathBuf]| {
         told = describe(shape, paths);
         args.yes || is_meant(&told)
+    };
+    let wiped = Store::at(&args.paths).wipe(confirm, |done, total| {
+        let (done, total) = ((done >> 20) as usize, (total >> 20) as usize);
+        shown.get_or_insert_with(|| Progress::new(total, "MiB", args.quiet)).update(done, || "zeroed".into());
     })?;
+    drop(shown);
     match wiped {
         true => emit(&format!("removed {told}\n")),
         false => Err(Failure::run("nothing was removed")),

@@ -6,6 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
+};
+
 use super::{
     Options, Store,
     open::{Opened, Shape, open},
@@ -15,19 +20,26 @@ use crate::{
     error::{Error, Result},
 };
 
+/// Bytes of a device that are zeroed at a time.
+const PART_BYTES: u64 = 1 << 30;
+
 impl Store {
-    /// Removes the store if `confirm` returns true: deletes its files, or clears the superblocks of its devices.
-    /// Returns whether it did.
+    /// Removes the store if `confirm` returns true: deletes its files, or zeros its devices, as an open looks for data
+    /// there. Returns whether it did.
     ///
     /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened), and its files and
-    /// devices. Other content of a directory stays. No process can open the store meanwhile. A device's blocks remain
-    /// readable to users of the device: discard it (`blkdiscard`) if that matters. How the store would be read
-    /// ([`allow_in_use`](Self::allow_in_use) and the rest) does not matter here.
+    /// devices. Other content of a directory stays. No process can open the store meanwhile. `progress` gets the
+    /// bytes of devices that are zeroed, and those of all: a device that cannot zero itself is written. How the store
+    /// would be read ([`allow_in_use`](Self::allow_in_use) and the rest) does not matter here.
     ///
     /// # Errors
     /// [`Error::Store`] if the paths are not exactly those of one store, or a process has it open; [`Error::Io`], after
-    /// which a part of the store may already be gone.
-    pub fn wipe(&self, confirm: impl FnOnce(Option<&Shape>, &[PathBuf]) -> bool) -> Result<bool> {
+    /// which a part of the store may already be gone: superblocks go last, so that it can be repeated.
+    pub fn wipe(
+        &self,
+        confirm: impl FnOnce(Option<&Shape>, &[PathBuf]) -> bool,
+        mut progress: impl FnMut(u64, u64),
+    ) -> Result<bool> {
         let (shape, files) = match open(&self.paths(), &Options::default()).map_err(close_it)? {
             Opened::Store(store) => (Some(store.shape), store.files),
             Opened::Lost { files, .. } => (None, files),
@@ -36,6 +48,14 @@ impl Store {
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         if !confirm(shape.as_ref(), &paths) {
             return Ok(false);
+        }
+        let devices = || files.iter().filter(|file| file.device);
+        let (mut done, total) = (0, devices().map(|file| file.bytes).sum());
+        for file in devices() {
+            zero(file, |bytes| {
+                done += bytes;
+                progress(done, total);
+            })?;
         }
         files.iter().try_for_each(remove)?;
         Ok(true)
@@ -56,14 +76,37 @@ fn lock(file: &ReadOnlyFile) -> Result<()> {
     }
 }
 
+fn device(file: &ReadOnlyFile) -> Result<File> {
+    let device = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC).open(&file.path);
+    device.map_err(|error| Error::io("open", &file.path, error))
+}
+
+/// Zeros a device behind its superblocks; `progress` gets the bytes of each part.
+fn zero(file: &ReadOnlyFile, mut progress: impl FnMut(u64)) -> Result<()> {
+    let device = device(file)?;
+    // A drive that frees blocks, and reads zeros then, does that in no time; the kernel writes them for any other.
+    let free = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let write = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+    let mut start = HEAD_BYTES as u64;
+    while start < file.bytes {
+        let bytes = PART_BYTES.min(file.bytes - start);
+        let zeroed = match fallocate(&device, free, start, bytes) {
+            Err(Errno::OPNOTSUPP) => fallocate(&device, write, start, bytes),
+            freed => freed,
+        };
+        zeroed.map_err(|error| Error::io("zero", &file.path, error.into()))?;
+        start += bytes;
+        progress(bytes);
+    }
+    device.sync_all().map_err(|error| Error::io("sync", &file.path, error))
+}
+
 fn remove(file: &ReadOnlyFile) -> Result<()> {
     let path = &file.path;
     let failed = |op| move |error| Error::io(op, path, error);
     if file.device {
-        let device = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC).open(path);
-        let device = device.map_err(failed("open"))?;
-        device.write_all_at(&[0; HEAD_BYTES], 0).and_then(|()| device.sync_all()).map_err(failed("write"))?;
-        return Ok(());
+        let device = device(file)?;
+        return device.write_all_at(&[0; HEAD_BYTES], 0).and_then(|()| device.sync_all()).map_err(failed("write"));
     }
     let ours = file.file.metadata().map_err(failed("stat"))?;
     let now = fs::symlink_metadata(path).map_err(failed("stat"))?;

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// How long a reader waits for the lock, and how often an open retries.
 const WAIT: Duration = Duration::from_secs(1);
-const POLL: Duration = Duration::from_millis(5);
+pub(super) const POLL: Duration = Duration::from_millis(5);
 
 /// A lock on an open file, held until this is dropped.
 ///
@@ -45,7 +45,7 @@ impl Drop for Lock {
 pub(super) fn open_exclusive(configured: &Path, wait: Duration) -> Result<Opened> {
     let give_up = Instant::now() + wait;
     loop {
-        if let Some(mut opened) = path::open(configured)?
+        if let Some(mut opened) = path::open(configured, give_up)?
             && take(&mut opened, File::try_lock, give_up)?
         {
             return Ok(opened);

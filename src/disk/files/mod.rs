@@ -205,7 +205,7 @@ impl Opening {
                     self.opened.path.clone(),
                     format!("zeros at its start, but data at byte {}", start + at as u64),
                     "a store, or nothing but zeros",
-                    "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if its data is not needed",
+                    "choose another path in `disks`, or zero it (blkdiscard --zeroout) if its data is not needed",
                 ));
             }
         }

@@ -9,9 +9,14 @@ use std::{
     },
     path::{Path, PathBuf},
     sync::Arc,
+    thread,
+    time::Instant,
 };
 
-use super::{lock::Lock, sync_directory, sys};
+use super::{
+    lock::{Lock, POLL},
+    sync_directory, sys,
+};
 use crate::error::{Error, Result};
 
 /// File name of the store in a configured directory.
@@ -115,8 +120,8 @@ impl Drop for Opened {
 }
 
 /// Opens `configured`: a file, a device, or the store's file in a directory. Creates a missing file. `None` if the file
-/// was removed meanwhile.
-pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
+/// was removed meanwhile. A device that is in use is tried until `give_up`: a killed process's I/O may hold it.
+pub(super) fn open(configured: &Path, give_up: Instant) -> Result<Option<Opened>> {
     let path = store_path(configured)?;
     let (mut options, flags) = (OpenOptions::new(), libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK);
     options.read(true).write(true).mode(MODE);
@@ -133,10 +138,16 @@ pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
     check_type(&path, before)?;
     // On a block device, O_EXCL without O_CREAT fails if the device is mounted or part of a volume.
     let exclusive = if before.is_block_device() { libc::O_EXCL } else { 0 };
-    let file = match options.custom_flags(flags | exclusive).open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(cannot_open(&path, error)),
+    options.custom_flags(flags | exclusive);
+    let file = loop {
+        match options.open(&path) {
+            Ok(file) => break file,
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < give_up => {
+                thread::sleep(POLL);
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(cannot_open(&path, error)),
+        }
     };
     let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
     check_type(&path, now)?;
@@ -274,9 +285,9 @@ fn cannot_open(path: &Path, error: io::Error) -> Error {
         ),
         Some(libc::EBUSY) => Error::store(
             path,
-            "a device in use (mounted, swap, or part of a volume)",
+            "a device in use (open in another cache, mounted, swap, or part of a volume)",
             "an unused device",
-            "unmount it or take it out of its volume, if it is the right one",
+            "close the other cache, or unmount it or take it out of its volume, if it is the right one",
         ),
         Some(libc::ENOSPC | libc::EDQUOT) => Error::store(
             path,

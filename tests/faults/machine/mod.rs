@@ -4,6 +4,7 @@ use crate::common;
 
 #[path = "../../common/apart.rs"]
 mod apart;
+mod device;
 mod kernel;
 mod memory;
 mod space;

@@ -1,0 +1,75 @@
+//! Block devices as paths of a store.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::Read,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    thread,
+    time::Duration,
+};
+
+use kvhoist::{Cache, Error, StorageKind, block_on, store::Store};
+
+use super::{
+    apart::LoopDevice,
+    common::{self, directory},
+    config_at, serves, skip,
+};
+
+/// A device over a file of 64 MiB in `dir`.
+fn device(dir: &std::path::Path) -> Option<LoopDevice> {
+    let image = dir.join("image");
+    File::create(&image).and_then(|file| file.set_len(64 << 20)).expect("an image");
+    LoopDevice::new(&image)
+}
+
+#[test]
+fn a_wiped_device_is_empty_and_a_wipe_that_was_cut_off_can_be_repeated() {
+    let dir = directory();
+    let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
+    let mut bytes = Vec::new();
+    for cut_off in [false, true] {
+        let cache = block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 512))).expect("open");
+        serves(&cache);
+        if cut_off {
+            let file = OpenOptions::new().write(true).open(device.path()).expect("a device");
+            file.write_all_at(&vec![0; 4 << 20], 8192).and_then(|()| file.sync_all()).expect("a part is zeroed");
+        }
+        let mut told = Vec::new();
+        let wiped = Store::at([device.path()]).wipe(|_, _| true, |done, total| told.push((done, total)));
+        assert!(wiped.expect("a store of its own"));
+        assert!(told.last().is_some_and(|(done, total)| *total == 64 << 20 && done + 8192 == *total), "{told:?}");
+        bytes.clear();
+        File::open(device.path()).and_then(|mut file| file.read_to_end(&mut bytes)).expect("readable");
+        assert!(bytes.len() == 64 << 20 && bytes.iter().all(|byte| *byte == 0));
+    }
+    // Its record table is where blocks of the other lay.
+    let cache =
+        block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 3000))).expect("nothing is in its way");
+    assert!(!block_on(common::fetch_verified(&cache, 1)));
+    serves(&cache);
+}
+
+#[test]
+fn a_device_that_another_process_holds_is_waited_for() {
+    let dir = directory();
+    let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
+    let hold = || OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(device.path()).expect("nobody has it");
+    let mut settings = config_at(device.path(), StorageKind::Auto, 512);
+    thread::scope(|scope| {
+        let held = hold();
+        scope.spawn(move || {
+            thread::sleep(Duration::from_millis(200));
+            drop(held);
+        });
+        settings.disk.lock_wait = Duration::from_secs(60);
+        let cache = block_on(Cache::open(settings.clone())).expect("it is let go of");
+        block_on(cache.close()).expect("close");
+    });
+    let _held = hold();
+    settings.disk.lock_wait = Duration::ZERO;
+    match block_on(Cache::open(settings)) {
+        Err(Error::Store { found, .. }) => assert!(found.contains("open in another cache"), "{found}"),
+        other => panic!("{other:?}"),
+    }
+}
