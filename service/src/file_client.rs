@@ -103,7 +103,12 @@ impl FileClient {
             path,
         };
         let hold = inner.next_id.fetch_add(1, Ordering::Relaxed);
-        let memory = match inner.ask(hold, &request)? {
+        let asked = inner.ask(hold, &request);
+        if asked.is_err() {
+            // It may come to be held later.
+            inner.let_go(hold);
+        }
+        let memory = match asked? {
             (Reply::Held, Some(memory)) => memory,
             (Reply::Failed(failure) | Reply::Goodbye(failure), _) => return Err(failure.into()),
             (other, _) => return Err(unexpected(&other)),

@@ -44,7 +44,7 @@ impl Cancel {
         self.0.1.notify_one();
     }
 
-    async fn canceled(&self) {
+    pub(super) async fn canceled(&self) {
         while !self.0.0.get() {
             self.0.1.notified().await;
         }

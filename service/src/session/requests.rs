@@ -56,6 +56,10 @@ impl Session {
         }
         if let Request::LetGo { hold } = request {
             self.held.remove(&hold);
+            // Or it is not held yet, and nobody waits for it any more.
+            if let Some(cancel) = self.requests.get(&hold) {
+                cancel.cancel();
+            }
             if let Some((space, _)) = &self.attached {
                 self.pinned.remove(&hold).iter().for_each(|leases| space.unpinned(leases.len()));
             }
@@ -227,11 +231,13 @@ impl Session {
             );
             return Err(Failure::new(ServiceFault::Busy, text));
         }
-        self.requests.insert(id, Cancel::default());
+        let cancel = Cancel::default();
+        self.requests.insert(id, cancel.clone());
         let spaces = Rc::clone(&self.state.spaces);
         let state = Rc::clone(&self.state);
         self.tasks.spawn_local(async move {
             let held = tokio::select! { biased;
+                () = cancel.canceled() => Err(Failure::new(ServiceFault::Canceled, "the client let go of the file")),
                 held = spaces.hold(wanted) => held,
                 // An open may hang for ever.
                 () = state.drains() => Err(Failure::new(ServiceFault::Draining, "the service is ending")),

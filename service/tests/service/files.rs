@@ -10,11 +10,16 @@ use std::{
 
 use kvhoist::{Error, ServiceFault, block_on};
 use kvhoist_files::{Memory, Options, Range, Report, SourceFile};
-use kvhoist_service::{Client, FileClient, ServerConfig, ServiceStatus, status};
+use kvhoist_service::{
+    Client, FileClient, ServerConfig, ServiceStatus,
+    internals::protocol::{Reply, Request},
+    status,
+};
 
 use crate::{
     common,
     node::{BLOCK_BYTES, HANG, Process, options_of, say, serve},
+    raw::Raw,
 };
 
 const HOST_BYTES: u64 = 64 << 20;
@@ -175,6 +180,35 @@ fn a_path_that_is_another_file_for_the_service_is_refused() {
     let empty = SourceFile::open(place.file("empty", 1, 0)).expect("a file");
     assert!(matches!(place.client().hold(&empty, false), Err(Error::Argument { .. })));
     assert_eq!(place.status().files, 0);
+}
+
+/// A client that waits no longer lets go of what it may yet be given.
+#[test]
+fn a_file_that_its_client_let_go_of_before_it_was_held_is_not_held() {
+    let place = Place::new();
+    let path = place.file("weights", 1, SIZE);
+    let identity = SourceFile::open(&path).expect("a file").identity();
+    let hold = Request::Hold {
+        keep: false,
+        device: identity.device,
+        inode: identity.inode,
+        size: identity.size,
+        changed_s: identity.changed_s.cast_unsigned(),
+        changed_ns: identity.changed_ns.cast_unsigned(),
+        path: path.to_str().expect("UTF-8").into(),
+    };
+    let mut raw = Raw::greeted(&place.socket());
+    raw.send(&[hold.encode(7), Request::LetGo { hold: 7 }.encode(0)].concat());
+    let (id, reply) = raw.reply().expect("a reply");
+    let is_canceled = matches!(&reply, Reply::Failed(failure) if failure.fault == ServiceFault::Canceled);
+    assert!(id == 7 && is_canceled, "{reply:?}");
+    // And the memory is free for others, while this connection stays.
+    place.wait_for(0);
+    assert!(
+        read(&place.client().hold(&SourceFile::open(&path).expect("a file"), false).expect("room")).0 == bytes(1, SIZE)
+    );
+    place.wait_for(0);
+    drop(raw);
 }
 
 /// A reader loses nothing by the death of the service: what has come stays, and it reads the rest itself.
