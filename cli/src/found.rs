@@ -29,7 +29,8 @@ impl Targets {
     pub fn write(socket: &Path, address: SocketAddr) -> Result<Self, Failure> {
         let path = socket.with_added_extension("targets.json");
         let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
-        OutputFile::create("--http", &path)?.write(format!("{targets}\n").as_bytes())?;
+        // Prometheus runs as another user; it holds an address only.
+        OutputFile::create("--http", &path)?.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
         Ok(Targets(path))
     }
 }

@@ -13,12 +13,16 @@ use crate::{failure::Failure, shown::shown};
 
 /// Writes a report to standard output. A reader that closed its end is no failure.
 pub fn emit(text: &str) -> Result<(), Failure> {
+    emit_part(text).map(drop)
+}
+
+/// Writes a part of a report. False if the reader has closed its end: nobody gets the rest.
+pub fn emit_part(text: &str) -> Result<bool, Failure> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::run(format!("standard output: {error}; the report is not complete")))
-        }
-        _ => Ok(()),
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Failure::run(format!("standard output: {error}; the report is not complete"))),
     }
 }
 
@@ -48,6 +52,13 @@ impl OutputFile {
             .tempfile_in(parent)
             .map_err(|error| refused(error.to_string()))?;
         Ok(OutputFile { flag, file, place })
+    }
+
+    /// Lets every user read the file, whatever the umask.
+    pub fn readable_by_all(self) -> Result<Self, Failure> {
+        let allowed = self.file.as_file().set_permissions(Permissions::from_mode(0o644));
+        allowed.map_err(|error| Failure::run(format!("{} {}: {error}", self.flag, shown(&self.place))))?;
+        Ok(self)
     }
 
     /// Writes the contents and renames the file.

@@ -1,6 +1,7 @@
 //! `kvhoist remote`: what a store beyond the node has, whether it is right, and deletion from it.
 
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -16,7 +17,7 @@ use serde_json::json;
 use crate::{
     columns::columns,
     failure::{EXIT_STATUS, Failure},
-    output::emit,
+    output::{emit, emit_part},
     progress::Progress,
     shown::plain,
     size::{parse_bytes, show_bytes},
@@ -133,6 +134,11 @@ impl Place {
 
 /// With what the names of a namespace begin, or of all.
 fn prefix(namespace: Option<&str>) -> Result<String, Failure> {
+    // A variable of a script that has no value shall not mean all of them.
+    if namespace.is_some_and(str::is_empty) {
+        let text = "found an empty text, expected the digits of a digest, or no --namespace for all of them";
+        return Err(Failure::usage(format!("--namespace: {text}")));
+    }
     let digest = namespace.unwrap_or_default();
     if digest.len() > 64 || !digest.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
         let text = "found another text, expected up to 64 digits 0 to f of a digest, as `kvhoist remote du` prints it";
@@ -143,7 +149,7 @@ fn prefix(namespace: Option<&str>) -> Result<String, Failure> {
 
 fn ls(args: &Ls) -> Result<(), Failure> {
     let (prefix, store) = (prefix(args.namespace.as_deref())?, args.place.open()?);
-    let mut printed = Ok(());
+    let mut printed = Ok(true);
     // Line by line: a store may have millions.
     let listed = block_on(maintenance::list(&*store, &prefix, |object| {
         let line = if args.json {
@@ -152,12 +158,11 @@ fn ls(args: &Ls) -> Result<(), Failure> {
         } else {
             format!("{:>11}  {}\n", show_bytes(object.bytes), plain(&object.name))
         };
-        if printed.is_ok() {
-            printed = emit(&line);
-        }
-        Ok(())
+        printed = emit_part(&line);
+        // Nobody gets what follows, which costs requests.
+        if matches!(printed, Ok(true)) { Ok(()) } else { Err(RemoteError::Refused("standard output is closed".into())) }
     }));
-    listed.map_err(|error| args.place.failed(&error)).and(printed)
+    if printed? { listed.map_err(|error| args.place.failed(&error)) } else { Ok(()) }
 }
 
 fn du(args: &Du) -> Result<(), Failure> {
@@ -192,6 +197,13 @@ fn gc(args: &Gc) -> Result<(), Failure> {
     let limits = maintenance::Limits { age_max: args.older_than, bytes_max: args.max_bytes.map(|bytes| bytes as u64) };
     let failed = |error| args.place.failed(&error);
     let found = block_on(maintenance::plan(&*store, &prefix, limits, SystemTime::now())).map_err(failed)?;
+    let namespaces: BTreeSet<&str> = found.names.iter().filter_map(|name| maintenance::namespace_of(name)).collect();
+    if args.namespace.is_some() && namespaces.len() > 1 {
+        let all = namespaces.into_iter().collect::<Vec<_>>().join(", ");
+        return Err(Failure::usage(format!(
+            "--namespace: found digits with which several begin ({all}), expected more"
+        )));
+    }
     if !args.dry_run {
         let mut progress = Progress::new(found.names.len(), "objects", args.quiet);
         let told = |done| progress.update(done, || "deleted".into());

@@ -191,6 +191,38 @@ fn the_command_in_the_help_of_wipe_deletes_a_namespace_and_no_other() {
     assert_eq!(double.state.objects.lock().expect("no panic").keys().collect::<Vec<_>>(), [&name(2, 1)], "{said}");
 }
 
+#[test]
+fn gc_takes_one_namespace_or_all_and_no_digits_of_several() {
+    let double = Double::start();
+    let url = s3_url(&double);
+    let (one, other) = (digest(0x11), format!("{}12", "11".repeat(31)));
+    let name = |namespace: &str| format!("team/kvhoist1/{namespace}/{}", digest(3));
+    let mut objects = double.state.objects.lock().expect("no panic");
+    objects.extend([&one, &other].map(|namespace| (name(namespace), vec![0; 10])));
+    drop(objects);
+    for (digits, expected) in [("", "no --namespace for all"), (&one[..8], &one[..])] {
+        let refused = remote(&["gc", &url, "--max-bytes", "0", "--namespace", digits]);
+        assert_eq!(refused.status.code(), Some(2), "{digits:?}");
+        assert!(text(&refused.stderr).contains(expected), "{}", text(&refused.stderr));
+        assert_eq!(double.state.objects.lock().expect("no panic").len(), 2);
+    }
+    printed(&["gc", &url, "--max-bytes", "0", "--namespace", &one]);
+    assert_eq!(double.state.objects.lock().expect("no panic").keys().collect::<Vec<_>>(), [&name(&other)]);
+}
+
+#[test]
+fn a_listing_ends_with_its_reader() {
+    let double = Double::start();
+    let object = |n: u32| (format!("team/kvhoist1/{}/{n:064x}", digest(1)), vec![0; 10]);
+    double.state.objects.lock().expect("no panic").extend((0..5000).map(object));
+    let mut ls = command();
+    ls.args(["remote", "ls", &s3_url(&double)]).stdout(std::process::Stdio::piped());
+    let mut ls = ls.spawn().expect("the command runs");
+    drop(ls.stdout.take());
+    assert!(ls.wait().expect("it ends").success());
+    assert_eq!(double.requests(), 1, "one page of five");
+}
+
 /// A digest, as names have it.
 fn digest(of: u8) -> String {
     format!("{of:02x}").repeat(32)
