@@ -64,8 +64,7 @@ class HiCacheKvhoist(HiCacheStorage):
         in_service = wants_service(self.config, storage_config)
         refuse_what_is_not_kept(storage_config, in_service)
         if in_service:
-            self.identity = self.identity.shared()
-            self.config = self.config.for_ranks(self.identity.groups())
+            self.config = self.config.for_ranks(self.identity.shared().groups())
         else:
             self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
         #: Finds or starts the node's service, if that has the pages.
@@ -74,7 +73,7 @@ class HiCacheKvhoist(HiCacheStorage):
             _figures.serve(self.config.metrics_port, self.identity.number())
         self._lines = _figures.Lines()
         self._pause = Pause()
-        #: One of the ranks with the same pages stores them.
+        #: One of the ranks with the same pages of the KV pool stores them.
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
         self._pages: dict[str, tuple[Any, int]] = {}
@@ -139,8 +138,12 @@ class HiCacheKvhoist(HiCacheStorage):
             # Pools may be registered later, under SGLang's names.
             refuse_unknown_shares(self.config.pool_shares, {*self._pages, *map(str, PoolName)})
             waiting = {name: pool for name, pool in self._pages.items() if name not in self._stores}
-            sizes = {name: Geometry.of(pool, tokens).page_bytes for name, (pool, tokens) in waiting.items()}
-            split = split_capacity(self.config, sizes)
+            # The capacity is that of all ranks with the same KV pages: pools that are each rank's have a part for each.
+            parts = {name: self.identity.parts(name) for name in waiting}
+            sizes = {
+                name: Geometry.of(pool, tokens).page_bytes * parts[name] for name, (pool, tokens) in waiting.items()
+            }
+            split = {name: nbytes // parts[name] for name, nbytes in split_capacity(self.config, sizes).items()}
             if not self._announced:
                 # Pools that are registered later have shares in the settings.
                 split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
@@ -149,11 +152,16 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def _open(self, name: str, pool: Any, tokens: int, capacity: int) -> PoolStore | UnifiedStore:
         socket = self._keeper.socket if self._keeper else None
-        given = self.config, self.identity, name, pool, tokens, capacity, socket
+        identity = self.identity if socket is None else self.identity.shared(name)
+        given = self.config, identity, name, pool, tokens, capacity, socket
         store = UnifiedStore(*given, self._plan(name, pool)) if self._scheme.unified else PoolStore(*given)
         for part in store.parts():
-            part.say(self._is_writer)
+            part.say(self._writes(name))
         return store
+
+    def _writes(self, name: str) -> bool:
+        """Whether this rank stores a pool's pages."""
+        return self._is_writer or self.identity.parts(name) > 1
 
     def _kv_capacity(self) -> int:
         return int(self.config.capacity * (1 - sum(self.config.pool_shares.values())))
@@ -240,8 +248,6 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def batch_set_v2(self, transfers: list, extra_info: Any = None) -> dict:
         """Stores pages of each pool; one result for each page of each."""
-        if not self._is_writer:
-            return {transfer.name: [True] * len(transfer.keys or []) for transfer in transfers}
         parent = prefix_parent(extra_info)
 
         def stored(store: PoolStore | UnifiedStore, transfer: Any) -> list:
@@ -257,6 +263,8 @@ class HiCacheKvhoist(HiCacheStorage):
                 lambda store, t=transfer: stored(store, t),
                 self._backed_up,
             )
+            if self._writes(str(transfer.name))
+            else [True] * len(transfer.keys or [])
             for transfer in transfers
         }
 

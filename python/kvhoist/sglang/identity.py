@@ -9,6 +9,10 @@ from typing import Any
 
 from .._values import config_error
 
+#: Pools that differ from rank to rank also where the KV pool is the same on all of them: an MLA model's recurrent states
+#: are cut by heads.
+_OF_EACH_RANK = frozenset({"mamba"})
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -64,10 +68,15 @@ class Identity:
             del fields["draft"]
         return fields
 
-    def shared(self) -> "Identity":
-        """The identity that ranks with the same bytes have in common: ranks of an MLA model, data-parallel replicas."""
-        tensor = dict(tp_rank=0, tp_size=1) if self.is_mla_model else {}
+    def shared(self, pool: str = "kv") -> "Identity":
+        """The identity that ranks with the same bytes of a pool have in common: ranks of an MLA model, data-parallel
+        replicas."""
+        tensor = dict(tp_rank=0, tp_size=1) if self.is_mla_model and pool not in _OF_EACH_RANK else {}
         return replace(self, dp_rank=0, **tensor)
+
+    def parts(self, pool: str) -> int:
+        """The number of ranks that share the KV pool's pages, and of which each has other bytes in this pool."""
+        return self.tp_size if self.is_mla_model and pool in _OF_EACH_RANK else 1
 
     def groups(self) -> int:
         """The number of groups of ranks. Ranks of different groups share no page."""

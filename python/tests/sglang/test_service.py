@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 import sgl_rank  # noqa: E402
 from nodes import PATIENCE_S, Node, await_, service_pids  # noqa: E402
 from sgl_controller import backup, prefetch, prefetch_or_miss  # noqa: E402
-from sgl_pages import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, same  # noqa: E402
+from sgl_pages import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, same, transfer_of  # noqa: E402
 
 import kvhoist  # noqa: E402
 from kvhoist.service import pause  # noqa: E402
@@ -314,6 +314,40 @@ def test_every_group_of_ranks_has_its_part_of_the_capacity(store_dir):
         assert config.for_ranks(shared[0].groups()).capacity == (8 << 30) // groups
         assert len(set(shared)) == (1 if geometry.kind == "mla" else 8)
         assert [is_writer(one) for one in found] == [True] + [geometry.kind == "mha"] * 7
+
+
+def test_states_of_an_mla_model_are_each_rank_s_own(store_dir):
+    """A hybrid's KV is the same on all ranks, which the first one stores; its Mamba states are cut by heads."""
+    storage = sgl.boot().storage
+    extra = sgl.extra_config(store_dir, "32MiB", "4MiB", pool_shares={"mamba": 0.5})
+    with Node(store_dir, capacity="64MiB", host_bytes="32MiB") as node:
+        extra["service"] = node.socket
+        ranks, keys, sizes = [], keys_for(sgl.MLA, 4), {}
+        for rank in range(2):
+            main, side = filled(sgl.MLA, seed=1), filled(sgl.MHA, seed=2 + rank)
+            config = sgl.storage_config(sgl.MLA, extra, tp_rank=rank, tp_size=2)
+            backend = sgl.boot().factory.create_backend("dynamic", config, main)
+            backend.register_mem_pool_host(main)
+            backend.register_mem_host_pool_v2(side, storage.PoolName.MAMBA)
+            if hasattr(storage.HiCacheStorage, "on_host_pools_registered"):
+                backend.on_host_pools_registered()
+            for name, store in backend._stores.items():
+                sizes[store.namespace()] = name, store.capacity
+            states = side.alloc(4 * side.page_size)
+            transfers = [
+                transfer_of(storage.PoolName.KV, keys, main.alloc(4 * main.page_size)),
+                transfer_of(storage.PoolName.MAMBA, keys, states),
+            ]
+            ranks.append((backend, side, states, pages_of(side, states), transfers))
+        for backend, _, _, _, transfers in ranks:
+            assert backend.batch_set_v2(transfers) == {"kv": [True] * 4, "mamba": [True] * 4}
+        for backend, side, states, want, transfers in ranks:
+            noise(side, 9)
+            assert backend.batch_get_v2(transfers) == {"kv": [True] * 4, "mamba": [True] * 4}
+            assert same(pages_of(side, states), want), "another rank's states"
+            assert backend.stats()["pools"]["kv"]["stores"] == 4, "by the first rank only"
+            backend.close()
+        assert sorted(sizes.values()) == [("kv", 16 << 20), ("mamba", 8 << 20), ("mamba", 8 << 20)]
 
 
 @pytest.mark.parametrize("where", ["own", "service"])
