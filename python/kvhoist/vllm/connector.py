@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from .._values import config_error
+from .long_rope import has_long_rope
 from .spec import TAKES_FAILED_REQUESTS, engine_weights, reports_failures
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class KvhoistConnector(OffloadingConnector):
                 "'recompute': a request whose blocks cannot be read from the drive is then computed, and not failed",
             )  # fmt: skip
         _name_spec(vllm_config)
-        told, named = reports_failures.set(True), engine_weights.set(_weights(vllm_config.model_config))
+        told, named = reports_failures.set(True), engine_weights.set(_weights(vllm_config))
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
@@ -89,9 +90,23 @@ class KvhoistConnector(OffloadingConnector):
 _WEIGHTS_ARGS = ("revision", "quantization", "quantization_config", "hf_config_path", "hf_overrides")
 
 
-def _weights(model_config: Any) -> dict[str, Any]:
-    """Those of the settings that are set."""
+#: Dtypes of recurrent states, with the same effect.
+_STATES_ARGS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+
+
+def _weights(vllm_config: Any) -> dict[str, Any]:
+    """Those of the settings that are set, and what else decides the values in a block."""
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     found = {name: getattr(model_config, name, None) for name in _WEIGHTS_ARGS}
+    for name in _STATES_ARGS:
+        value = getattr(cache_config, name, "auto")
+        found[name] = None if value == "auto" else str(value)
+    if cache_config.cache_dtype != "auto":
+        # The cache's own dtype is in the identity, and not the model's, whose numbers are converted to it.
+        found["dtype"] = str(model_config.dtype)
+    hf_config = getattr(model_config, "hf_config", None)
+    if hf_config is not None and has_long_rope(hf_config.to_dict()):
+        found["max_model_len"] = model_config.max_model_len
     overrides = found["hf_overrides"]
     if callable(overrides):
         # Its representation has an address, which another process does not have.

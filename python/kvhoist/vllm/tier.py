@@ -45,6 +45,7 @@ from .._values import config_error, warn_of_keywords  # noqa: E402
 from .chunks import ChunkStore  # noqa: E402
 from .figures import Figures, metric_definitions  # noqa: E402
 from .hints import give_hint  # noqa: E402
+from .long_rope import configuration_of, has_long_rope  # noqa: E402
 from .prefix import Prefix, positions  # noqa: E402
 from .shared_chunks import SharedChunkStore  # noqa: E402
 
@@ -291,6 +292,9 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
     mapper = FileMapper.from_offloading_spec(
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=agnostic
     )
+    longest = getattr(config.model, "max_model_len", 0)
+    if not (longest and has_long_rope(configuration_of(config.model.name))):
+        longest = None
     identity = {
         **chunk,
         # The layout of a block depends on the version.
@@ -298,6 +302,8 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
         "kv_cache_layout": _kv_cache_layout(config),
         "revision": revision,
         **mapper.fields,
+        # Where the rope's factors depend on it.
+        **({"max_model_len": longest} if longest else {}),
         **({"weights": dict(weights)} if weights else {}),
     }
     # Replicas share keys and bytes, but a store of its own belongs to one process.

@@ -43,8 +43,11 @@ def settings(path, capacity="16MiB", **more) -> dict:
     return given if on_gpu() else {"device": "simulated", **given}
 
 
-def vllm_config(extra: dict, *, policy="recompute", world=1, replica=0, engine_id=None, groups=1, weights=None):
-    """As much of vLLM's configuration as the connector looks at. `weights`: what it says of them beside their name."""
+def vllm_config(
+    extra: dict, *, policy="recompute", world=1, replica=0, engine_id=None, groups=1, weights=None, cache=None
+):
+    """As much of vLLM's configuration as the connector looks at. `weights`: what it says of them beside their name;
+    `cache`: what it says of the KV cache."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector="KvhoistConnector", kv_connector_module_path="kvhoist.vllm", kv_role="kv_both",
@@ -58,13 +61,13 @@ def vllm_config(extra: dict, *, policy="recompute", world=1, replica=0, engine_i
             distributed_executor_backend="uni", nnodes_within_dp=1,
         ),
         cache_config=SimpleNamespace(
-            prefix_cache_retention_interval=None, enable_prefix_caching=True, cache_dtype="auto", block_size=TOKENS,
+            prefix_cache_retention_interval=None, enable_prefix_caching=True, block_size=TOKENS,
             kv_cache_layout="LBHNC", hash_block_size=None, mamba_cache_mode="none",
-            prefix_match_unit=None,
+            prefix_match_unit=None, **{"cache_dtype": "auto", **(cache or {})},
         ),
         model_config=SimpleNamespace(
-            use_mla=False, dtype=torch.bfloat16, model="meta/tiny", max_model_len=4096,
-            get_total_num_kv_heads=lambda: 2, **(weights or {}),
+            use_mla=False, model="meta/tiny", get_total_num_kv_heads=lambda: 2,
+            **{"dtype": torch.bfloat16, "max_model_len": 4096, **(weights or {})},
         ),
         use_v2_model_runner=False, kv_events_config=None, speculative_config=None,
     )  # fmt: skip

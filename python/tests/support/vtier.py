@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(
         self, tiers: list[dict], *, rows=16, workers=2, cell_bytes=4096, groups=1, replica=0, model="meta/tiny",
-        agnostic=False, canonical=False, **more,
+        agnostic=False, canonical=False, longest=0, **more,
     ):  # fmt: skip
         """`agnostic`: vLLM says that a block's bytes do not depend on the number of workers; `canonical`: its layout is
         the one of which that is true."""
@@ -112,7 +112,7 @@ class Engine:
                 enable_kv_cache_events=bool(more.get("events")),
                 extra_config=extra,
                 engine_id=self.name,
-                model=config.OffloadingModelConfig(model, "bfloat16"),
+                model=made(config.OffloadingModelConfig, name=model, dtype="bfloat16", max_model_len=longest),
                 cache=config.OffloadingCacheConfig(16, 1),
                 parallel=config.OffloadingParallelConfig(
                     0, workers, workers, 1, 1, 1, replica, replica + 1, None, agnostic

@@ -56,6 +56,28 @@ def test_engines_with_other_weights_of_one_name_share_nothing(store_dir):
         assert served.serve(names) == 4
 
 
+def test_engines_with_other_dtypes_or_factors_of_a_rope_share_nothing(store_dir):
+    import torch
+
+    rope = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "longrope", "long_factor": [2.0]}})
+    plain = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "default"}})
+    names = names_of("a", 4)
+    for round_ in range(2):
+        for cache, weights, shared in (
+            ({}, {}, False),
+            ({"cache_dtype": "fp8"}, {"dtype": torch.bfloat16}, False),
+            ({"cache_dtype": "fp8"}, {"dtype": torch.float16}, False),
+            ({"mamba_cache_dtype": "float16"}, {}, False),
+            ({"mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "float32"}, {}, False),
+            ({}, {"hf_config": rope, "max_model_len": 4096}, False),
+            ({}, {"hf_config": rope, "max_model_len": 8192}, False),
+            # Of other models the longest request changes no value.
+            ({"mamba_cache_dtype": "auto"}, {"hf_config": plain, "max_model_len": 8192}, True),
+        ):
+            with Served(settings(store_dir), weights=weights, cache=cache) as served:
+                assert served.serve(names) == (4 if round_ or shared else 0), (cache, weights)
+
+
 @pytest.mark.skipif(not NEW, reason="before 0.33 a failed load of such a model could not be told")
 @pytest.mark.parametrize("per_chunk", [1, 2])
 def test_every_group_of_the_kv_cache_comes_back(store_dir, per_chunk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import random
 import sys
@@ -309,6 +310,26 @@ def test_weights_of_one_name_are_told_apart_by_their_revision(store_dir):
     with Engine([tier_config(store_dir)]):
         with Engine([tier_config(store_dir, revision="2026-11")]) as other:
             assert other.resolve(other.request(keys_of("a", 1)), keys_of("a", 1)) == "M"
+
+
+def test_a_longer_request_has_a_store_of_its_own_where_it_decides_the_rope(store_dir):
+    """As vLLM chooses the factors of LongRoPE."""
+    keys, tiers = keys_of("a", 2), store_dir / "tiers"
+    tiers.mkdir()
+    # vLLM 0.28 does not say it.
+    told = "max_model_len" in vtier.boot().config.OffloadingModelConfig.__dataclass_fields__
+    for name, rope, depends in (("phi", {"type": "longrope"}, True), ("other", {"rope_type": "default"}, False)):
+        model = store_dir / name
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"rope_scaling": rope}))
+        found = []
+        for longest in (4096, 8192, 4096):
+            with Engine([tier_config(tiers)], model=str(model), longest=longest) as engine:
+                found.append(engine.resolve(engine.request(keys), keys))
+                stored(engine, "a", 2)
+        assert found == (["MM", "MM", "HH"] if depends and told else ["MM", "HH", "HH"]), name
+    with Engine([tier_config(tiers)], model="meta/nowhere", longest=4096) as engine:
+        assert engine.resolve(engine.request(keys), keys) == "MM"
 
 
 def test_a_store_belongs_to_one_engine(store_dir):
