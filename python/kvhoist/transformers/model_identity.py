@@ -100,14 +100,16 @@ def _sums(tensor: torch.Tensor) -> list[int]:
 
 
 def _adapters(model: Any) -> Iterator[tuple]:
-    """The adapters that are at work, as peft's layers have them."""
+    """The adapters that are at work, and how much they count, as peft's layers have them."""
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
             if not callable(module.active_adapters):
-                yield name, module.active_adapters, module.disable_adapters, getattr(module, "merged", False)
+                merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None)
+                yield name, module.active_adapters, module.disable_adapters, merged, scaling
 
 
 def model_state(model: Any) -> tuple:
-    """Changes when weights are written to, replaced, or adapters switched. Reads no weights."""
-    weights = tuple((one.data_ptr(), one._version) for one in model.parameters())
+    """Changes when weights or buffers are written to, replaced, or adapters switched or scaled. Reads no weights, so it
+    does not see writes that go past autograd (`parameter.data`)."""
+    weights = tuple((one.data_ptr(), one._version) for _, one in _tensors(model))
     return hash(weights), tuple(map(str, _adapters(model))), getattr(model.config, "_attn_implementation", None)

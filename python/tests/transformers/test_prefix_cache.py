@@ -310,6 +310,31 @@ def test_weights_that_change_are_noticed(store_dir):
             prefixes(tiny.prompt(20))
 
 
+def test_buffers_that_change_are_noticed(store_dir):
+    model = tiny.model("llama")
+    with opened(model, store_dir) as prefixes:
+        prefixes(tiny.prompt(20))
+        model.model.rotary_emb.inv_freq.mul_(2)
+        with pytest.raises(ArgumentError, match="other weights"):
+            prefixes(tiny.prompt(20))
+
+
+def test_what_an_adapter_counts_belongs_to_its_identity(store_dir):
+    """`scaling` of a layer of peft's: alpha over rank, which no parameter has."""
+    ids = tiny.prompt(100)
+    found = []
+    for alpha in (16.0, 32.0, 16.0):
+        model = tiny.model("llama")
+        layer = model.model.layers[1].self_attn.q_proj
+        layer.active_adapters, layer.disable_adapters, layer.scaling = ["law"], False, {"law": alpha / 8}
+        with opened(model, store_dir) as prefixes:
+            found.append(answer(model, prefixes, ids)[1])
+            layer.scaling["law"] *= 2
+            with pytest.raises(ArgumentError, match="or adapters"):
+                prefixes(ids)
+    assert found == [0, 0, 96]
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_length_is_refused(store_dir, rope):
     model = tiny.model("llama")
