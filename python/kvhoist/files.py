@@ -18,6 +18,7 @@ while it waits; Ctrl-C ends a transfer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 
 from . import _native
-from .errors import ArgumentError
+from .errors import ArgumentError, Error
 
 __all__ = ["File", "Result", "Service", "open", "read_many", "read_many_async", "write", "write_async"]
 
@@ -257,7 +258,10 @@ async def _awaited(transfer: _native.FileTransfer, settings: dict[str, Any]) -> 
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
         transfer.cancel()
-        await asyncio.wait([waiting])
+        while not waiting.done():
+            # Cancelled again: requests under way use the caller's memory all the same.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([waiting])
         waiting.exception()
         raise
 
@@ -338,11 +342,17 @@ def _settings(settings: dict[str, Any]) -> tuple[int | None, int | None, bool, s
 
 
 def finish(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
-    """Waits for a transfer."""
-    progress = progress_of(settings.get("progress"))
-    if progress is not None:
-        watch(transfer, progress)
-    return Result(**transfer.wait())
+    """Waits for a transfer. With an exception, too, it is over: the memory is the caller's again."""
+    try:
+        progress = progress_of(settings.get("progress"))
+        if progress is not None:
+            watch(transfer, progress)
+        return Result(**transfer.wait())
+    except BaseException:
+        transfer.cancel()
+        with contextlib.suppress(Error):  # Cancelled, or waited for already.
+            transfer.wait()
+        raise
 
 
 def watch(transfer: _native.FileTransfer, progress: Progress) -> None:

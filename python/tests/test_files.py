@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import threading
+from types import SimpleNamespace
 
 import nodes
 import pytest
@@ -149,6 +150,36 @@ def test_a_failed_progress_ends_the_transfer(path):
     with pytest.raises(RuntimeError, match="no more"):
         files.open(path[0]).read_into(target, progress=fail, piece_bytes=4096, threads=1)
     target += b"resized"  # Refused while it is exported.
+
+
+def test_a_call_that_fails_has_ended_its_transfer(path):
+    """Whoever catches the exception has it, and with it the call's frames, for as long as they like."""
+    target = bytearray(SIZE)
+
+    def fail(*_):
+        raise RuntimeError("no more")
+
+    transfer = files.start_reads([(path[0], 0, target)], {"piece_bytes": 4096, "threads": 1})
+    with pytest.raises(RuntimeError, match="no more"):
+        files.finish(transfer, {"progress": fail})
+    assert transfer.progress() is None, "it goes on"
+
+
+def test_a_call_that_is_cancelled_again_waits_all_the_same(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(files, "finish", lambda *_: over.wait(nodes.PATIENCE_S))
+
+    async def cancelled():
+        reading = asyncio.create_task(files._awaited(SimpleNamespace(cancel=lambda: None), {}))
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+            assert not reading.done(), "its requests use the memory"
+            reading.cancel()
+        over.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(cancelled())
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(path, monkeypatch, capsys, caplog):
