@@ -20,10 +20,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Sequence
 
 from . import _native
@@ -144,13 +146,29 @@ def _cuda_place(memory: Any, cuda: dict[str, Any], writable: bool) -> Place:
     address, readonly = cuda["data"]
     if cuda.get("strides") is not None or (writable and readonly):
         raise ArgumentError("memory: found a strided or read-only array on a device, expected a contiguous writable one")
-    nbytes = int(cuda["typestr"][2:])
-    for extent in cuda["shape"]:
-        nbytes *= extent
     import torch
 
-    tensor = torch.as_tensor(memory, device="cuda")
-    return Place(address, nbytes, _tensor_place(tensor).device, memory)
+    if hasattr(memory, "__dlpack__"):
+        # It lets the current stream wait for what the array's own stream has still to do.
+        return _tensor_place(torch.from_dlpack(memory))
+    nbytes = math.prod(cuda["shape"], start=int(cuda["typestr"][2:]))
+    device = _ordinal(address) if nbytes else torch.cuda.current_device()
+    # Of whatever stream writes to the array, or still reads it.
+    torch.cuda.synchronize(device)
+    return Place(address, nbytes, device, memory)
+
+
+def _ordinal(address: int) -> int:
+    """The ordinal of the CUDA device that has this memory: a view by torch is a copy elsewhere on the others."""
+    import torch
+
+    byte = SimpleNamespace(
+        __cuda_array_interface__={"shape": (1,), "typestr": "|u1", "data": (address, False), "version": 2}
+    )
+    for device in range(torch.cuda.device_count()):
+        if torch.as_tensor(byte, device=f"cuda:{device}").data_ptr() == address:
+            return device
+    raise ArgumentError(f"memory: found address {address:#x}, expected one of a CUDA device")
 
 
 class File:

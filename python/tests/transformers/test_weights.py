@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -291,6 +292,39 @@ def test_memory_of_other_packages_is_taken_by_dlpack(tmp_path):
     with pytest.raises(ArgumentError, match="writable"):
         files.open(tmp_path / "file").read_into(frozen, 0)
     assert target.tolist() == [1, 2, 3, 4, 5]
+
+
+class OnDevice:
+    """An array with `__cuda_array_interface__`, version 3: a stream of its producer's still writes to it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": "<i2", "data": (tensor.data_ptr(), False), "version": 3, "stream": 7,
+        }  # fmt: skip
+
+
+def test_an_array_s_own_stream_is_waited_for(monkeypatch):
+    """Host memory plays that of a device."""
+    tensor, waited = torch.zeros(5, dtype=torch.int16), []
+    array = OnDevice(tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    # A view on the device that has the memory, a copy on the others.
+    there = SimpleNamespace(data_ptr=tensor.data_ptr)
+    elsewhere = SimpleNamespace(data_ptr=lambda: 64)
+    monkeypatch.setattr(torch, "as_tensor", lambda _, device: there if device == "cuda:1" else elsewhere)
+    place = files.place_of(array, writable=True)
+    assert (place.address, place.nbytes, place.device, waited) == (tensor.data_ptr(), 10, 1, [1])
+    # By DLPack the producer does it.
+    asked = []
+    array.__class__ = type("Both", (OnDevice,), {"__dlpack__": lambda self, **more: asked.append(more) or tensor.__dlpack__()})
+    monkeypatch.setattr(array.__class__, "__dlpack_device__", lambda self: tensor.__dlpack_device__(), raising=False)
+    place = files.place_of(array, writable=True)
+    assert asked and (place.address, place.nbytes, waited) == (tensor.data_ptr(), 10, [1])
+    array.__cuda_array_interface__["data"] = tensor.data_ptr(), True
+    with pytest.raises(ArgumentError, match="read-only"):
+        files.place_of(array, writable=True)
 
 
 def test_a_window_is_freed_with_its_tensors(tmp_path):
