@@ -107,15 +107,16 @@ class PrefixBuffers:
             return False
         return True
 
-    def arrive(self, layer: int) -> None:
-        """Puts a layer where it belongs, once."""
+    def arrive(self, layer: int) -> bool:
+        """Puts a layer where it belongs, once. False where a block is known to be missing."""
         if (place := self._missing.pop(layer, None)) is None:
-            return
+            return True
         keys, values, begin, group = self._tensors[layer]
         for arriving, n, at, first in self._arriving:
             if self._store.groups[n] is group:
                 for into, source in zip((keys, values), arriving.layer(place)):
                     self._put(into, source, at, first, begin)
+        return not any(arriving.failed for arriving, *_ in self._arriving)
 
     def _put(self, into: torch.Tensor, source: torch.Tensor, at: int, first: int, begin: int) -> None:
         """Copies `[heads, blocks, tokens, dim]` from a block's number on into a row."""

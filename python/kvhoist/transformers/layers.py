@@ -29,6 +29,8 @@ class Arriving:
         """Begins the load. Raises UnavailableError where there is no room."""
         self._group, self._block_tokens, self._count, self._device = group, block_tokens, len(keys), device
         self._held = held
+        #: Whether a block is missing of a layer that was waited for here; what a stream waits for shows at the end.
+        self.failed = False
         sizes = [layer.token_bytes * block_tokens for layer in group.layers]
         self.nbytes = len(keys) * sum(sizes)
         try:
@@ -57,9 +59,9 @@ class Arriving:
 
     def layer(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values, `[heads, blocks, tokens, dim]`; what the current stream does next waits for it."""
-        if self._held is None:
+        if self._held is None or self._device.type != "cuda":
             # A stream that waits for drives blocks calls of CUDA for long: this thread does.
-            self._load.layer(at)
+            self._wait(at)
         else:
             self._let_stream_wait(at)
         shape, size = self._group.layers[at], self._block_tokens
@@ -68,13 +70,16 @@ class Arriving:
         _, keys, values = next(iter(type(self._group)((shape,), self._group.reach).views(blocks, size)))
         return keys, values
 
+    def _wait(self, at: int) -> None:
+        leading, _ = self._load.layer(at)
+        self.failed |= leading < self._count
+
     def _let_stream_wait(self, at: int) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
         try:
-            self._load.wait(at, stream)
+            self._load.wait(at, torch.cuda.current_stream(self._device).cuda_stream)
         except Error as error:
             logger.warning("kvhoist: a stream cannot wait for a layer, so its thread does: %s", error)
-            self._load.layer(at)
+            self._wait(at)
 
     def end(self) -> dict[int, Any]:
         """Waits for the load and lets its memory go: of each block that is not there, False or an error."""

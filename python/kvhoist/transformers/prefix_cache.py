@@ -30,7 +30,7 @@ from .._values import config_error
 from .._versions import supported
 from ..cache import _paths
 from .model_identity import model_identity, model_state, refuse_rope_by_length
-from .prompt_record import Known, PromptRecord, cache_argument, cache_of
+from .prompt_record import Known, PromptRecord, cache_argument, cache_of, inputs_of
 from .shapes import Group, LayerShape, StateGroup, StateShape
 from .store import PrefixStore, block_tokens_of, chain, staging_device
 
@@ -158,6 +158,8 @@ class PrefixCache:
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, with_kwargs=True),
+            # Also where it is called by itself.
+            self.model.get_decoder().register_forward_hook(self._arrive, with_kwargs=True),
         ]
 
     def __enter__(self) -> "PrefixCache":
@@ -267,13 +269,22 @@ class PrefixCache:
             cache.record.prepare(self.model, input_ids)
         return cache
 
-    def _before(self, _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        cache = cache_of(kwargs)
+    def _record(self, inputs: Mapping[str, Any]) -> PromptRecord | None:
+        """That of the cache among a forward's inputs, if it is one of this object's."""
+        cache = cache_of(inputs)
         if not isinstance(cache, _Prefixed) or cache.record.store is not self.store or torch.compiler.is_compiling():
-            return
-        cache.record.begin(self.model, {**kwargs, **({"input_ids": args[0]} if args else {})})
+            return None
+        return cache.record
 
-    def _after(self, _model: Any, _args: Any, kwargs: Mapping[str, Any], _output: Any) -> None:
-        cache = cache_of(kwargs)
-        if isinstance(cache, _Prefixed) and cache.record.store is self.store and not torch.compiler.is_compiling():
-            cache.record.end()
+    def _before(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        inputs = inputs_of(module, args, kwargs)
+        if (record := self._record(inputs)) is not None:
+            record.begin(self.model, inputs)
+
+    def _after(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], _output: Any) -> None:
+        if (record := self._record(inputs_of(module, args, kwargs))) is not None:
+            record.end()
+
+    def _arrive(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], _output: Any) -> None:
+        if (record := self._record(inputs_of(module, args, kwargs))) is not None:
+            record.arrive_all()

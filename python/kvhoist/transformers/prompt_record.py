@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
@@ -37,6 +37,13 @@ def cache_argument(cache: Any) -> dict[str, Any]:
 def cache_of(inputs: Mapping[str, Any]) -> Any:
     """The cache among the inputs of a model's forward."""
     return inputs.get("cache", inputs.get("past_key_values"))
+
+
+def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All inputs of a module's forward by their names."""
+    # Only where there are some: a forward begins each token.
+    names = inspect.signature(module.forward).parameters if args else ()
+    return {**dict(zip(names, args)), **kwargs}
 
 
 @dataclass
@@ -147,11 +154,13 @@ class PromptRecord:
         return columns if any(columns > row.pad for row in self.known.rows) else 0
 
     def arrive(self, layer: int) -> None:
-        """Before a layer's KV is looked at: what the current stream does next waits for it."""
+        """Before a layer's KV is looked at: what the current stream does next waits for it. Raises CopyError where a
+        block is known to be missing."""
         if self._buffers is not None:
             if torch.compiler.is_compiling():
                 raise ArgumentError("layerwise: found a compiled model, expected one that is not")
-            self._buffers.arrive(layer)
+            if not self._buffers.arrive(layer):
+                self.arrive_all()
 
     def arrive_all(self) -> None:
         """Waits for all layers. Raises CopyError where a block is not there: what the model computed is of no use."""

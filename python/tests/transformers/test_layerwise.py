@@ -114,6 +114,32 @@ def test_a_block_that_is_damaged_on_the_drive_raises_once_and_is_computed_again(
         assert prefixes(ids).prefix_length == 96
 
 
+@pytest.mark.parametrize("how", ["decoder", "positional", "stream", "update"])
+def test_a_block_that_did_not_arrive_is_reported_however_the_layers_are_called(store_dir, how, monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+    (path,) = blocks(store_dir)
+    data = path.read_bytes()
+    last = max(at for at in range(0, len(data) - 4096, 4096) if any(data[at : at + 4096]))
+    path.write_bytes(data[: last + 5] + bytes([data[last + 5] ^ 1]) + data[last + 6 :])
+    if how == "stream":
+        # Nobody knows before the end.
+        monkeypatch.setattr(Arriving, "_wait", lambda self, at: None)
+    with opened(model, store_dir) as prefixes:
+        past = prefixes(ids, layerwise=True)
+        assert past.prefix_length == 96 and arriving(past)
+        with pytest.raises(CopyError, match="could not be loaded"):
+            if how == "positional":
+                model(ids[:, 96:], None, None, past)
+            elif how == "update":
+                for layer in range(4):
+                    past.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), layer)
+            else:
+                model.model(ids[:, 96:], past_key_values=past)
+        assert prefixes(ids).prefix_length < 96, "it is a miss"
+
+
 def test_a_row_whose_padding_reaches_beyond_what_is_loaded(store_dir):
     model = tiny.model("llama")
     inputs = tiny.padded(tiny.prompt(130), tiny.prompt(60, seed=1), tiny.prompt(20, seed=2))
