@@ -112,19 +112,31 @@ def test_absurd_numbers_in_a_call_are_wrong_arguments():
 # What separates two stores
 
 
-def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, **server_args):
+def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, pp_rank=0, pp_size=1, **server_args):
     """The folder's name of the stores of a server with these arguments."""
     from types import SimpleNamespace
 
     from kvhoist.sglang.pools import Geometry, Identity, PoolStore
 
-    storage = SimpleNamespace(model_name=model_name, tp_rank=0, tp_size=1, is_mla_model=False, dp_rank=0)
+    storage = SimpleNamespace(
+        model_name=model_name, tp_rank=0, tp_size=1, is_mla_model=False, dp_rank=0, pp_rank=pp_rank, pp_size=pp_size
+    )
     args = SimpleNamespace(**server_args) if server_args else None
     store = PoolStore.__new__(PoolStore)
     store.name, store.geometry = pool, Geometry(4096, 16, 2, "page_first", "torch.bfloat16")
     store.pool = SimpleNamespace(target_layer_num=4, layer_num=4 + draft_layers)
     store.identity = Identity.of(storage, args, revision)
     return store.namespace()
+
+
+def test_pipelines_that_are_split_at_other_layers_have_stores_of_their_own(monkeypatch):
+    """The second of four stages has ten layers in both, and not the same."""
+    folders, alone = set(), _folder()
+    for split in (None, "10,10,12,8", "12,10,10,8"):
+        if split is not None:
+            monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", split)
+        folders.add(_folder(pp_rank=1, pp_size=4))
+    assert len(folders) == 3 and _folder() == alone
 
 
 def test_weights_that_differ_have_stores_of_their_own():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ class Identity:
     weights: tuple[tuple[str, str], ...] = ()
     #: The same of a draft model's weights (speculative decoding). They enter the digest of pools with its pages only.
     draft: tuple[tuple[str, str], ...] = ()
+    #: The layers of each pipeline stage, where the operator sets them: ranks of one number have others with other splits.
+    stages: str = ""
 
     @classmethod
     def of(cls, config: Any, server_args: Any = None, revision: str = "") -> "Identity":
@@ -54,14 +57,17 @@ class Identity:
             dcp_rank=getattr(config, "dcp_rank", 0),
             weights=_weights(config.model_name, server_args, revision),
             draft=_draft(server_args),
+            stages=os.environ.get("SGLANG_PP_LAYER_PARTITION", "") if getattr(config, "pp_size", 1) > 1 else "",
         )
 
     def digested(self, has_draft: bool = False) -> dict[str, Any]:
         """The fields that enter the digest of a pool; `has_draft` if its pages hold a draft model's KV.
 
-        Empty `weights` and an empty `draft` are left out, as versions before them had none.
+        Empty `weights`, `draft` and `stages` are left out, as versions before them had none.
         """
         fields = asdict(self)
+        if not self.stages:
+            del fields["stages"]
         if not self.weights:
             del fields["weights"]
         if not self.draft or not has_draft:
