@@ -18,9 +18,10 @@ from typing import Any, Callable, Generator, Iterable, Iterator, Mapping, Sequen
 
 import torch
 
+from .._folders import make_store_folder
 from .._stores import Place
 from .._values import config_error, parse_bytes
-from ..cache import Cache, slot_bytes, store_bytes
+from ..cache import Cache, slot_bytes, slots_on_each, store_bytes
 from ..errors import Error, UnavailableError
 from .layers import Arriving
 from .shapes import Group, StateGroup
@@ -80,8 +81,9 @@ class PrefixStore:
                 folders = None
                 if paths is not None:
                     folders = [os.path.join(folder, name) for folder in place.directories(paths)]
-                    for folder in folders:
-                        os.makedirs(folder, mode=0o700, exist_ok=True)
+                    file_bytes = store_bytes(slots_on_each(sized["capacity"], len(folders), nbytes), nbytes)
+                    for path, folder in zip(paths, folders):
+                        make_store_folder(path, folder, file_bytes)
                 namespace = f"{place.namespace()}/{name}"
                 self.caches.append(Cache(folders, block_bytes=nbytes, namespace=namespace, **sized, **settings))
             most = max(self.block_bytes)

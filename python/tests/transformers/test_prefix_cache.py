@@ -19,7 +19,7 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # noqa: E402
 
-from kvhoist import ArgumentError, ConfigError  # noqa: E402
+from kvhoist import ArgumentError, ConfigError, StoreError  # noqa: E402
 
 
 def close(one, other):
@@ -333,6 +333,14 @@ def test_what_an_adapter_counts_belongs_to_its_identity(store_dir):
             with pytest.raises(ArgumentError, match="or adapters"):
                 prefixes(ids)
     assert found == [0, 0, 96]
+
+
+def test_a_drive_that_is_not_mounted_is_named(store_dir):
+    with pytest.raises(StoreError, match="found no folder .*mount the missing drive"):
+        opened(tiny.model("llama"), store_dir / "mnt" / "kv")
+    assert not (store_dir / "mnt").exists()
+    opened(tiny.model("llama"), store_dir / "kv").close()
+    assert (store_dir / "kv").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
