@@ -97,12 +97,14 @@ class StoreSettings:
         unknown = sorted(map(str, set(given) - set(cls.__dataclass_fields__)))
         if unknown:
             raise config_error(unknown[0], given.get(unknown[0]), nearest(unknown[0], cls.__dataclass_fields__))
-        of_environment = {}
+        of_environment, found = {}, {}
         for name in cls.__dataclass_fields__:
             variable = "KVHOIST_METRICS" if name == "metrics_port" else "KVHOIST_" + name.upper()
-            if name not in given and name != "pool_shares" and environ.get(variable):
-                given[name] = environ[variable]
+            value = environ.get(variable)
+            if value and name not in given and name != "pool_shares" and not _is_overruled(name, value, given):
+                found[name] = value
                 of_environment[name] = variable
+        given.update(found)
         try:
             return cls(**_checked(given))
         except ConfigError as error:
@@ -111,6 +113,21 @@ class StoreSettings:
                 named.field = variable
                 raise named from None
             raise
+
+
+def _is_overruled(name: str, value: str, given: Mapping[str, Any]) -> bool:
+    """Whether what the environment says is given in another way."""
+    if name in ("capacity", "capacity_total"):
+        return "capacity" in given or "capacity_total" in given
+    if name == "host_bytes":
+        return _is_size(given.get("keep_in_host", False))
+    # A word that is neither stays, to be refused.
+    return name == "keep_in_host" and value.strip()[:1].isdigit() and "host_bytes" in given
+
+
+def _is_size(kept: Any) -> bool:
+    """Whether `keep_in_host` is a size, which stands for `host_bytes`."""
+    return kept not in (True, False, "true", "false")
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +150,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     if "linger_s" in given:
         checked["linger_s"] = whole("linger_s", given["linger_s"], 1, 86_400)
     kept = given.get("keep_in_host", False)
-    if kept not in (True, False, "true", "false"):
+    if _is_size(kept):
         if "host_bytes" in given:
             raise config_error("keep_in_host", kept, "true or false beside host_bytes")
         checked["host_bytes"] = parse_bytes(kept, "keep_in_host")

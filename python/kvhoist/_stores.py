@@ -29,7 +29,8 @@ def tier_settings(given: Mapping[str, Any]) -> StoreSettings:
             raise config_error(name, given[name], f"nothing: {why}")
     if "service" not in given and not os.environ.get("KVHOIST_SERVICE"):
         given["service"] = "off"
-    if not {"host_bytes", "keep_in_host"} & given.keys() and not os.environ.get("KVHOIST_HOST_BYTES"):
+    in_environment = os.environ.get("KVHOIST_HOST_BYTES") or os.environ.get("KVHOIST_KEEP_IN_HOST")
+    if not {"host_bytes", "keep_in_host"} & given.keys() and not in_environment:
         policy = given.get("write_policy") or os.environ.get("KVHOIST_WRITE_POLICY") or "write_through"
         given["host_bytes"] = STRAIGHT_HOST_BYTES if policy == "write_through" else DEFAULT_HOST_BYTES
     config = StoreSettings.load(given)

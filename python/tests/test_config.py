@@ -11,6 +11,7 @@ import pytest
 from kvhoist import ConfigError, parse_bytes
 from kvhoist._folders import make_private_folders
 from kvhoist._store_settings import StoreSettings
+from kvhoist._stores import tier_settings
 from kvhoist.cache import slots_on_each, store_bytes
 from kvhoist.sglang.settings import backend_settings
 
@@ -127,6 +128,29 @@ def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, pp_r
     store.pool = SimpleNamespace(target_layer_num=4, layer_num=4 + draft_layers)
     store.identity = Identity.of(storage, args, revision)
     return store.namespace()
+
+
+def test_what_is_given_overrules_what_the_environment_says_in_another_way(monkeypatch):
+    def loaded(given, **environ):
+        return StoreSettings.load({"path": "/a", **given}, {f"KVHOIST_{name}": value for name, value in environ.items()})
+
+    assert loaded({"capacity_total": "8GiB"}, CAPACITY="1GiB").for_ranks(4).capacity == 2 << 30
+    assert loaded({"capacity": "1GiB"}, CAPACITY_TOTAL="8GiB").for_ranks(4).capacity == 1 << 30
+    kept = loaded({"capacity": 7, "keep_in_host": "16MiB"}, HOST_BYTES="4MiB")
+    assert (kept.host_bytes, kept.keep_in_host) == (16 << 20, True)
+    assert loaded({"capacity": 7, "keep_in_host": True}, HOST_BYTES="4MiB").host_bytes == 4 << 20
+    kept = loaded({"capacity": 7, "host_bytes": "4MiB"}, KEEP_IN_HOST="16MiB")
+    assert (kept.host_bytes, kept.keep_in_host) == (4 << 20, False)
+    assert loaded({"capacity": 7, "host_bytes": "4MiB"}, KEEP_IN_HOST="true").keep_in_host
+    # Two in one place contradict each other.
+    for wrong in (dict(CAPACITY="1GiB", CAPACITY_TOTAL="1GiB"), dict(CAPACITY="1", HOST_BYTES="1", KEEP_IN_HOST="2MiB")):
+        with pytest.raises(ConfigError):
+            loaded({}, **wrong)
+    with pytest.raises(ConfigError, match="KVHOIST_KEEP_IN_HOST"):
+        loaded({"capacity": 7, "host_bytes": "4MiB"}, KEEP_IN_HOST="ture")
+    # The default of a tier is nobody's word.
+    monkeypatch.setenv("KVHOIST_KEEP_IN_HOST", "16MiB")
+    assert tier_settings({"path": "/a", "capacity": 7, "service": "auto"}).host_bytes == 16 << 20
 
 
 def test_pipelines_that_are_split_at_other_layers_have_stores_of_their_own(monkeypatch):
@@ -427,7 +451,6 @@ def test_folders_that_are_made_are_private_at_every_level_whatever_the_umask(tmp
 
 
 def test_settings_that_would_do_nothing_for_an_engine_are_refused(monkeypatch):
-    from kvhoist._stores import tier_settings
     from kvhoist.vllm.device_settings import DeviceSettings
 
     given = {"path": "/a", "capacity": "1GiB"}
