@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Mapping
 
+from ._settings import EngineSettings
 from ._values import config_error, nearest, parse_bytes, whole
 from .errors import ConfigError
 
@@ -15,6 +16,8 @@ DEFAULT_HOST_BYTES = "1GiB"
 WRITE_POLICIES = ("write_through", "write_back", "by_value")
 #: Of a service: it writes blocks without being asked to.
 SERVICE_WRITE_POLICIES = ("write_through", "by_value")
+#: Settings of a tier beyond the node, which is one for all ranks and engines of it.
+_OF_A_SERVICE = frozenset(name for name in EngineSettings.__annotations__ if name.startswith("remote")) | {"recompute_us"}
 DIRECT_IO = ("require", "prefer")
 STORAGE = ("auto", "uring", "blocking")
 
@@ -96,7 +99,10 @@ class StoreSettings:
         given = dict(given)
         unknown = sorted(map(str, set(given) - set(cls.__dataclass_fields__)))
         if unknown:
-            raise config_error(unknown[0], given.get(unknown[0]), nearest(unknown[0], cls.__dataclass_fields__))
+            name, expected = unknown[0], nearest(unknown[0], cls.__dataclass_fields__)
+            if name in _OF_A_SERVICE:
+                expected = "nothing: write it into the file of `kvhoist serve --config`, and its socket into `service` here"
+            raise config_error(name, given.get(name), expected)
         of_environment, found = {}, {}
         for name in cls.__dataclass_fields__:
             variable = "KVHOIST_METRICS" if name == "metrics_port" else "KVHOIST_" + name.upper()

@@ -130,6 +130,12 @@ def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, pp_r
     return store.namespace()
 
 
+@pytest.mark.parametrize("name", ["remote", "remote_bytes", "recompute_us"])
+def test_a_store_beyond_the_node_is_the_service_s(name):
+    with pytest.raises(ConfigError, match=f"^{name}: found .*`kvhoist serve --config`.*`service`"):
+        StoreSettings.load({"path": "/a", "capacity": "1GiB", name: "redis://cache/0"}, {})
+
+
 def test_what_is_given_overrules_what_the_environment_says_in_another_way(monkeypatch):
     def loaded(given, **environ):
         return StoreSettings.load({"path": "/a", **given}, {f"KVHOIST_{name}": value for name, value in environ.items()})
