@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any, Generator
+import time
+from typing import Any, Callable, Generator
+
+from .._values import config_error
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +48,50 @@ def _loader_class() -> type:
         def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
             from ..safetensors import iterate
 
-            _folder, files, *_ = self._prepare_weights(
+            if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":
+                raise config_error(
+                    "load_format", "kvhoist, for a checkpoint that torchao has serialized",
+                    "'auto': its tensors are made of several of the files' by vLLM's own loader",
+                )  # fmt: skip
+            folder, files, *more = self._prepare_weights(
                 source.model_or_path,
                 source.subfolder,
                 source.revision,
                 source.fall_back_to_pt,
                 source.allow_patterns_overrides,
             )
-            experts = getattr(self, "local_expert_ids", None)
+            files = self._without_language_model(folder, files, *more)
             device = torch.get_default_device() if not torch.cuda.is_available() else torch.device("cuda")
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
             logger.info("kvhoist reads %d files of the checkpoint", len(files))
-            wanted = _wanted(experts) if experts is not None else None
+            wanted = _wanted(getattr(self, "local_expert_ids", None), getattr(source, "is_unused_weight", None))
+            if self.counter_before_loading_weights == 0.0:
+                self.counter_before_loading_weights = time.perf_counter()
             for name, tensor in iterate(sorted(files), device, wanted=wanted, **self._kvhoist):
                 yield source.prefix + name, tensor
+
+        def _without_language_model(self, folder: str, files: list[str], *more: Any) -> list[str]:
+            """The files without those of a language model only, with `--mm-encoder-only` (0.33)."""
+            prefixes = getattr(self, "_encoder_only_lm_prefixes", None)
+            if prefixes is None:
+                return files
+            from vllm.model_executor.model_loader.weight_utils import filter_mm_encoder_only_safetensors_files
+
+            mapper = self._encoder_only_weights_mapper
+            left = filter_mm_encoder_only_safetensors_files(files, folder, more[-1], prefixes, weights_mapper=mapper)
+            if not left:
+                raise config_error("mm_encoder_only", f"{len(files)} files of {', '.join(prefixes)} only", "an encoder's")
+            return left
 
     return KvhoistModelLoader
 
 
-def _wanted(experts: set[int]) -> Any:
-    """Which tensors this process needs, as vLLM says it for experts of other processes."""
+def _wanted(experts: set[int] | None, unused: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    """Which tensors this process needs, as vLLM says it for experts of other processes and for what the model does not
+    load; None for all."""
+    if experts is None:
+        return None if unused is None else lambda name: not unused(name)
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
-    return lambda name: not should_skip_weight(name, experts)
+    return lambda name: not should_skip_weight(name, experts) and (unused is None or not unused(name))

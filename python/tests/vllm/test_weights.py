@@ -16,7 +16,7 @@ vtier.boot()
 
 import torch  # noqa: E402
 
-from kvhoist import ArgumentError  # noqa: E402
+from kvhoist import ArgumentError, ConfigError  # noqa: E402
 from kvhoist.safetensors import save_file  # noqa: E402
 from kvhoist.vllm import weights  # noqa: E402
 
@@ -75,6 +75,48 @@ def test_experts_of_other_ranks_are_not_read(loaders, folder):
     chosen.local_expert_ids = {1}
     found = dict(chosen._get_weights_iterator(source(loaders, folder)))
     assert found.keys() == WEIGHTS.keys() - {"model.layers.0.mlp.experts.0.up.weight"}
+
+
+def test_what_the_model_does_not_load_is_not_read(loaders, folder):
+    chosen = loader(loaders)
+    if not hasattr(source(loaders, folder), "is_unused_weight"):
+        pytest.skip("this vLLM has no such filter")
+    found = dict(chosen._get_weights_iterator(source(loaders, folder, is_unused_weight=lambda name: "lm_head" in name)))
+    assert found.keys() == WEIGHTS.keys() - {"lm_head.weight"}
+    chosen.local_expert_ids = {0}
+    found = dict(chosen._get_weights_iterator(source(loaders, folder, is_unused_weight=lambda name: "embed" in name)))
+    assert found.keys() == {"model.layers.0.mlp.experts.0.up.weight", "lm_head.weight"}
+
+
+def test_files_of_a_language_model_are_not_read_for_an_encoder(loaders, folder):
+    import json
+
+    chosen = loader(loaders)
+    if not hasattr(chosen, "_encoder_only_lm_prefixes"):
+        pytest.skip("this vLLM has no such filter")
+    names = list(WEIGHTS)
+    files = {name: f"model-0000{1 + at // 2}-of-00002.safetensors" for at, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    chosen._encoder_only_lm_prefixes = ("model.embed", "model.layers.0.mlp.experts.0")
+    assert dict(chosen._get_weights_iterator(source(loaders, folder))).keys() == set(names[2:])
+    chosen._encoder_only_lm_prefixes = ("model.", "lm_head")
+    with pytest.raises(ConfigError, match="mm_encoder_only: found"):
+        dict(chosen._get_weights_iterator(source(loaders, folder)))
+
+
+def test_the_duration_begins_with_the_first_tensor(loaders, folder):
+    chosen = loader(loaders)
+    assert chosen.counter_before_loading_weights == 0.0
+    dict(chosen._get_weights_iterator(source(loaders, folder)))
+    assert chosen.counter_before_loading_weights > 0.0
+
+
+def test_a_checkpoint_of_torchao_is_refused(loaders, folder):
+    chosen = loader(loaders)
+    # As `load_weights` does for one.
+    chosen.load_config.safetensors_load_strategy = "torchao"
+    with pytest.raises(ConfigError, match="load_format.*torchao.*'auto'"):
+        dict(chosen._get_weights_iterator(source(loaders, folder)))
 
 
 def test_unknown_keys_and_damaged_files_are_errors(loaders, folder):
