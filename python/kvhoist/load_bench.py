@@ -23,19 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-import torch
-
 from . import _native
-from .errors import ArgumentError, Error
+from .errors import ArgumentError, Error, UnavailableError
 from .files import Service
-from .safetensors import iterate, load_files
-from .safetensors.index import checkpoint_files
 
 #: Bytes of a request of the bare threads, and their number.
 _PIECE = 4 << 20
 _THREADS = 32
 
-Tensors = dict[str, torch.Tensor]
+#: Tensors by their names. torch, and what needs it, is imported where it is used: `--help` needs none.
+Tensors = dict[str, Any]
 
 
 def _by_threads(paths: list[str], device: str) -> None:
@@ -64,6 +61,24 @@ def _by_threads(paths: list[str], device: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _by_kvhoist(paths: list[str], device: str) -> Tensors:
+    from .safetensors import load_files
+
+    return load_files(paths, device)
+
+
+def _by_iterate(paths: list[str], device: str) -> Tensors:
+    from .safetensors import iterate
+
+    return dict(iterate(paths, device))
+
+
+def _by_service(paths: list[str], device: str) -> Tensors:
+    from .safetensors import load_files
+
+    return load_files(paths, device, service=True, keep=True)
 
 
 def _by_safetensors(paths: list[str], device: str) -> Tensors:
@@ -128,9 +143,9 @@ class Loader:
 
 LOADERS = {
     "threads of pread": Loader(_by_threads),
-    "kvhoist": Loader(lambda paths, device: load_files(paths, device)),
-    "kvhoist iterate": Loader(lambda paths, device: dict(iterate(paths, device))),
-    "kvhoist service": Loader(lambda paths, device: load_files(paths, device, service=True, keep=True)),
+    "kvhoist": Loader(_by_kvhoist),
+    "kvhoist iterate": Loader(_by_iterate),
+    "kvhoist service": Loader(_by_service),
     "safetensors": Loader(_by_safetensors, "safetensors"),
     "safetensors prefetch": Loader(_by_prefetch, "safetensors", "0.9"),
     "fastsafetensors": Loader(_by_fastsafetensors, "fastsafetensors"),
@@ -175,21 +190,32 @@ def warm(paths: list[str]) -> None:
 
 def timed(loader: str, paths: list[str], device: str) -> tuple[float, float, Tensors | None]:
     """Seconds, seconds of processors, and what was loaded."""
+    import torch
+
     begun, busy = time.perf_counter(), time.process_time()
     found = LOADERS[loader].load(paths, device)
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter() - begun, time.process_time() - busy, found
 
 
 def reference(paths: list[str], device: str) -> Tensors:
-    """The tensors by the safetensors library: on the device where it has room for them twice, which compares faster."""
+    """The tensors by the safetensors library: on the device where it has room for them twice, which compares faster.
+    Raises ArgumentError for files that it does not load."""
+    import torch
+
     has_room = device == "cpu" or torch.cuda.mem_get_info(device)[0] > 3 * sum(map(os.path.getsize, paths))
-    return _by_safetensors(paths, device if has_room else "cpu")
+    try:
+        return _by_safetensors(paths, device if has_room else "cpu")
+    except Exception as error:
+        found = f"found what the safetensors library does not load ({type(error).__name__}: {error})"
+        raise ArgumentError(f"FILES: {found}, expected checkpoints in its format") from error
 
 
 def compare(loader: str, found: Tensors, wanted: Tensors) -> None:
     """Compares tensors with the safetensors library's."""
+    import torch
+
     if found.keys() != wanted.keys():
         raise ArgumentError(f"{loader}: found {len(found)} tensors, expected {len(wanted)}")
     for name, tensor in wanted.items():
@@ -201,6 +227,8 @@ def compare(loader: str, found: Tensors, wanted: Tensors) -> None:
 
 def measure(paths: list[str], device: str, rounds: int, names: list[str], seconds: float = float("inf")) -> list[Row]:
     """Loads by all of these loaders in turns, cold and warm; no turn begins after so many seconds of a state."""
+    import torch
+
     rows = [Row(name, LOADERS[name].found() or "not installed") for name in names]
     wanted = reference(paths, device) if LOADERS["safetensors"].found() else None
     for state in ("cold", "warm"):
@@ -250,7 +278,7 @@ watcher = threading.Thread(target=watch)
 watcher.start()
 found = LOADERS[{loader!r}].load({paths!r}, {device!r})
 if {device!r} != "cpu":
-    torch.cuda.synchronize()
+    torch.cuda.synchronize({device!r})
 over.set()
 watcher.join()
 print(max(peak[0], rss()) - before)
@@ -264,6 +292,8 @@ print(max(peak[0], rss()) - before)
 
 def first_tensor_ms(paths: list[str], device: str) -> float:
     """From the call of `iterate` to its first tensor, cold."""
+    from .safetensors import iterate
+
     drop(paths)
     begun = time.perf_counter()
     tensors = iterate(paths, device)
@@ -275,14 +305,16 @@ def first_tensor_ms(paths: list[str], device: str) -> float:
 
 def copy_gb_per_s(device: str, nbytes: int = 1 << 30) -> float:
     """One copy of pinned memory to a device: what no loader is faster than."""
+    import torch
+
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(3):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         begun = time.perf_counter()
         target.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
     return nbytes / min(seconds) / 1e9
 
@@ -318,7 +350,7 @@ def run(arguments: list[str]) -> int:
         prog="kvhoist load-bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", metavar="FILES", help="files, folders or indexes of checkpoints")
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cpu, or cuda:N (cuda:0 where there is one)")
     parser.add_argument("--rounds", type=int, default=3, help="turns that count, after one that does not (3)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further turn after so many, cold or warm")
     parser.add_argument("--loaders", default="", help=f"some of: {', '.join(LOADERS)} (all; the service where one runs)")
@@ -331,22 +363,42 @@ def run(arguments: list[str]) -> int:
         print(f"kvhoist: {found}", file=sys.stderr)
         return 2
     try:
+        device = _device(options.device)
+        from .safetensors.index import checkpoint_files
+
         paths = [path for path, _ in checkpoint_files(options.files)]
         nbytes = sum(map(os.path.getsize, paths))
-        rows = measure(paths, options.device, options.rounds, names or _all(), options.seconds)
-        add_host_bytes(rows, paths, options.device)
-        first_ms = first_tensor_ms(paths, options.device)
-    except (Error, OSError) as error:
+        rows = measure(paths, device, options.rounds, names or _all(), options.seconds)
+        add_host_bytes(rows, paths, device)
+        first_ms = first_tensor_ms(paths, device)
+    except (Error, OSError, RuntimeError) as error:  # The last of torch: a device without room.
         print(f"kvhoist: {error}", file=sys.stderr)
         return 2
     if options.json:
         loaders = [row.__dict__ for row in rows]
-        print(json.dumps({"files": paths, "nbytes": nbytes, "device": options.device, "loaders": loaders, "first_tensor_ms": first_ms}))
+        print(json.dumps({"files": paths, "nbytes": nbytes, "device": device, "loaders": loaders, "first_tensor_ms": first_ms}))
     else:
-        print(f"{len(paths)} files, {nbytes / 1e9:.2f} GB, to {options.device}; {options.rounds} turns, medians")
+        print(f"{len(paths)} files, {nbytes / 1e9:.2f} GB, to {device}; {options.rounds} turns, medians")
         print(table(rows, nbytes))
         print(f"first tensor of kvhoist iterate, cold: {first_ms:.1f} ms")
     return 1 if any(row.failed and row.loader.startswith("kvhoist") for row in rows) else 0
+
+
+def _device(given: str | None) -> str:
+    """The device to load to, tried. Raises UnavailableError and ArgumentError."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UnavailableError(f"load-bench: found no torch ({error}), expected it; install it: pip install torch") from None
+    device = given or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+        kind = torch.device(device).type
+    except (RuntimeError, AssertionError) as error:
+        kind = str(error).splitlines()[0]
+    if kind not in ("cpu", "cuda"):
+        raise ArgumentError(f"--device: found {device!r} ({kind}), expected cpu, or cuda:N of a device that is there")
+    return device
 
 
 def _all() -> list[str]:

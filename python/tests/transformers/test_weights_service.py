@@ -107,3 +107,38 @@ def test_the_command_compares_loaders(checkpoint, capsys, monkeypatch):
     assert "f1.t3 differs" in capsys.readouterr().out
     assert load_bench.run([os.fspath(folder / "nothing")]) == 2
     assert load_bench.run([*arguments, "--loaders", "other"]) == 2
+
+
+def test_what_the_command_cannot_measure_is_an_error(checkpoint, capsys):
+    folder, _ = checkpoint
+    path = os.fspath(folder / "1.safetensors")
+    for device in ("foo", "cuda:77", "meta"):
+        assert load_bench.run([path, "--device", device]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"kvhoist: --device: found {device!r} (") and said.endswith("that is there\n"), said
+    data = bytearray((folder / "1.safetensors").read_bytes())
+    data[8] = 0
+    (folder / "1.safetensors").write_bytes(data)
+    assert load_bench.run([os.fspath(folder), "--device", "cpu", "--rounds", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvhoist: FILES: found what the safetensors library does not load (") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments, status", [(["--help"], 0), (["file"], 2)])
+def test_the_command_without_torch(arguments, status):
+    script = (
+        "import sys; sys.modules['torch'] = None; from kvhoist.__main__ import main; "
+        "sys.exit(main(['load-bench', *sys.argv[1:]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+    assert ("found no torch" in done.stderr) == (status == 2)
+
+
+def test_the_device_that_is_measured_is_waited_for(checkpoint, monkeypatch):
+    """And not the current one."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    monkeypatch.setitem(load_bench.LOADERS, "kvhoist", load_bench.Loader(lambda paths, device: None))
+    load_bench.timed("kvhoist", [], "cuda:3")
+    assert waited == ["cuda:3"]
