@@ -42,8 +42,8 @@ def _deliver() -> None:
     while (taken := _native._logs_take()) is not None:
         messages, lost = taken
         try:
-            for level, text in messages:
-                logger.log(level, "%s", text)
+            for level, module, text in messages:
+                logger.log(level, "%s", text, extra={"engine_module": module})
             if lost:
                 logger.warning("%d messages of the engine were lost: they came faster than they could be logged", lost)
         except Exception:  # A filter's; handlers answer for their own.

@@ -45,8 +45,13 @@ struct State {
 
 struct Message {
     level: Level,
+    /// The module that it is of.
+    target: &'static str,
     text: String,
 }
+
+/// A message as Python gets it.
+type Taken = (u8, &'static str, String);
 
 /// This process's queue; a forked child gets another. Never freed: threads may have it in their hands.
 static QUEUE: AtomicPtr<Queue> = AtomicPtr::new(ptr::null_mut());
@@ -86,11 +91,11 @@ pub fn subscribe() {
     let _ = tracing::subscriber::set_global_default(ToQueue);
 }
 
-/// Waits for messages: a list of (level of `logging`, text), and how many were lost since the last call. `None` after
-/// `logs_end`, when all were taken.
+/// Waits for messages: a list of (level of `logging`, module, text), and how many were lost since the last call. `None`
+/// after `logs_end`, when all were taken.
 #[pyfunction]
 #[pyo3(name = "_logs_take")]
-pub fn logs_take(py: Python<'_>) -> Option<(Vec<(u8, String)>, u64)> {
+pub fn logs_take(py: Python<'_>) -> Option<(Vec<Taken>, u64)> {
     let taken = py.detach(|| {
         let queue = Queue::current()?;
         let idle = |state: &mut State| state.messages.is_empty() && state.lost == 0 && !state.ended;
@@ -99,7 +104,8 @@ pub fn logs_take(py: Python<'_>) -> Option<(Vec<(u8, String)>, u64)> {
         (!messages.is_empty() || lost > 0).then_some((messages, lost))
     });
     let (messages, lost) = taken?;
-    Some((messages.into_iter().map(|message| (level(message.level), message.text)).collect(), lost))
+    let taken = |message: Message| (level(message.level), message.target, message.text);
+    Some((messages.into_iter().map(taken).collect(), lost))
 }
 
 /// Has `logs_take` return `None` when the queue is empty.
@@ -158,7 +164,8 @@ impl Subscriber for ToQueue {
         let mut line = Line::default();
         event.record(&mut line);
         let text = printable(&(line.message + &line.fields));
-        queue.push(Message { level: *event.metadata().level(), text });
+        let metadata = event.metadata();
+        queue.push(Message { level: *metadata.level(), target: metadata.target(), text });
     }
 
     fn enter(&self, _span: &span::Id) {}

@@ -135,3 +135,33 @@ def test_a_forked_child_has_logs_of_its_own(kept, store_dir):
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_command_takes_a_level_for_each_module(tmp_path):
+    """As the binary does, whose service inherits the variable of an engine's process."""
+
+    def said(given: str) -> tuple[int, str]:
+        """The end of a command that opens a store which warns, and what it logged."""
+        store = tmp_path / "store"
+        store.mkdir(exist_ok=True)
+        script = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "from pathlib import Path\n"
+            "from kvhoist import __main__, doctor\n"
+            "import test_logs\n"
+            "doctor.run = lambda arguments: test_logs.warn(Path(arguments[0])) or 0\n"
+            "sys.exit(__main__.main(['doctor', sys.argv[2]]))\n"
+        )
+        command = [sys.executable, "-c", script, str(Path(__file__).parent), str(store)]
+        done = subprocess.run(command, env={**os.environ, "KVHOIST_LOG": given}, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    for given, logged in (
+        ("warn", True), ("off,kvhoist=warn", True), ("kvhoist=info", True), ("error, kvhoist_service=debug", False),
+        ("debug,kvhoist=error", False), ("kvhoist_service=debug", False),
+    ):  # fmt: skip
+        status, text = said(given)
+        assert status == 0 and ("superblock" in text) == logged, (given, text)
+    for given in ("bogus", "warn,bogus", "kvhoist=bogus", "=warn"):
+        status, text = said(given)
+        assert status == 2 and "KVHOIST_LOG: found" in text and "kvhoist_service=debug" in text, (given, text)
