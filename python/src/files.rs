@@ -62,6 +62,14 @@ impl FileSource {
         self.0.size()
     }
 
+    /// What changes with another file, or another version of it, in its place: the inode, the length, and the last
+    /// change in seconds and nanoseconds. The device is left out: processes in containers number it in other ways.
+    #[getter]
+    fn version(&self) -> (u64, u64, i64, i64) {
+        let identity = self.0.identity();
+        (identity.inode, identity.size, identity.changed_s, identity.changed_ns)
+    }
+
     /// As [`SourceFile::direct_align`].
     #[getter]
     fn direct_align(&self) -> Option<u64> {

@@ -66,13 +66,15 @@ class _Loaded(NamedTuple):
 
 def _read_part(
     paths: Any, device: torch.device, shard: tuple[int, int] | None, holder: Holder, settings: dict[str, Any]
-) -> tuple[_Loaded, list[tuple[str, int, int]]]:
-    """Reads a rank's part of each file. Also returns each file's name, and where its tensors begin and end."""
+) -> tuple[_Loaded, list[tuple[Any, ...]]]:
+    """Reads a rank's part of each file. Also returns each file's name and version, and where its tensors begin and end."""
     with no_collections():
         checkpoints, loaded, transfer = _start(paths, device, shard, holder, settings)
     result = _files.finish(transfer, settings)
     logger.info("kvhoist: %d files of a checkpoint: %s", len(checkpoints), result)
-    return loaded, [(os.path.basename(one.file.path), one.data_offset, one.end) for one in checkpoints]
+    return loaded, [
+        (os.path.basename(one.file.path), *one.file._source.version, one.data_offset, one.end) for one in checkpoints
+    ]
 
 
 def _start(

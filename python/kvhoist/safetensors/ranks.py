@@ -55,7 +55,9 @@ def on_all_ranks(read: Callable[[], tuple[Found, Any]], shard: tuple[int, int], 
         if problem is not None:
             raise IoError(f"rank {other} of {world} has not read its part: {problem}")
         if files != told[0][1]:
-            raise ArgumentError(f"found other files in rank {other} of {world} than in rank 0, expected the same in all")
+            raise ArgumentError(
+                f"found other files, or versions of them, in rank {other} of {world} than in rank 0, expected the same in all"
+            )
     assert found is not None
     return found
 

@@ -64,7 +64,9 @@ def fail_in_one_rank(rank, world, folder, answers):
     meet(rank, world, folder, seems_nccl=False)
     found = []
     name = ["file", "damaged", "file"][rank]
-    for path, shard in [(name, (rank, world)), (["file", "file", "other"][rank], (rank, world)), ("file", (0, world))]:
+    others, versions = ["file", "file", "other"][rank], ["file", "file", "later/file"][rank]
+    own = (rank, world)
+    for path, shard in [(name, own), (others, own), (versions, own), ("file", (0, world))]:
         try:
             load_files(f"{folder}/{path}", shard=shard)
         except Exception as error:

@@ -447,14 +447,17 @@ def test_a_rank_that_dies_is_an_error_of_the_others_at_once(tmp_path, step, seem
 def test_a_rank_that_fails_is_an_error_of_all_that_names_it(tmp_path):
     save_file({"one": torch.arange(100_000)}, tmp_path / "file")
     save_file({"one": torch.arange(100_001)}, tmp_path / "other")
+    (tmp_path / "later").mkdir()
+    save_file({"one": torch.arange(100_000) + 1}, tmp_path / "later" / "file")
     (tmp_path / "damaged").write_bytes((tmp_path / "file").read_bytes()[:-1])
     with ranks_of(3, sharded.fail_in_one_rank, os.fspath(tmp_path)) as answers:
         found = dict(answers.get(timeout=120) for _ in range(3))
-    for rank, (damaged, others, numbers) in found.items():
+    for rank, (damaged, others, versions, numbers) in found.items():
         cut = "ArgumentError: " + os.fspath(tmp_path / "damaged") + ": found"
         wanted = cut if rank == 1 else "IoError: rank 1 of 3 has not read its part: " + cut
         assert damaged.startswith(wanted), damaged
-        assert others == "ArgumentError: found other files in rank 2 of 3 than in rank 0, expected the same in all"
+        expected = "in rank 2 of 3 than in rank 0, expected the same in all"
+        assert others == versions == f"ArgumentError: found other files, or versions of them, {expected}"
         assert numbers.startswith("IoError: rank 1 of 3" if rank == 0 else f"ArgumentError: shard: found (0, 3) in rank {rank}")
 
 
