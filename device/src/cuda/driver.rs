@@ -9,7 +9,7 @@ use std::{
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream};
 
 /// Required functions. The binding panics on a missing function, so all are looked up at load.
-const REQUIRED: [&str; 32] = [
+const REQUIRED: [&str; 33] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -34,6 +34,7 @@ const REQUIRED: [&str; 32] = [
     "cuCtxGetStreamPriorityRange",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
+    "cuStreamQuery",
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",

@@ -59,6 +59,12 @@ impl Stream {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
     }
 
+    /// Whether all work in the stream is done. The context must be current.
+    pub(crate) fn is_idle(&self) -> std::result::Result<bool, CudaError> {
+        // SAFETY: our own stream.
+        is_done("cuStreamQuery", unsafe { sys::cuStreamQuery(self.raw) })
+    }
+
     /// Queues one copy. The context must be current.
     ///
     /// # Safety
@@ -151,10 +157,15 @@ impl Event {
     /// Whether the stream has passed the recorded position. The context must be current.
     pub(crate) fn is_reached(&self) -> std::result::Result<bool, CudaError> {
         // SAFETY: our own event.
-        match unsafe { sys::cuEventQuery(self.raw) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            code => check("cuEventQuery", code).map(|()| true),
-        }
+        is_done("cuEventQuery", unsafe { sys::cuEventQuery(self.raw) })
+    }
+}
+
+/// What a query has found. An error, unless it is [sticky](CudaError::is_sticky), does not mean that the work is done.
+fn is_done(call: &'static str, code: CUresult) -> std::result::Result<bool, CudaError> {
+    match code {
+        CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        code => check(call, code).map(|()| true),
     }
 }
 

@@ -16,6 +16,8 @@
  * which there is no handle.
  * double_stop() makes the device stop, as an illegal access by any kernel does.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
+ * double_doubt(n) lets the next n queries fail, and nothing else; of -1 says how many of those have not failed yet.
+ * double_pins() is the number of times that memory was pinned or unpinned.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,7 +34,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
-       ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
+       ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
        ALREADY_MAPPED = 208, INVALID_HANDLE = 400 };
 enum { DEVICE_ORDINAL = 9, FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
        ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
@@ -55,6 +57,18 @@ static int allowed = INT_MAX;
 
 void double_stop(void) { __atomic_store_n(&dead, 1, __ATOMIC_SEQ_CST); }
 void double_allow(int n) { __atomic_store_n(&allowed, n, __ATOMIC_SEQ_CST); }
+
+/* Queries that still fail, although the device works on. */
+static int doubts;
+int double_doubt(int n) {
+    if (n >= 0) __atomic_store_n(&doubts, n, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&doubts, __ATOMIC_SEQ_CST);
+}
+static int is_doubted(void) {
+    int n = __atomic_load_n(&doubts, __ATOMIC_SEQ_CST);
+    while (n > 0 && !__atomic_compare_exchange_n(&doubts, &n, n - 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+    return n > 0;
+}
 
 static int is_fault(const char *name) {
     const char *fault = getenv("DOUBLE_FAULT");
@@ -312,10 +326,16 @@ int cuFlushGPUDirectRDMAWrites(int target, int scope) {
     if (flush) flush();
     return SUCCESS;
 }
-int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) { (void)p; (void)n; (void)flags; return is_fault("register") ? OUT_OF_MEMORY : SUCCESS; }
+static int pins;
+int double_pins(void) { return __atomic_load_n(&pins, __ATOMIC_SEQ_CST); }
+int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) {
+    (void)p; (void)n; (void)flags;
+    __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST);
+    return is_fault("register") ? OUT_OF_MEMORY : SUCCESS;
+}
 int cuMemAllocHost_v2(void **p, size_t n) { return posix_memalign(p, PAGE, n) ? OUT_OF_MEMORY : SUCCESS; }
 int cuMemFreeHost(void *p) { free(p); return SUCCESS; }
-int cuMemHostUnregister(void *p) { (void)p; return SUCCESS; }
+int cuMemHostUnregister(void *p) { (void)p; __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST); return SUCCESS; }
 int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }
 /* All streams. What is behind a value that a stream is to write is done a while later: nobody asks for it. */
 static stream *streams;
@@ -355,6 +375,7 @@ int cuStreamSynchronize(stream *s) {
 }
 int cuStreamQuery(stream *s) {
     if (dead) return ILLEGAL_ADDRESS;
+    if (is_doubted()) return CAPTURE_UNSUPPORTED;
     run(s, NULL);
     return s->first ? NOT_READY : SUCCESS;
 }
@@ -373,6 +394,7 @@ int cuEventRecord(event *e, stream *s) {
 }
 int cuEventQuery(event *e) {
     if (dead) return ILLEGAL_ADDRESS;
+    if (is_doubted()) return CAPTURE_UNSUPPORTED;
     if (e->recorded && ++e->asked < polls) return NOT_READY;
     if (e->recorded && !e->reached && __atomic_load_n(&allowed, __ATOMIC_SEQ_CST) <= 0) return NOT_READY;
     if (e->recorded && !e->reached) __atomic_fetch_sub(&allowed, 1, __ATOMIC_SEQ_CST);

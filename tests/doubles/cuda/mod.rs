@@ -6,6 +6,7 @@
 #[allow(dead_code, reason = "a part of it is used here")]
 mod apart;
 use crate::common;
+mod answers;
 mod layers;
 
 use std::{path::Path, process::Command, sync::OnceLock};
@@ -68,6 +69,12 @@ fn stop_device() {
 fn allow_events(count: i32) {
     // SAFETY: the function of this name takes an integer and gives nothing.
     unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(i32)>(of_double(c"double_allow"))(count) };
+}
+
+/// Calls a function of the double that takes a number, or nothing, and gives one.
+fn ask_double(name: &std::ffi::CStr, number: i32) -> i32 {
+    // SAFETY: functions of these names take an integer or nothing, and give one.
+    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(i32) -> i32>(of_double(name))(number) }
 }
 
 fn config(device_blocks: u32) -> Config {

@@ -1,7 +1,7 @@
 //! Checksums of device memory, computed by the device. Blocks submitted while a launch is in flight share the next
 //! launch: the fixed cost of a launch is that of summing a few MiB.
 
-use std::{any::Any, cell::RefCell, collections::VecDeque, sync::Arc};
+use std::{any::Any, cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
@@ -10,6 +10,7 @@ use kvhoist_base::{
     error::{Error, Result},
 };
 
+use super::ended::{Ended, Silence, silent, stopped};
 use crate::cuda::{ChecksumKernel, CudaError, Event, Gpu, PIECE_MULTIPLE, PieceBuffer, Plan, Stream};
 
 /// Launches in flight: one that runs, and one queued behind it.
@@ -34,16 +35,18 @@ struct Job {
 /// A launch in flight.
 struct Launch {
     result: std::result::Result<(), CudaError>,
-    /// `None` if no event could be recorded; the launch was then waited for.
-    event: Option<Event>,
+    event: Event,
+    /// The event is behind the launch.
+    is_recorded: bool,
     buffer: PieceBuffer,
     jobs: Vec<Job>,
+    silence: Silence,
 }
 
 /// Blocks that wait for a launch, and launches in flight. Used by one thread.
 pub(super) struct Checksums {
     gpu: Arc<Gpu>,
-    kernel: ChecksumKernel,
+    kernel: Rc<ChecksumKernel>,
     stream: Stream,
     state: RefCell<State>,
 }
@@ -60,7 +63,7 @@ struct State {
 
 impl Checksums {
     pub(super) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
-        let (kernel, stream) = (ChecksumKernel::load(gpu)?, Stream::new(gpu)?);
+        let (kernel, stream) = (Rc::new(ChecksumKernel::load(gpu)?), Stream::new(gpu)?);
         // Pinned here, because pinning can wait for the device, and the device may later wait for a layer gate that
         // only this thread opens. If pinning fails here, the first launch tries again.
         let spare = || Some((kernel.buffer().ok()?, Event::new(gpu).ok()?));
@@ -92,48 +95,41 @@ impl Checksums {
         Some(answered)
     }
 
-    /// Answers finished blocks and launches waiting ones. True if any are left. `note` receives errors of the device.
-    pub(super) fn turn(&self, note: impl Fn(&CudaError)) -> bool {
+    /// Answers finished blocks and launches waiting ones. True if any are left. `retire` receives why the
+    /// device is out of service.
+    pub(super) fn turn(&self, retire: impl Fn(String)) -> bool {
         let state = &mut *self.state.borrow_mut();
-        if !state.launches.is_empty() && self.gpu.bind().is_ok() {
-            self.finish(state, note);
-        }
+        self.finish(state, retire);
         while !state.waiting.is_empty() && state.launches.len() < LAUNCHES {
             self.launch(state);
         }
         !state.waiting.is_empty() || !state.launches.is_empty()
     }
 
-    fn finish(&self, state: &mut State, note: impl Fn(&CudaError)) {
-        while let Some(flight) = state.launches.front() {
-            let ended = match flight.event.as_ref().map_or(Ok(true), Event::is_reached) {
-                Ok(false) => return,
-                Ok(true) => Ok(()),
-                // A device error: the device has stopped, and no longer reads the memory.
-                Err(fault) => Err(fault),
-            };
-            let Launch { result, event, buffer, jobs } = state.launches.pop_front().expect("it is in front");
-            let result = result.and(ended);
-            if let Err(fault) = &result {
-                note(fault);
-            }
-            let mut at = 0;
-            for Job { plan, owner, answer, .. } in jobs {
-                let sums = at..at + plan.len();
-                at = sums.end;
-                // Dropped before the answer: its receiver expects to hold the only reference.
-                drop(owner);
-                let answered = match &result {
-                    Ok(()) => Ok(plan.checksum(sums.map(|at| buffer.sum(at)))),
-                    Err(fault) => Err(Error::copy("cuda", fault)),
-                };
-                // The receiver may be gone.
-                drop(answer.send(answered));
-            }
-            if let (Ok(()), Some(event)) = (result, event) {
-                state.spare.push((buffer, event));
+    fn finish(&self, state: &mut State, retire: impl Fn(String)) {
+        while let Some(flight) = state.launches.front_mut() {
+            let queried = self.gpu.bind().and_then(|()| match flight.is_recorded {
+                true => flight.event.is_reached(),
+                false => self.stream.is_idle(),
+            });
+            let Some(ended) = flight.silence.judge(queried) else { return };
+            let flight = state.launches.pop_front().expect("it is in front");
+            match ended {
+                Ended::Yes(ended) => state.spare.extend(flight.end(ended, &retire)),
+                Ended::Unknown(fault) => {
+                    retire(silent(&fault));
+                    self.leak(flight);
+                }
             }
         }
+    }
+
+    /// Never frees the memory of a launch, which may still run, and answers nobody.
+    fn leak(&self, launch: Launch) {
+        tracing::error!("the driver does not say whether a checksum has ended; its memory is leaked");
+        let Launch { event, buffer, jobs, .. } = launch;
+        jobs.into_iter().for_each(|job| std::mem::forget(job.owner));
+        std::mem::forget((event, buffer, Rc::clone(&self.kernel)));
     }
 
     fn launch(&self, state: &mut State) {
@@ -166,26 +162,48 @@ impl Checksums {
         }
         let queued = self.gpu.bind().and_then(|()| {
             // SAFETY: pieces of segments that the jobs' owners keep, aligned as `submit` and `Plan::new` checked. The
-            // launch keeps the owners and the buffer until the stream has passed the event.
+            // launch keeps the owners and the buffer until the stream has passed it.
             unsafe { self.kernel.launch(&self.stream, &buffer, count) }
         });
-        let (result, event) = match event.record(&self.stream) {
-            Ok(()) => (queued, Some(event)),
-            Err(fault) => {
-                // Without an event the launch cannot be polled: wait here.
-                drop(self.stream.synchronize());
-                (queued.and(Err(fault)), None)
-            }
-        };
-        state.launches.push_back(Launch { result, event, buffer, jobs });
+        let recorded = event.record(&self.stream);
+        let is_recorded = recorded.is_ok();
+        let (result, silence) = (queued.and(recorded), Silence::default());
+        state.launches.push_back(Launch { result, event, is_recorded, buffer, jobs, silence });
+    }
+}
+
+impl Launch {
+    /// Answers the blocks of a launch that no longer uses memory. Returns the buffer and the event for reuse, unless
+    /// the device has stopped.
+    fn end(self, ended: std::result::Result<(), CudaError>, retire: impl Fn(String)) -> Option<(PieceBuffer, Event)> {
+        let Launch { result, event, buffer, jobs, .. } = self;
+        let is_spare = ended.is_ok();
+        let result = result.and(ended);
+        if let Some(fault) = result.as_ref().err().filter(|fault| fault.is_sticky()) {
+            retire(stopped(fault));
+        }
+        let mut at = 0;
+        for Job { plan, owner, answer, .. } in jobs {
+            let sums = at..at + plan.len();
+            at = sums.end;
+            // Dropped before the answer: its receiver expects to hold the only reference.
+            drop(owner);
+            let answered = match &result {
+                Ok(()) => Ok(plan.checksum(sums.map(|at| buffer.sum(at)))),
+                Err(fault) => Err(Error::copy("cuda", fault)),
+            };
+            // The receiver may be gone.
+            drop(answer.send(answered));
+        }
+        is_spare.then_some((buffer, event))
     }
 }
 
 impl Drop for Checksums {
     fn drop(&mut self) {
-        if !self.state.get_mut().launches.is_empty() {
-            // An error means that the device has stopped, and no longer reads the memory.
-            drop(self.stream.synchronize());
+        let launches = std::mem::take(&mut self.state.get_mut().launches);
+        if !launches.is_empty() && self.stream.synchronize().is_err_and(|fault| !fault.is_sticky()) {
+            launches.into_iter().for_each(|launch| self.leak(launch));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Queues copies on a stream, by each of the methods.
 
-use std::{cell::RefCell, ptr::NonNull, sync::Arc};
+use std::{cell::RefCell, ptr::NonNull, rc::Rc, sync::Arc};
 
 use kvhoist_base::block::{CopyOp, Direction};
 
@@ -75,7 +75,7 @@ impl<'a> Ops<'a> {
 /// State of launches apart from the stream. Used by one thread.
 pub(super) struct Launcher {
     gpu: Arc<Gpu>,
-    kernel: Option<CopyKernel>,
+    kernel: Option<Rc<CopyKernel>>,
     blocks_max: u32,
     arrays: RefCell<BatchArrays>,
     tiles: RefCell<Vec<TileBuffer>>,
@@ -92,7 +92,7 @@ impl Launcher {
     /// `blocks_max`: largest number of thread blocks per kernel launch.
     pub(super) fn new(gpu: &Arc<Gpu>, blocks_max: u32) -> std::result::Result<Self, CudaError> {
         // The kernel reads descriptors and blocks by their host addresses.
-        let kernel = if gpu.device().host_addresses { Some(CopyKernel::load(gpu)?) } else { None };
+        let kernel = if gpu.device().host_addresses { Some(Rc::new(CopyKernel::load(gpu)?)) } else { None };
         Ok(Launcher {
             gpu: Arc::clone(gpu),
             kernel,
@@ -116,7 +116,7 @@ impl Launcher {
     /// there is one, is behind those.
     ///
     /// # Safety
-    /// All ranges must stay valid, and untouched by others, until the stream has passed the event. With a `method`
+    /// All ranges must stay valid, and untouched by others, until the launch [is done](Self::is_done). With a `method`
     /// other than `Loop`, host ranges must be pinned.
     pub(super) unsafe fn launch(
         &self,
@@ -250,10 +250,10 @@ impl Launcher {
         }
     }
 
-    /// Whether the stream has passed the launch. True without an event: then everything queued was waited for with
-    /// [`Stream::synchronize`].
-    pub(super) fn is_done(&self, launched: &Launched) -> std::result::Result<bool, CudaError> {
-        launched.event.as_ref().map_or(Ok(true), Event::is_reached)
+    /// Whether the stream has passed the launch; without an event, whether it has passed all launches. The context
+    /// must be current.
+    pub(super) fn is_done(&self, launched: &Launched, stream: &Stream) -> std::result::Result<bool, CudaError> {
+        launched.event.as_ref().map_or_else(|| stream.is_idle(), Event::is_reached)
     }
 
     /// Keeps the resources of a finished launch for reuse.
@@ -261,11 +261,9 @@ impl Launcher {
         self.tiles.borrow_mut().extend(launched.tiles);
         self.events.borrow_mut().extend(launched.event);
     }
-}
 
-impl Launched {
-    /// True if there is an event behind the copies.
-    pub(super) fn has_event(&self) -> bool {
-        self.event.is_some()
+    /// Never frees what a launch that may still run uses.
+    pub(super) fn leak(&self, launched: Launched) {
+        std::mem::forget((launched, self.kernel.clone(), Arc::clone(&self.gpu)));
     }
 }

@@ -9,6 +9,7 @@
 
 mod calibrate;
 mod checksum;
+mod ended;
 mod launch;
 mod method;
 
@@ -35,6 +36,7 @@ use kvhoist_base::{
 
 use self::{
     checksum::Checksums,
+    ended::{Ended, Silence, silent, stopped},
     launch::{Launched, Launcher, Ops},
 };
 use crate::{
@@ -65,7 +67,7 @@ type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
 pub struct CudaCopy(Rc<Inner>);
 
 struct Inner {
-    // Fields drop in this order; `Drop` has synchronized the streams before.
+    // Fields drop in this order; `Drop` has synchronized the streams before, or leaked what they use.
     /// `None` if the kernel could not be loaded.
     checksums: Option<Checksums>,
     queues: [RefCell<CopyQueue>; 2],
@@ -100,6 +102,7 @@ struct Launch {
     launched: Launched,
     result: std::result::Result<(), CudaError>,
     batches: Vec<(CopyBatch, Answer)>,
+    silence: Silence,
 }
 
 impl CudaCopy {
@@ -220,7 +223,8 @@ impl CopyEngine for CudaCopy {
             self.0.turn(&mut queue.borrow_mut());
         }
         self.start_polling();
-        answered.await.expect("the engine answers every accepted batch before it is dropped")
+        // Not answered, it panics, and its owners are not returned: the device may use their memory for good.
+        answered.await.expect("the driver says when a copy has ended")
     }
 
     fn checksums(&self) -> bool {
@@ -230,7 +234,7 @@ impl CopyEngine for CudaCopy {
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         let answered = self.0.checksums.as_ref()?.submit(segments, owner)?;
         self.start_polling();
-        Some(answered.await.expect("the engine answers every block before it is dropped"))
+        Some(answered.await.expect("the driver says when a checksum has ended"))
     }
 
     fn fault(&self) -> Option<String> {
@@ -259,7 +263,7 @@ impl Inner {
                 busy |= self.turn(&mut queue.borrow_mut());
             }
             if let Some(checksums) = &self.checksums {
-                busy |= checksums.turn(|fault| self.note(fault));
+                busy |= checksums.turn(|reason| self.retire(reason));
             }
             if busy {
                 last = Instant::now();
@@ -271,8 +275,11 @@ impl Inner {
 
     /// Answers finished batches and launches waiting ones. True if any are left.
     fn turn(&self, queue: &mut CopyQueue) -> bool {
-        for at in 0..queue.streams.len() {
-            self.finish(&mut queue.streams[at].1);
+        for (stream, launches) in &mut queue.streams {
+            self.finish(stream, launches);
+        }
+        if let Some(reason) = &*self.fault.borrow() {
+            answer(queue.waiting.drain(..), &Err(Error::copy("cuda", reason)));
         }
         while let Some((first, _)) = queue.waiting.front() {
             // Prompt batches follow one another in one stream: in parallel they would share the bus, and all would end
@@ -286,25 +293,33 @@ impl Inner {
     }
 
     /// Answers the finished launches of a stream, in order.
-    fn finish(&self, launches: &mut VecDeque<Launch>) {
-        if launches.is_empty() || self.gpu.bind().is_err() {
-            return;
-        }
-        while let Some(flight) = launches.front() {
-            let ended = match self.launcher.is_done(&flight.launched) {
-                Ok(false) => return,
-                Ok(true) => Ok(()),
-                // A device error: the device has stopped, and no longer copies.
-                Err(fault) => Err(fault),
-            };
-            let Launch { launched, result, batches } = launches.pop_front().expect("it is in front");
-            let result = result.and(ended);
-            match &result {
-                Ok(()) => self.launcher.recycle(launched),
-                Err(fault) => self.note(fault),
+    fn finish(&self, stream: &Stream, launches: &mut VecDeque<Launch>) {
+        while let Some(flight) = launches.front_mut() {
+            let queried = self.gpu.bind().and_then(|()| self.launcher.is_done(&flight.launched, stream));
+            let Some(ended) = flight.silence.judge(queried) else { return };
+            let flight = launches.pop_front().expect("it is in front");
+            match ended {
+                Ended::Yes(ended) => self.end(flight, ended),
+                Ended::Unknown(fault) => {
+                    self.retire(silent(&fault));
+                    flight.leak(&self.launcher);
+                }
             }
-            answer(batches, result.as_ref().err());
         }
+    }
+
+    /// Answers a launch that no longer uses its memory.
+    fn end(&self, Launch { launched, result, batches, .. }: Launch, ended: std::result::Result<(), CudaError>) {
+        if ended.is_ok() {
+            self.launcher.recycle(launched);
+        }
+        let result = result.and(ended).map_err(|fault| {
+            if fault.is_sticky() {
+                self.retire(stopped(&fault));
+            }
+            Error::copy("cuda", fault)
+        });
+        answer(batches, &result);
     }
 
     fn launch(&self, queue: &mut CopyQueue, at: usize) {
@@ -325,15 +340,10 @@ impl Inner {
         let (stream, launches) = &mut queue.streams[at];
         let method = self.method(&ops, queue.direction == Direction::HostToDevice);
         // SAFETY: by the contract of `CopyBatch::new` all ranges stay valid and untouched while their batches live, and
-        // the launch holds the batches until the stream has passed the event. Methods that need pinned memory are
+        // the launch holds the batches until the stream has passed them. Methods that need pinned memory are
         // chosen only for pinned memory.
         let (result, launched) = unsafe { self.launcher.launch(stream, &ops, queue.direction, method) };
-        if !launched.has_event() {
-            // Without an event the launch cannot be polled: wait here. An error means that the device has stopped, and
-            // no longer copies.
-            drop(stream.synchronize());
-        }
-        launches.push_back(Launch { launched, result, batches });
+        launches.push_back(Launch { launched, result, batches, silence: Silence::default() });
     }
 
     /// Chooses the method for these copies.
@@ -350,22 +360,26 @@ impl Inner {
         self.options.method.unwrap_or_else(quickest)
     }
 
-    fn note(&self, fault: &CudaError) {
-        if fault.is_sticky() && self.fault.borrow().is_none() {
-            *self.fault.borrow_mut() = Some(format!("the device stopped: {fault}"));
-        }
+    /// No copy is accepted any more.
+    fn retire(&self, reason: String) {
+        self.fault.borrow_mut().get_or_insert(reason);
     }
 }
 
 /// Answers the batches with the result.
-fn answer(batches: Vec<(CopyBatch, Answer)>, fault: Option<&CudaError>) {
+fn answer(batches: impl IntoIterator<Item = (CopyBatch, Answer)>, result: &Result<()>) {
     for (batch, answer) in batches {
-        let result = match fault {
-            None => Ok(()),
-            Some(fault) => Err(Error::copy("cuda", fault)),
-        };
         // The receiver may be gone; the batch is dropped then.
-        drop(answer.send((result, batch)));
+        drop(answer.send((result.clone(), batch)));
+    }
+}
+
+impl Launch {
+    /// Never frees the memory of the launch, which may still run, and answers nobody.
+    fn leak(self, launcher: &Launcher) {
+        tracing::error!("the driver does not say whether a copy has ended; its memory is leaked");
+        launcher.leak(self.launched);
+        self.batches.into_iter().for_each(|(batch, _)| std::mem::forget(batch));
     }
 }
 
@@ -373,9 +387,8 @@ impl Drop for Inner {
     fn drop(&mut self) {
         for queue in &mut self.queues {
             for (stream, launches) in &mut queue.get_mut().streams {
-                if !launches.is_empty() {
-                    // An error means that the device has stopped, and no longer copies.
-                    drop(stream.synchronize());
+                if !launches.is_empty() && stream.synchronize().is_err_and(|fault| !fault.is_sticky()) {
+                    launches.drain(..).for_each(|launch| launch.leak(&self.launcher));
                 }
                 launches.clear();
             }
