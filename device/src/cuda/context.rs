@@ -1,14 +1,16 @@
 //! A device and its primary context.
 
-use std::sync::Arc;
+use std::{cell::Cell, marker::PhantomData, sync::Arc};
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult, CUstreamCaptureMode};
 use kvhoist_base::error::{Error, Result};
 
 use super::{
     discover::{Device, discover, handle},
     driver::{BatchForm, CudaError, Driver, check},
 };
+
+const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
 
 /// A GPU with its primary context, which the CUDA runtime, and with it every framework in this process, uses too.
 /// Addresses and streams are shared with them.
@@ -19,7 +21,8 @@ pub struct Gpu {
     device: Device,
 }
 
-// SAFETY: handles of a library that may be called from any thread; `bind` makes the context current before each use.
+// SAFETY: handles of a library that may be called from any thread; `bind` or `enter` makes the context current before
+// each use.
 unsafe impl Send for Gpu {}
 // SAFETY: the library may be called from any thread, and nothing is changed through `&self`.
 unsafe impl Sync for Gpu {}
@@ -54,15 +57,32 @@ impl Gpu {
         self.handle
     }
 
-    /// Makes the context current on this thread. Cheap; every call of the driver needs it first.
+    /// Makes the context current on this thread for good, and lets captures of streams forbid it nothing: on threads of
+    /// this library, such as the reactor. Cheap; every call of the driver needs this or [`enter`](Self::enter) first.
     pub(crate) fn bind(&self) -> std::result::Result<(), CudaError> {
+        thread_local!(static IS_RELAXED: Cell<bool> = const { Cell::new(false) });
+        if !IS_RELAXED.replace(true) {
+            self.driver.exchange_capture_mode(RELAXED);
+        }
+        self.set_current()
+    }
+
+    fn set_current(&self) -> std::result::Result<(), CudaError> {
         // SAFETY: the context is retained for the life of `self`.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
+    /// As [`bind`](Self::bind), on a thread that may be a caller's, until the value is dropped.
+    pub(super) fn enter(&self) -> std::result::Result<Entered, CudaError> {
+        // SAFETY: the context is retained for the life of `self`; `Entered` pops it.
+        check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.context) })?;
+        let mode = self.driver.exchange_capture_mode(RELAXED);
+        Ok(Entered { driver: self.driver, mode, _of_this_thread: PhantomData })
+    }
+
     /// Gives something of this context back to the driver. A refusal, which leaves no more to do, is logged.
     pub(super) fn give_back(&self, call: &'static str, release: impl FnOnce() -> CUresult) {
-        if let Err(fault) = self.bind().and_then(|()| check(call, release())) {
+        if let Err(fault) = self.enter().and_then(|_entered| check(call, release())) {
             tracing::debug!(%fault, "the driver did not take something back");
         }
     }
@@ -72,7 +92,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unavailable`] with the driver's error.
     pub fn make_current(&self) -> Result<()> {
-        self.bind().map_err(|fault| Error::unavailable("device", fault))
+        self.set_current().map_err(|fault| Error::unavailable("device", fault))
     }
 
     /// The form of the driver's batch copy, if it has one.
@@ -96,12 +116,30 @@ impl Gpu {
     /// [`Error::Unavailable`] with the driver's error.
     pub fn memory_bytes(&self) -> Result<(u64, u64)> {
         let (mut free, mut total) = (0, 0);
-        let queried = self.bind().and_then(|()| {
+        let queried = self.enter().and_then(|_entered| {
             // SAFETY: the function exists, the context is current, and the call writes two integers.
             check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })
         });
         queried.map_err(|fault| Error::unavailable("device", fault))?;
         Ok((free as u64, total as u64))
+    }
+}
+
+/// The context is current on this thread, which captures of streams forbid nothing; dropped, all is as before.
+pub(super) struct Entered {
+    driver: Driver,
+    mode: CUstreamCaptureMode,
+    _of_this_thread: PhantomData<*mut ()>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        self.driver.exchange_capture_mode(self.mode);
+        let mut context = std::ptr::null_mut();
+        // SAFETY: pushed by `enter` on this thread, which the value cannot leave; the call writes one handle.
+        if let Err(fault) = check("cuCtxPopCurrent", unsafe { sys::cuCtxPopCurrent_v2(&mut context) }) {
+            tracing::debug!(%fault, "the context before is not current again");
+        }
     }
 }
 

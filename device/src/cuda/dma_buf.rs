@@ -46,7 +46,7 @@ impl Gpu {
         if !has("cuMemGetHandleForAddressRange") {
             return Err("libcuda.so has no cuMemGetHandleForAddressRange; install a newer NVIDIA driver".into());
         }
-        self.bind().map_err(|fault| fault.to_string())?;
+        let _entered = self.enter().map_err(|fault| fault.to_string())?;
         let from = start / PAGE * PAGE;
         let whole = (start + bytes).next_multiple_of(PAGE) - from;
         let mut fd: i32 = -1;
@@ -87,7 +87,7 @@ impl Gpu {
     /// # Errors
     /// The driver's error.
     pub fn flush_writes(&self) -> Result<(), String> {
-        let flushed = self.bind().and_then(|()| {
+        let flushed = self.enter().and_then(|_entered| {
             // SAFETY: the caller has checked `write_flush`, so the function exists; the context is current.
             check("cuFlushGPUDirectRDMAWrites", unsafe {
                 sys::cuFlushGPUDirectRDMAWrites(

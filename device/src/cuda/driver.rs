@@ -6,10 +6,10 @@ use std::{
     sync::OnceLock,
 };
 
-use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream, CUstreamCaptureMode};
 
 /// Required functions. The binding panics on a missing function, so all are looked up at load.
-const REQUIRED: [&str; 33] = [
+const REQUIRED: [&str; 35] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -23,6 +23,8 @@ const REQUIRED: [&str; 33] = [
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxSetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
     "cuMemGetInfo_v2",
@@ -53,6 +55,8 @@ pub(super) struct Driver {
     pub batch: Option<BatchForm>,
     /// Whether streams can wait for a word in memory, and write one.
     pub stream_memory_ops: bool,
+    /// Whether threads can choose what a capture of a stream forbids them.
+    capture_modes: bool,
 }
 
 /// The form of the driver's batch copy.
@@ -164,8 +168,29 @@ impl Driver {
         Ok(Driver {
             version,
             batch,
+            capture_modes: has("cuThreadExchangeStreamCaptureMode"),
             stream_memory_ops: ["cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"].iter().all(|name| has(name)),
         })
+    }
+}
+
+impl Driver {
+    /// Chooses what a capture of a stream, by any thread, forbids this thread; returns what it had chosen before.
+    ///
+    /// By default that is much, such as to query an event of another stream, and what is forbidden ends the capture,
+    /// too. Nothing that this crate asks for is about a captured stream, so with `RELAXED` the two do not meet.
+    pub(super) fn exchange_capture_mode(&self, mode: CUstreamCaptureMode) -> CUstreamCaptureMode {
+        let mut other = mode;
+        if self.capture_modes {
+            // SAFETY: the function exists, and exchanges one number.
+            let exchanged = check("cuThreadExchangeStreamCaptureMode", unsafe {
+                sys::cuThreadExchangeStreamCaptureMode(&mut other)
+            });
+            if let Err(fault) = exchanged {
+                tracing::debug!(%fault, "a capture of a stream may make calls fail");
+            }
+        }
+        other
     }
 }
 

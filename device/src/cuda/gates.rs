@@ -124,7 +124,7 @@ impl Gates {
         let Taken { number, slab, value } = &self.gates[at];
         let geq = sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         let stream = std::ptr::with_exposed_provenance_mut(stream);
-        let waits = self.gpu.bind().and_then(|()| {
+        let waits = self.gpu.enter().and_then(|_entered| {
             // SAFETY: the function exists (checked in `take`); the word is pinned and never freed; the caller vouches
             // for the stream.
             check("cuStreamWaitValue32", unsafe {
@@ -176,6 +176,7 @@ impl Inner {
     fn grow(&mut self, gpu: &Arc<Gpu>) -> std::result::Result<(), CudaError> {
         let pin = HostPin::zeroed(gpu, GATES_PER_SLAB * size_of::<Gate>())?;
         let start = pin.start();
+        let _entered = gpu.enter()?;
         let mut address = 0;
         // SAFETY: memory registered above; the call writes one address.
         check("cuMemHostGetDevicePointer", unsafe {

@@ -11,7 +11,7 @@ use cudarc::driver::sys::{self, CUipcMem_flags, CUipcMemHandle};
 use kvhoist_base::error::{Error, Result};
 
 use super::{
-    context::Gpu,
+    context::{Entered, Gpu},
     driver::{CudaError, check, has},
 };
 
@@ -64,7 +64,7 @@ impl Gpu {
     /// [`Error::Argument`] for memory that is not one allocation of `cudaMalloc`. [`Error::Unavailable`] with the
     /// driver's error.
     pub fn export_memory(&self, start: usize, len: usize) -> Result<([u8; IPC_HANDLE_BYTES], u64)> {
-        self.need_ipc()?;
+        let _entered = self.need_ipc()?;
         let found = format!("{len} bytes at {start:#x}");
         let allocation = self.allocation_of(start).map_err(|fault| {
             let expected = "device memory of this process, of the client's GPU";
@@ -97,7 +97,7 @@ impl Gpu {
         offset: u64,
         len: u64,
     ) -> Result<ImportedMemory> {
-        self.need_ipc()?;
+        let _entered = self.need_ipc()?;
         let mut all = mapped();
         let uuid = self.device().uuid;
         let known = all.iter().position(|known| known.gpu == uuid && known.handle == *handle);
@@ -132,10 +132,11 @@ impl Gpu {
         }
     }
 
-    fn need_ipc(&self) -> Result<()> {
+    /// Makes the context current, if the driver has the calls.
+    fn need_ipc(&self) -> Result<Entered> {
         match REQUIRED.iter().find(|name| !has(name)) {
             Some(missing) => Err(unavailable(format!("libcuda.so has no {missing}; install a newer NVIDIA driver"))),
-            None => self.bind().map_err(unavailable),
+            None => self.enter().map_err(unavailable),
         }
     }
 

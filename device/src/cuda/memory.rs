@@ -34,7 +34,7 @@ impl DeviceBuffer {
     /// [`Error::Unavailable`] with the driver's error and the free memory.
     pub fn new(gpu: Arc<Gpu>, bytes: usize) -> Result<Self> {
         let mut address = 0;
-        let allocated = gpu.bind().and_then(|()| {
+        let allocated = gpu.enter().and_then(|_entered| {
             // SAFETY: the context is current; the call writes one address.
             check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut address, bytes) })
         });
@@ -51,7 +51,7 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        let freed = self.gpu.bind().and_then(|()| {
+        let freed = self.gpu.enter().and_then(|_entered| {
             // SAFETY: allocated in `new`, freed once. The driver waits for work that still uses it.
             check("cuMemFree", unsafe { sys::cuMemFree_v2(self.base.as_ptr().expose_provenance() as u64) })
         });
@@ -146,7 +146,7 @@ impl HostPin {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> std::result::Result<Self, CudaError> {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        let registered = gpu.bind().and_then(|()| {
+        let registered = gpu.enter().and_then(|_entered| {
             // SAFETY: the caller vouches for the range; it is unregistered on drop, before the owner is dropped.
             check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(start.as_ptr().cast(), bytes, flags) })
         });

@@ -17,6 +17,8 @@
  * double_stop() makes the device stop, as an illegal access by any kernel does.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
  * double_doubt(n) lets the next n queries fail, and nothing else; of -1 says how many of those have not failed yet.
+ * double_capture(1) begins a capture of a stream in global mode by no thread of its own: calls that such a capture forbids
+ * fail on threads that have not chosen the relaxed mode, and end it. double_capture(0) ends it, and gives 1 if none had.
  * double_pins() is the number of times that memory was pinned or unpinned.
  */
 #define _GNU_SOURCE
@@ -76,6 +78,27 @@ static int is_fault(const char *name) {
 }
 
 static int device_of(uint64_t p);
+
+/* A capture of a stream, and what this thread has chosen to be forbidden by one: all (0), or nothing (2). */
+enum { RELAXED = 2 };
+static int captures, invalidated;
+static __thread int capture_mode;
+int double_capture(int begins) {
+    __atomic_store_n(&captures, begins, __ATOMIC_SEQ_CST);
+    int was_invalidated = __atomic_exchange_n(&invalidated, 0, __ATOMIC_SEQ_CST);
+    return !was_invalidated;
+}
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+static int is_forbidden(void) {
+    if (!__atomic_load_n(&captures, __ATOMIC_SEQ_CST) || capture_mode == RELAXED) return 0;
+    __atomic_store_n(&invalidated, 1, __ATOMIC_SEQ_CST);
+    return 1;
+}
 
 /* Streams and events, which any thread may use. */
 static pthread_mutex_t streams_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
@@ -169,11 +192,25 @@ int cuDeviceGetAttribute(int *v, int which, int d) {
     }
     return SUCCESS;
 }
-/* The current device of this thread. */
-static __thread int current;
+/* The contexts of this thread, the current one on top; the first is none. A context is 1 more than its device. */
+enum { CONTEXTS = 16 };
+static __thread void *contexts[CONTEXTS];
+static __thread int top;
+static int current(void) { return contexts[top] ? (int)(uint64_t)contexts[top] - 1 : 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(uint64_t)(1 + d); return SUCCESS; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return SUCCESS; }
-int cuCtxSetCurrent(void *c) { current = (int)(uint64_t)c - 1; return SUCCESS; }
+int cuCtxSetCurrent(void *c) { contexts[top] = c; return SUCCESS; }
+int cuCtxGetCurrent(void **c) { *c = contexts[top]; return SUCCESS; }
+int cuCtxPushCurrent_v2(void *c) {
+    if (top + 1 == CONTEXTS) abort();
+    contexts[++top] = c;
+    return SUCCESS;
+}
+int cuCtxPopCurrent_v2(void **c) {
+    if (top == 0) return INVALID_CONTEXT;
+    *c = contexts[top--];
+    return SUCCESS;
+}
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { *free_bytes = *total = 1ul << 30; return SUCCESS; }
 /* What other processes map a memory by. */
@@ -216,7 +253,7 @@ static void add(uint64_t start, uint64_t bytes, origin from) {
     allocations[at].start = start;
     allocations[at].bytes = bytes;
     allocations[at].origin = from;
-    allocations[at].device = current;
+    allocations[at].device = current();
 }
 /* Takes out what begins there: 0 if that is nothing. The lock is held. */
 static int take(uint64_t start, int imported) {
@@ -291,6 +328,7 @@ int double_is_device(uint64_t p, size_t n) {
 int double_needs_flush(void) { return ordering() < TO_OWNER; }
 int cuMemAlloc_v2(uint64_t *p, size_t n) {
     static uint64_t serial;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     /* Whole pages of the device, as its own memory is. */
     n = (n + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
     int fd = memfd_create("memory of the double", MFD_CLOEXEC);
@@ -303,6 +341,7 @@ int cuMemAlloc_v2(uint64_t *p, size_t n) {
     return SUCCESS;
 }
 int cuMemFree_v2(uint64_t p) {
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&allocations_lock);
     take(p, 0);
     pthread_mutex_unlock(&allocations_lock);
@@ -330,12 +369,18 @@ static int pins;
 int double_pins(void) { return __atomic_load_n(&pins, __ATOMIC_SEQ_CST); }
 int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) {
     (void)p; (void)n; (void)flags;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST);
     return is_fault("register") ? OUT_OF_MEMORY : SUCCESS;
 }
 int cuMemAllocHost_v2(void **p, size_t n) { return posix_memalign(p, PAGE, n) ? OUT_OF_MEMORY : SUCCESS; }
 int cuMemFreeHost(void *p) { free(p); return SUCCESS; }
-int cuMemHostUnregister(void *p) { (void)p; __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST); return SUCCESS; }
+int cuMemHostUnregister(void *p) {
+    (void)p;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST);
+    return SUCCESS;
+}
 int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }
 /* All streams. What is behind a value that a stream is to write is done a while later: nobody asks for it. */
 static stream *streams;
@@ -351,7 +396,7 @@ int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
     (void)flags; (void)priority;
     *s = calloc(1, sizeof **s);
     (*s)->last = &(*s)->first;
-    (*s)->device = current;
+    (*s)->device = current();
     lock();
     (*s)->next = streams;
     streams = *s;
@@ -369,13 +414,14 @@ int cuStreamDestroy_v2(stream *s) {
     return SUCCESS;
 }
 int cuStreamSynchronize(stream *s) {
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     /* What is put into the stream without a name is done at once. */
     while (s && !dead && (run(s, NULL), s->first)) sched_yield();
     return dead ? ILLEGAL_ADDRESS : SUCCESS;
 }
 int cuStreamQuery(stream *s) {
     if (dead) return ILLEGAL_ADDRESS;
-    if (is_doubted()) return CAPTURE_UNSUPPORTED;
+    if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     run(s, NULL);
     return s->first ? NOT_READY : SUCCESS;
 }
@@ -394,7 +440,7 @@ int cuEventRecord(event *e, stream *s) {
 }
 int cuEventQuery(event *e) {
     if (dead) return ILLEGAL_ADDRESS;
-    if (is_doubted()) return CAPTURE_UNSUPPORTED;
+    if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     if (e->recorded && ++e->asked < polls) return NOT_READY;
     if (e->recorded && !e->reached && __atomic_load_n(&allowed, __ATOMIC_SEQ_CST) <= 0) return NOT_READY;
     if (e->recorded && !e->reached) __atomic_fetch_sub(&allowed, 1, __ATOMIC_SEQ_CST);
