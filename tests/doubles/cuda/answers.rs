@@ -1,11 +1,21 @@
 //! What the driver answers when it does not answer what was asked.
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
 };
 
 use cudarc::driver::sys;
+use kvhoist::internals::{
+    device::{
+        CopyBatch, CopyEngine, CopyOp, Direction,
+        cuda::copy::{CudaCopy, CudaCopyOptions},
+    },
+    memory::Arena,
+};
 
 use super::*;
 
@@ -176,6 +186,92 @@ fn a_capture_of_a_stream_goes_on() {
         // The thread has the mode that it had.
         assert_eq!(asked, sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         assert_eq!(ask_double(c"double_capture", 0), 0, "that ended the capture");
+        block_on(cache.close()).expect("close");
+    });
+}
+
+/// Copies of 64 bytes each from `host` to `device`, in another order there, by an engine that uses the kernel.
+struct Scattered {
+    host: Arc<Arena>,
+    device: Arc<DeviceBuffer>,
+    engine: CudaCopy,
+}
+
+impl Scattered {
+    fn new(gpu: &Arc<Gpu>, count: usize) -> Scattered {
+        let host = Arc::new(Arena::new(count.div_ceil(1024) as u32, 64 << 10).expect("memory"));
+        let device = Arc::new(DeviceBuffer::new(Arc::clone(gpu), count * 64).expect("memory"));
+        let options = CudaCopyOptions { method: Some(CopyMethod::Kernel), blocks_max: 16 };
+        let engine = CudaCopy::new(gpu, &host, options).expect("an engine");
+        Scattered { host, device, engine }
+    }
+
+    /// Copies, and looks at all bytes.
+    async fn copy(&self, count: usize, stamp: u8) -> Result<(), Error> {
+        let start = self.host.slot_ptr(0).as_ptr();
+        let byte = |at: usize| (at % 251) as u8 ^ stamp;
+        // SAFETY: memory of the arena, which nobody else knows.
+        (0..count).for_each(|at| unsafe { start.add(at * 64).write_bytes(byte(at), 64) });
+        let place = |at: usize| self.device.base().as_ptr().wrapping_add((count - 1 - at) * 64);
+        let op = |at: usize| CopyOp { src: start.wrapping_add(at * 64), dst: place(at), len: 64 };
+        let ops = (0..count).map(op).collect();
+        let owners = vec![Arc::clone(&self.host) as _, Arc::clone(&self.device) as _];
+        // SAFETY: the owners keep both memories, and nobody else uses them.
+        let batch = unsafe { CopyBatch::new(ops, Direction::HostToDevice, owners) };
+        self.engine.copy(batch).await.0?;
+        for at in 0..count {
+            // SAFETY: the double's device memory is host memory.
+            let found = unsafe { std::slice::from_raw_parts(place(at), 64) };
+            assert!(found.iter().all(|&found| found == byte(at)), "copy {at} of {count}");
+        }
+        Ok(())
+    }
+}
+
+/// Memory is pinned at open only: a driver that pins may wait for the device, and the device for the reactor.
+#[test]
+fn no_copy_pins_memory() {
+    with_double("answers::no_copy_pins_memory", "", || {
+        // More descriptors than there is memory for.
+        const COUNT: usize = 10 * 16_384 + 17;
+        let gpu = Gpu::open(0).expect("the double is a device");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        let copies = async {
+            let scattered = Scattered::new(&gpu, COUNT);
+            let pins = ask_double(c"double_pins", 0);
+            for (count, stamp) in [(100, 1), (COUNT, 2), (3 * 16_384, 3), (COUNT, 4)] {
+                scattered.copy(count, stamp).await.expect("copied");
+                assert_eq!(ask_double(c"double_pins", 0), pins, "after {count} copies");
+            }
+            // Launches that fail keep what they have, too.
+            for stamp in 5..15 {
+                ask_double(c"double_refuse", 1);
+                scattered.copy(100, stamp).await.expect_err("refused");
+                scattered.copy(100, stamp).await.expect("copied");
+                assert_eq!(ask_double(c"double_pins", 0), pins, "after {stamp} refusals");
+            }
+        };
+        tokio::task::LocalSet::new().block_on(&runtime, copies);
+    });
+}
+
+/// As of copies.
+#[test]
+fn no_checksum_pins_memory() {
+    with_double("answers::no_checksum_pins_memory", "", || {
+        let directory = common::directory();
+        let settings = common::config(&directory, kvhoist::StorageKind::Auto, 4, 32);
+        let settings = settings.device(DeviceKind::Cuda).device_blocks(4).copy(CopyMethod::Loop);
+        let cache = block_on(Cache::open(settings)).expect("the double is a device");
+        (0..32).for_each(|n| block_on(common::store(&cache, n)));
+        let pins = ask_double(c"double_pins", 0);
+        for n in 0..16 {
+            // The checksum's: no other kernel is used. The processor sums up what the device did not.
+            ask_double(c"double_refuse", 1);
+            assert_is_right(&cache, n);
+            assert_is_right(&cache, n + 16);
+            assert_eq!(ask_double(c"double_pins", 0), pins, "after block {n}");
+        }
         block_on(cache.close()).expect("close");
     });
 }

@@ -19,6 +19,7 @@
  * double_doubt(n) lets the next n queries fail, and nothing else; of -1 says how many of those have not failed yet.
  * double_capture(1) begins a capture of a stream in global mode by no thread of its own: calls that such a capture forbids
  * fail on threads that have not chosen the relaxed mode, and end it. double_capture(0) ends it, and gives 1 if none had.
+ * double_refuse(n) lets the next n launches of kernels be refused.
  * double_pins() is the number of times that memory was pinned or unpinned.
  */
 #define _GNU_SOURCE
@@ -36,7 +37,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
-       ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
+       ILLEGAL_ADDRESS = 700, OUT_OF_RESOURCES = 701, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
        ALREADY_MAPPED = 208, INVALID_HANDLE = 400 };
 enum { DEVICE_ORDINAL = 9, FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
        ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
@@ -498,8 +499,11 @@ int cuModuleGetFunction(void **f, void *m, const char *name) {
     *f = m;
     return strcmp(name, m == (void *)1 ? "kvhoist_copy" : "kvhoist_checksum") ? NOT_FOUND : SUCCESS;
 }
+static int refusals;
+int double_refuse(int n) { return refusals = n; }
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, stream *s, void **params, void **extra) {
     (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
+    if (refusals > 0) { refusals--; return OUT_OF_RESOURCES; }
     if (f == (void *)2) {
         if (gx == 0 || bx != 256) return INVALID_VALUE;
         const piece *pieces = *(const piece **)params[0];

@@ -56,14 +56,15 @@ fn unavailable(fault: CudaError) -> Error {
 }
 
 struct Scratch {
-    host: HostPin,
-    device: DeviceBuffer,
+    host: Arc<HostPin>,
+    device: Arc<DeviceBuffer>,
 }
 
 impl Scratch {
     fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         let host = HostPin::zeroed(gpu, SCRATCH_BYTES).map_err(unavailable)?;
-        Ok(Scratch { host, device: DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES)? })
+        let device = DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES)?;
+        Ok(Scratch { host: Arc::new(host), device: Arc::new(device) })
     }
 
     /// Copies between scattered places on both sides.
@@ -99,8 +100,14 @@ impl Scratch {
                 unsafe { launcher.launch(stream, &Ops::new(std::iter::once(ops)), direction, method) };
             let waited = stream.synchronize();
             best = best.min(started.elapsed());
-            result.and(waited)?;
+            if let Err(fault) = waited {
+                // The device may still copy.
+                launcher.leak(launched);
+                std::mem::forget((Arc::clone(&self.host), Arc::clone(&self.device)));
+                return Err(fault);
+            }
             launcher.recycle(launched);
+            result?;
         }
         Ok(best)
     }

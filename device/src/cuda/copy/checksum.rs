@@ -55,7 +55,7 @@ pub(super) struct Checksums {
 struct State {
     waiting: VecDeque<Job>,
     launches: VecDeque<Launch>,
-    /// Buffers and events of finished launches.
+    /// Buffers and events for [`LAUNCHES`], less those in flight and those leaked.
     spare: Vec<(PieceBuffer, Event)>,
     /// The plan of the last block: all blocks of a cache have the same layout.
     plan: Option<Arc<Plan>>,
@@ -64,10 +64,10 @@ struct State {
 impl Checksums {
     pub(super) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
         let (kernel, stream) = (Rc::new(ChecksumKernel::load(gpu)?), Stream::new(gpu)?);
-        // Pinned here, because pinning can wait for the device, and the device may later wait for a layer gate that
-        // only this thread opens. If pinning fails here, the first launch tries again.
-        let spare = || Some((kernel.buffer().ok()?, Event::new(gpu).ok()?));
-        let spare = (0..LAUNCHES).map_while(|_| spare()).collect();
+        // Pinned here only, because pinning can wait for the device, and the device may later wait for a layer gate
+        // that only this thread opens.
+        let spare = (0..LAUNCHES).map(|_| Ok((kernel.buffer()?, Event::new(gpu)?)));
+        let spare = spare.collect::<std::result::Result<_, CudaError>>()?;
         let state = RefCell::new(State { spare, ..State::default() });
         Ok(Checksums { gpu: Arc::clone(gpu), kernel, stream, state })
     }
@@ -133,20 +133,13 @@ impl Checksums {
     }
 
     fn launch(&self, state: &mut State) {
-        let spare = match state.spare.pop() {
-            Some(spare) => Ok(spare),
-            None => self.kernel.buffer().and_then(|buffer| Ok((buffer, Event::new(&self.gpu)?))),
-        };
-        let (mut buffer, event) = match spare {
-            Ok(spare) => spare,
-            Err(fault) => {
-                // Fails only the first block: memory may be available again for the next one.
-                if let Some(Job { owner, answer, .. }) = state.waiting.pop_front() {
-                    drop(owner);
-                    drop(answer.send(Err(Error::copy("cuda", fault))));
-                }
-                return;
+        let Some((mut buffer, event)) = state.spare.pop() else {
+            let reason = "no memory for checksums is left: the device went out of service";
+            for Job { owner, answer, .. } in state.waiting.drain(..) {
+                drop(owner);
+                drop(answer.send(Err(Error::copy("cuda", reason))));
             }
+            return;
         };
         let (mut jobs, mut count, mut bytes) = (Vec::new(), 0, 0);
         while let Some(job) = state.waiting.pop_front_if(|job| {

@@ -151,14 +151,30 @@ impl Launcher {
         match (method, &self.kernel) {
             (CopyMethod::Kernel, Some(kernel)) => {
                 // SAFETY: the caller vouches for the ranges.
-                unsafe { self.queue_kernel(kernel, stream, ops, &mut launched.tiles) }
-            }
-            (CopyMethod::Batch, _) if self.gpu.has_batches() && ops.count > 0 => {
-                // SAFETY: the caller vouches for the ranges.
-                unsafe { stream.copy_batch(ops.iter(), direction, &mut self.arrays.borrow_mut()) }
+                unsafe { self.queue_kernel(kernel, stream, ops, direction, &mut launched.tiles) }
             }
             // SAFETY: the caller vouches for the ranges.
+            (CopyMethod::Batch, _) if ops.count > 0 => unsafe { self.queue_batch(stream, ops.iter(), direction) },
+            // SAFETY: the caller vouches for the ranges.
             _ => ops.iter().try_for_each(|op| unsafe { stream.copy(&op) }),
+        }
+    }
+
+    /// Queues copies, one at least, in one call if the driver has it.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn queue_batch(
+        &self,
+        stream: &Stream,
+        mut ops: impl Iterator<Item = CopyOp>,
+        direction: Direction,
+    ) -> std::result::Result<(), CudaError> {
+        match self.gpu.has_batches() {
+            // SAFETY: the caller vouches for the ranges.
+            true => unsafe { stream.copy_batch(ops, direction, &mut self.arrays.borrow_mut()) },
+            // SAFETY: the caller vouches for the ranges.
+            false => ops.try_for_each(|op| unsafe { stream.copy(&op) }),
         }
     }
 
@@ -169,12 +185,14 @@ impl Launcher {
         kernel: &CopyKernel,
         stream: &Stream,
         ops: &Ops<'_>,
+        direction: Direction,
         used: &mut Vec<TileBuffer>,
     ) -> std::result::Result<(), CudaError> {
         let tile_bytes = self.tile_bytes(ops.bytes);
         let mut buffer = None;
         let mut count = 0;
-        for op in ops.iter() {
+        let mut ops = ops.iter();
+        while let Some(op) = ops.next() {
             let mut at = 0;
             while at < op.len {
                 if count == TILES_PER_BUFFER {
@@ -182,11 +200,15 @@ impl Launcher {
                     unsafe { self.queue_tiles(kernel, stream, buffer.take(), count, used)? };
                     count = 0;
                 }
-                let len = tile_bytes.min(op.len - at);
-                let tiles = match &mut buffer {
-                    Some(tiles) => tiles,
-                    None => buffer.insert(self.tile_buffer()?),
+                buffer = buffer.or_else(|| self.tiles.borrow_mut().pop());
+                let Some(tiles) = &mut buffer else {
+                    // No more buffers: what is left goes without descriptors.
+                    let (src, dst) = (op.src.wrapping_add(at), op.dst.wrapping_add(at));
+                    let left = std::iter::once(CopyOp { src, dst, len: op.len - at }).chain(ops);
+                    // SAFETY: the caller vouches for the ranges.
+                    return unsafe { self.queue_batch(stream, left, direction) };
                 };
+                let len = tile_bytes.min(op.len - at);
                 tiles.write(count, Tile::part(&op, at, len));
                 count += 1;
                 at += len;
@@ -220,15 +242,8 @@ impl Launcher {
         even.clamp(TILE_BYTES_MIN, TILE_BYTES_MAX)
     }
 
-    fn tile_buffer(&self) -> std::result::Result<TileBuffer, CudaError> {
-        match self.tiles.borrow_mut().pop() {
-            Some(buffer) => Ok(buffer),
-            None => TileBuffer::new(&self.gpu),
-        }
-    }
-
-    /// Pins the buffers of as many launches as can be in flight. Pinning can wait for the device, and the device may
-    /// later wait for a layer gate that only this thread opens.
+    /// Pins the buffers of as many launches as can be in flight, before any is: pinning can wait for the device, and
+    /// the device for a layer gate that only this thread opens. Launches have no others.
     pub(super) fn reserve(&self, launches: usize) {
         if self.kernel.is_none() {
             return;
@@ -237,7 +252,7 @@ impl Launcher {
         while tiles.len() < launches {
             match TileBuffer::new(&self.gpu) {
                 Ok(buffer) => tiles.push(buffer),
-                // The kernel stays unused: then the blocks cannot be pinned either.
+                // The driver's own copies take the kernel's place.
                 Err(fault) => return tracing::debug!(%fault, "no memory for tile descriptors was pinned"),
             }
         }

@@ -121,6 +121,7 @@ impl CudaCopy {
             let reason = format!("found copy = {method}, which this device or driver does not have; expected auto");
             return Err(Error::unavailable("device", reason));
         }
+        launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
         let measured = || match calibrate::calibrate(gpu, &launcher) {
             Ok(measured) => method::KEPT.keep(key.clone(), measured),
@@ -131,7 +132,6 @@ impl CudaCopy {
             }
         };
         let calibration = method::KEPT.get(&key).unwrap_or_else(measured);
-        launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
         let (pins, pinned) = pin(gpu, arena);
         let queue = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
