@@ -108,7 +108,12 @@ impl CudaError {
                 | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
                 | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
                 | CUresult::CUDA_ERROR_ASSERT
+                | CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK
                 | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+                | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
+                | CUresult::CUDA_ERROR_CONTAINED
+                | CUresult::CUDA_ERROR_EXTERNAL_DEVICE
+                | CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED
                 | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
                 | CUresult::CUDA_ERROR_DEINITIALIZED
                 | CUresult::CUDA_ERROR_UNKNOWN

@@ -275,3 +275,26 @@ fn no_checksum_pins_memory() {
         block_on(cache.close()).expect("close");
     });
 }
+
+#[test]
+fn every_error_that_ends_a_context_stops_the_device() {
+    with_double("answers::every_error_that_ends_a_context_stops_the_device", "", || {
+        use sys::CUresult as E;
+        for error in [
+            E::CUDA_ERROR_ECC_UNCORRECTABLE,
+            E::CUDA_ERROR_NVLINK_UNCORRECTABLE,
+            E::CUDA_ERROR_CONTAINED,
+            E::CUDA_ERROR_TENSOR_MEMORY_LEAK,
+            E::CUDA_ERROR_MPS_CLIENT_TERMINATED,
+            E::CUDA_ERROR_EXTERNAL_DEVICE,
+        ] {
+            let cache = open();
+            ask_double(c"double_stop", error as i32);
+            block_on(cache.fetch_to_device(&key(1))).expect_err("the device stopped");
+            let retired = cache.stats().device_retired.expect("out of service");
+            assert!(retired.starts_with("the device stopped: "), "{error:?}: {retired}");
+            block_on(cache.close()).expect("close");
+            ask_double(c"double_stop", 0);
+        }
+    });
+}

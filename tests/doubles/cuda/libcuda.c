@@ -14,7 +14,7 @@
  * DOUBLE_DEVICES is the number of devices (default 1). A stream copies to and from memory of its own device only.
  * Device memory can be mapped by other processes that have the double, once in each. DOUBLE_FAULT "ipc" makes it memory of
  * which there is no handle.
- * double_stop() makes the device stop, as an illegal access by any kernel does.
+ * double_stop(e) makes the device stop with this error, as an illegal access by any kernel does; with 0 it works again.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
  * double_doubt(n) lets the next n queries fail, and nothing else; of -1 says how many of those have not failed yet.
  * double_capture(1) begins a capture of a stream in global mode by no thread of its own: calls that such a capture forbids
@@ -50,6 +50,7 @@ typedef struct stream { work *first, **last; int device, writes; struct stream *
 typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
+/* `dead` is the error that the device has stopped with. */
 static int polls = 3, dead;
 static uint64_t launches;
 
@@ -58,7 +59,7 @@ uint64_t double_checksum_launches(void) { return launches; }
 /* Events that may still be reached. */
 static int allowed = INT_MAX;
 
-void double_stop(void) { __atomic_store_n(&dead, 1, __ATOMIC_SEQ_CST); }
+int double_stop(int error) { __atomic_store_n(&dead, error, __ATOMIC_SEQ_CST); return error; }
 void double_allow(int n) { __atomic_store_n(&allowed, n, __ATOMIC_SEQ_CST); }
 
 /* Queries that still fail, although the device works on. */
@@ -107,7 +108,7 @@ static void lock(void) { pthread_mutex_lock(&streams_lock); }
 static void unlock(void) { pthread_mutex_unlock(&streams_lock); }
 
 static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
-    if (dead) return ILLEGAL_ADDRESS;
+    if (dead) return dead;
     int from = device_of(src), to = device_of(dst);
     if ((dst && from >= 0 && from != s->device) || (to >= 0 && to != s->device)) return INVALID_VALUE;
     work *w = malloc(sizeof *w);
@@ -418,10 +419,10 @@ int cuStreamSynchronize(stream *s) {
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     /* What is put into the stream without a name is done at once. */
     while (s && !dead && (run(s, NULL), s->first)) sched_yield();
-    return dead ? ILLEGAL_ADDRESS : SUCCESS;
+    return dead;
 }
 int cuStreamQuery(stream *s) {
-    if (dead) return ILLEGAL_ADDRESS;
+    if (dead) return dead;
     if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     run(s, NULL);
     return s->first ? NOT_READY : SUCCESS;
@@ -437,10 +438,10 @@ int cuEventRecord(event *e, stream *s) {
     for (work *w = s->first; w; w = w->next) last = w;
     unlock();
     *e = (event){ s, last, 0, 1, 0 };
-    return dead ? ILLEGAL_ADDRESS : SUCCESS;
+    return dead;
 }
 int cuEventQuery(event *e) {
-    if (dead) return ILLEGAL_ADDRESS;
+    if (dead) return dead;
     if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     if (e->recorded && ++e->asked < polls) return NOT_READY;
     if (e->recorded && !e->reached && __atomic_load_n(&allowed, __ATOMIC_SEQ_CST) <= 0) return NOT_READY;

@@ -12,6 +12,7 @@ mod layers;
 use std::{path::Path, process::Command, sync::OnceLock};
 
 use common::{BLOCK_BYTES, key, payload};
+use cudarc::driver::sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
 use kvhoist::{
     Cache, Config, CopyMethod, DeviceKind, Error, Layout, Tier, block_on,
     internals::{
@@ -61,8 +62,7 @@ fn of_double(name: &std::ffi::CStr) -> *mut libc::c_void {
 
 /// Makes the double's device stop.
 fn stop_device() {
-    // SAFETY: the function of this name takes nothing and gives nothing.
-    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn()>(of_double(c"double_stop"))() };
+    ask_double(c"double_stop", CUDA_ERROR_ILLEGAL_ADDRESS as i32);
 }
 
 /// Lets so many more events be reached.
