@@ -9,6 +9,7 @@
 #[path = "../common/apart.rs"]
 #[allow(dead_code, reason = "a part of it is used here")]
 mod apart;
+mod captures;
 #[path = "../common/mod.rs"]
 mod common;
 mod copies;
