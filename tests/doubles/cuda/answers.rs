@@ -1,14 +1,9 @@
 //! What the driver answers when it does not answer what was asked.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
-};
+use std::{sync::Arc, thread};
 
 use cudarc::driver::sys;
+use futures_util::FutureExt;
 use kvhoist::internals::{
     device::{
         CopyBatch, CopyEngine, CopyOp, Direction,
@@ -62,19 +57,14 @@ fn a_query_that_fails_does_not_end_a_checksum() {
         let settings = settings.device(DeviceKind::Cuda).device_blocks(4);
         let cache = block_on(Cache::open(settings)).expect("the double is a device");
         (0..32).for_each(|n| block_on(common::store(&cache, n)));
-        let is_over = AtomicBool::new(false);
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                while !is_over.load(Ordering::SeqCst) {
-                    ask_double(c"double_doubt", 2);
-                    thread::yield_now();
-                }
-            });
-            for n in (0..32).chain(0..32) {
-                assert_is_right(&cache, n);
+        // To the end of the process.
+        thread::spawn(|| {
+            loop {
+                ask_double(c"double_doubt", 2);
+                thread::yield_now();
             }
-            is_over.store(true, Ordering::SeqCst);
         });
+        (0..32).chain(0..32).for_each(|n| assert_is_right(&cache, n));
         let stats = cache.stats();
         assert_eq!((stats.checksum_failures, stats.copy_errors, stats.device_retired), (0, 0, None));
         block_on(cache.close()).expect("close");
@@ -206,22 +196,29 @@ impl Scattered {
         Scattered { host, device, engine }
     }
 
-    /// Copies, and looks at all bytes.
-    async fn copy(&self, count: usize, stamp: u8) -> Result<(), Error> {
+    /// Copies of so many pieces; each has a byte by its number.
+    fn batch(&self, count: usize, byte: impl Fn(usize) -> u8) -> CopyBatch {
         let start = self.host.slot_ptr(0).as_ptr();
-        let byte = |at: usize| (at % 251) as u8 ^ stamp;
         // SAFETY: memory of the arena, which nobody else knows.
         (0..count).for_each(|at| unsafe { start.add(at * 64).write_bytes(byte(at), 64) });
-        let place = |at: usize| self.device.base().as_ptr().wrapping_add((count - 1 - at) * 64);
-        let op = |at: usize| CopyOp { src: start.wrapping_add(at * 64), dst: place(at), len: 64 };
+        let op = |at: usize| CopyOp { src: start.wrapping_add(at * 64), dst: self.place(count, at), len: 64 };
         let ops = (0..count).map(op).collect();
         let owners = vec![Arc::clone(&self.host) as _, Arc::clone(&self.device) as _];
         // SAFETY: the owners keep both memories, and nobody else uses them.
-        let batch = unsafe { CopyBatch::new(ops, Direction::HostToDevice, owners) };
-        self.engine.copy(batch).await.0?;
+        unsafe { CopyBatch::new(ops, Direction::HostToDevice, owners) }
+    }
+
+    fn place(&self, count: usize, at: usize) -> *mut u8 {
+        self.device.base().as_ptr().wrapping_add((count - 1 - at) * 64)
+    }
+
+    /// Copies, and looks at all bytes.
+    async fn copy(&self, count: usize, stamp: u8) -> Result<(), Error> {
+        let byte = |at: usize| (at % 251) as u8 ^ stamp;
+        self.engine.copy(self.batch(count, byte)).await.0?;
         for at in 0..count {
             // SAFETY: the double's device memory is host memory.
-            let found = unsafe { std::slice::from_raw_parts(place(at), 64) };
+            let found = unsafe { std::slice::from_raw_parts(self.place(count, at), 64) };
             assert!(found.iter().all(|&found| found == byte(at)), "copy {at} of {count}");
         }
         Ok(())
@@ -252,6 +249,32 @@ fn no_copy_pins_memory() {
             }
         };
         tokio::task::LocalSet::new().block_on(&runtime, copies);
+    });
+}
+
+/// An engine that goes while its copies are on their way waits for them, or leaks what they use.
+#[test]
+fn an_engine_that_goes_frees_nothing_in_use() {
+    with_double("answers::an_engine_that_goes_frees_nothing_in_use", "", || {
+        let gpu = Gpu::open(0).expect("the double is a device");
+        for is_answered in [true, false] {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+            let begun = async {
+                let scattered = Scattered::new(&gpu, 100);
+                allow_events(0);
+                let mut copy = Box::pin(scattered.engine.copy(scattered.batch(100, |at| at as u8)));
+                assert!(copy.as_mut().now_or_never().is_none(), "the copy is on its way");
+                drop(copy);
+                ask_double(c"double_doubt", if is_answered { 0 } else { i32::MAX });
+                (scattered.host, ask_double(c"double_pins", 0))
+            };
+            let (host, pins) = tokio::task::LocalSet::new().block_on(&runtime, begun);
+            // With the set of tasks the engine has gone: pins of the arena, 8 of descriptors, 2 for checksums.
+            let (owners, unpinned) = (Arc::strong_count(&host), ask_double(c"double_pins", 0) - pins);
+            assert_eq!((owners, unpinned), if is_answered { (1, 11) } else { (2, 10) }, "answered: {is_answered}");
+            ask_double(c"double_doubt", 0);
+            allow_events(i32::MAX);
+        }
     });
 }
 

@@ -416,7 +416,7 @@ int cuStreamDestroy_v2(stream *s) {
     return SUCCESS;
 }
 int cuStreamSynchronize(stream *s) {
-    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     /* What is put into the stream without a name is done at once. */
     while (s && !dead && (run(s, NULL), s->first)) sched_yield();
     return dead;
