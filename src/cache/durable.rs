@@ -18,8 +18,9 @@ impl Cache {
     /// [`remove_durably`](Cache::remove_durably) where it must not. A computation of the block that is under way
     /// ([`get_or_fetch_with`](Cache::get_or_fetch_with)) is not stored.
     ///
-    /// The copies of a remote store stay there, for other nodes. This cache offers none of those that it knows; one
-    /// that it learns of later it offers, and each after it was opened anew.
+    /// The copies of a remote store stay there, for other nodes. A block of which this cache knows one it offers from
+    /// there no more, until it has written the block anew or was opened anew: that holds for the last half a million of
+    /// removals. Where it knows none it offers what it learns of later.
     ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block

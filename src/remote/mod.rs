@@ -9,6 +9,7 @@ mod buffer;
 pub(crate) mod format;
 mod health;
 mod presence;
+mod removed;
 mod store;
 mod tier;
 mod uploads;

@@ -197,6 +197,11 @@ impl Presence {
         }
     }
 
+    /// The keys of all blocks that are offered.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = BlockKey> {
+        self.by_key.iter().flatten().map(|place| key_of(&self.objects, *place))
+    }
+
     /// Forgets every block, as [`forget`](Self::forget) does one.
     pub(crate) fn forget_all(&mut self) {
         self.by_key.iter_mut().for_each(HashTable::clear);

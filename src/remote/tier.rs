@@ -11,6 +11,7 @@ use super::{
     format::{Space, Table},
     health::Health,
     presence::{Presence, ReadBlock, ReadLimits, Run},
+    removed::{REMOVED_MIN, Removed},
     store::{Capabilities, RemoteError, RemoteStore},
     uploads::Uploads,
     wanted::{Batch, Wanted},
@@ -66,6 +67,8 @@ pub(crate) struct Figures {
 
 struct TierState {
     presence: Presence,
+    /// Blocks that are not offered, whichever object has them.
+    removed: Removed,
     wanted: Wanted,
     health: Health,
     uploads: Uploads,
@@ -92,15 +95,41 @@ impl TierState {
         blocks
     }
 
+    /// Enters an object, but offers none of its blocks that were removed; false if there is no room.
     fn enter(&mut self, name: &str, Table { parent, blocks }: Table) -> bool {
-        let seen = self.listings;
-        self.presence.enter(Run { name: name.into(), parent, blocks, seen })
+        let TierState { presence, removed, listings: seen, .. } = self;
+        let hidden: Vec<BlockKey> = blocks.iter().map(|block| block.key).filter(|key| removed.contains(key)).collect();
+        let is_known = presence.enter(Run { name: name.into(), parent, blocks, seen: *seen });
+        hidden.iter().for_each(|key| presence.forget(key));
+        is_known
+    }
+
+    /// Offers no copy of a block that the store has or is being given, until this node has written it anew.
+    fn remove(&mut self, key: &BlockKey) {
+        if self.presence.contains(key) || self.uploads.is_begun(key) {
+            self.removed.insert(key);
+        }
+        self.presence.forget(key);
+        self.wanted.remove(key);
+        self.uploads.remove(key);
+    }
+
+    /// As [`remove`](Self::remove), of every block.
+    fn remove_all(&mut self) {
+        let TierState { presence, removed, uploads, .. } = self;
+        // More would not be remembered.
+        presence.keys().take(REMOVED_MIN).for_each(|key| removed.insert(&key));
+        uploads.begun().for_each(|key| removed.insert(key));
+        presence.forget_all();
+        self.wanted.remove_all();
+        uploads.remove_all();
     }
 }
 
 impl Remote {
     pub(crate) fn new(store: Arc<dyn RemoteStore>, space: Space, limits: Limits, hasher: KeyHasher) -> Self {
         let state = TierState {
+            removed: Removed::new(hasher.clone()),
             presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
             wanted: Wanted::default(),
             health: Health::new(limits.recompute_us),
@@ -252,14 +281,15 @@ impl Remote {
         self.state.lock().enter(name, table)
     }
 
-    /// Enters an object that this node has written, but offers none of its blocks that were removed meanwhile.
+    /// Enters an object that this node has written: its blocks are offered, but for those that were removed meanwhile.
     pub(crate) fn enter_written(&self, name: &str, table: Table) -> bool {
         let mut state = self.state.lock();
-        let keys: Vec<BlockKey> = table.blocks.iter().map(|block| block.key).collect();
-        let is_known = state.enter(name, table);
-        let TierState { presence, uploads, .. } = &mut *state;
-        keys.iter().filter(|key| uploads.is_removed(key)).for_each(|key| presence.forget(key));
-        is_known
+        let TierState { presence, removed, uploads, .. } = &mut *state;
+        let keys = table.blocks.iter().map(|block| &block.key);
+        keys.filter(|key| !uploads.is_removed(key)).for_each(|key| removed.forget(key));
+        // A listing may have entered it before.
+        presence.forget_object(name);
+        state.enter(name, table)
     }
 
     /// Forgets those of some objects that the listing of this number does not have; where the next ones begin, if there
@@ -289,18 +319,12 @@ impl Remote {
 
     /// A caller removes a block: it is not brought any more, nor stored if it is on its way, nor written.
     pub(crate) fn remove(&self, key: &BlockKey) {
-        let mut state = self.state.lock();
-        state.presence.forget(key);
-        state.wanted.remove(key);
-        state.uploads.remove(key);
+        self.state.lock().remove(key);
     }
 
     /// As [`remove`](Self::remove), of every block.
     pub(crate) fn remove_all(&self) {
-        let mut state = self.state.lock();
-        state.presence.forget_all();
-        state.wanted.remove_all();
-        state.uploads.remove_all();
+        self.state.lock().remove_all();
     }
 
     /// Queues blocks to be written; how many found no room.

@@ -31,6 +31,15 @@ impl Uploads {
         self.begun.extend(keys.iter().map(|key| (*key, false)));
     }
 
+    /// The blocks that are being written.
+    pub(crate) fn begun(&self) -> impl Iterator<Item = &BlockKey> {
+        self.begun.keys()
+    }
+
+    pub(crate) fn is_begun(&self, key: &BlockKey) -> bool {
+        self.begun.contains_key(key)
+    }
+
     /// Whether a block was removed since its write has begun.
     pub(crate) fn is_removed(&self, key: &BlockKey) -> bool {
         self.begun.get(key).is_some_and(|is_removed| *is_removed)

@@ -8,7 +8,7 @@ use crate::common::{
 };
 use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
 
-use kvhoist::Cache;
+use kvhoist::{Cache, remote::RemoteError};
 
 /// Waits until the store was listed twice from now on.
 async fn listed_twice(store: &MemoryStore) {
@@ -66,5 +66,61 @@ async fn a_removed_block_stays_so_where_the_store_refuses_to_delete() {
     let before = cache.stats().remote_errors;
     eventually("refused again", async || cache.stats().remote_errors > before + 1).await;
     assert!((0..8).all(|n| !cache.contains(&key(n))), "a listing does not bring them back");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_removed_block_stays_so_after_a_read_of_its_object_found_none() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    remove(&cache, 2).await;
+    store.set(Trouble::Fails(RemoteError::NotFound));
+    assert!(cache.fetch(&key(3)).await.expect("no error").is_none());
+    assert_eq!(cache.stats().remote_stale, 1);
+    store.set(Trouble::None);
+    eventually("known again", async || cache.contains(&key(3))).await;
+    assert!(!cache.contains(&key(2)), "a listing does not bring it back");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn removed_blocks_stay_so_after_a_listing_without_their_objects_until_they_are_written_anew() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    let resident = || cache.stats().tier(kvhoist::Tier::Remote).resident;
+    let objects = store.objects();
+    let away_for_a_listing = async |left: u64| {
+        store.delete_all();
+        // The second of these pages is all of a listing.
+        let before = store.pages();
+        eventually("forgotten", async || resident() == 0 && store.pages() >= before + 2).await;
+        objects.iter().for_each(|(name, bytes)| store.put(name.clone(), bytes.clone()));
+        listed_twice(&store).await;
+        assert_eq!(resident(), left);
+    };
+    remove(&cache, 2).await;
+    away_for_a_listing(BLOCKS - 1).await;
+    cache.store(&key(2), None, &payload(2, BLOCK_BYTES)).await.expect("stored");
+    eventually("offered again", async || resident() == BLOCKS).await;
+    cache.clear().await.expect("cleared");
+    away_for_a_listing(0).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_block_that_was_removed_while_an_answer_was_lost_is_not_offered() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    let cache = open(settings(&store)).await;
+    store.set(Trouble::LosesAnswers);
+    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+    cache.store(&key(1), Some(&key(0)), &payload(1, BLOCK_BYTES)).await.expect("stored");
+    store.wait(|store| store.objects().len() == 1).await;
+    remove(&cache, 0).await;
+    store.set(Trouble::None);
+    eventually("known", async || cache.stats().tier(kvhoist::Tier::Remote).resident > 0).await;
+    assert!(!cache.contains(&key(0)), "what it is stored with next may be something else");
+    assert_eq!(cache.stats().tier(kvhoist::Tier::Remote).resident, 1, "the other block is offered");
     cache.close().await.expect("closed");
 }

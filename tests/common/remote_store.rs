@@ -41,6 +41,8 @@ pub enum Trouble {
     Corrupts(usize),
     /// Reads have a byte less.
     CutsOff,
+    /// Objects are created, and the answers to that are lost.
+    LosesAnswers,
     /// The code of the store panics.
     Panics,
 }
@@ -125,7 +127,7 @@ impl MemoryStore {
                 Trouble::Hangs => std::future::pending().await,
                 Trouble::Fails(error) => return Err(error),
                 Trouble::Panics => panic!("the store, on purpose"),
-                Trouble::None | Trouble::Corrupts(_) | Trouble::CutsOff => {}
+                Trouble::None | Trouble::Corrupts(_) | Trouble::CutsOff | Trouble::LosesAnswers => {}
             }
             let result = run(&mut state.lock().expect("no panic"));
             changes.send_modify(|changes| *changes += 1);
@@ -166,11 +168,15 @@ impl RemoteStore for MemoryStore {
         let object = object.to_owned();
         self.state.lock().expect("no panic").writes += 1;
         self.request(move |state| {
-            if state.objects.contains_key(&object) {
-                return Ok(Created::Already);
+            let exists = state.objects.contains_key(&object);
+            if !exists {
+                state.objects.insert(object, parts.concat().into());
             }
-            state.objects.insert(object, parts.concat().into());
-            Ok(Created::Now)
+            match state.trouble {
+                Trouble::LosesAnswers => Err(RemoteError::Unavailable("its answer is lost".into())),
+                _ if exists => Ok(Created::Already),
+                _ => Ok(Created::Now),
+            }
         })
     }
 
