@@ -127,7 +127,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let slots = blocks.len().min(permits.slots_max);
             let Some(_turn) = permits.turn(slots, batch.is_awaited).await else { return };
             for blocks in blocks.chunks(slots) {
-                let read = of_store(self.in_time(self.read_blocks(remote, blocks, batch.is_awaited, &brought))).await;
+                let read = of_store(self.in_time(self.read_blocks(remote, blocks, &batch, &brought))).await;
                 permits.ended(&read);
                 if let Err(error) = read {
                     failed.set(Some(error));
@@ -143,7 +143,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             _ => remote.ended(Ok(brought.get()), began),
         }
         self.shared.metrics.remote_missed.add((batch.keys.len() - brought.get()) as u64);
-        batch.keys.iter().for_each(|key| remote.answer(key, false));
+        batch.keys.iter().for_each(|key| remote.answer(key, &batch, false));
         if let Some(error) = failed {
             self.shared.metrics.remote_errors.add(1);
             // A subscriber that panics must not end the task that brings blocks.
@@ -156,13 +156,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         remote: &Arc<Remote>,
         blocks: &[ReadBlock],
-        is_awaited: bool,
+        batch: &Batch,
         brought: &Cell<usize>,
     ) -> Result<(), RemoteError> {
         let (mut blocks, mut failed) = (blocks, Ok(()));
         while !blocks.is_empty() {
             let began = Instant::now();
-            let (now, answers) = repeated(remote, async || self.read_ranges(remote, blocks, is_awaited).await).await?;
+            let (now, answers) =
+                repeated(remote, async || self.read_ranges(remote, blocks, batch.is_awaited).await).await?;
             if now.is_empty() {
                 break;
             }
@@ -174,7 +175,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         for (block, (filling, sum)) in range.iter().zip(filled) {
                             if self.publish_brought(remote, block, filling, sum, began) {
                                 brought.set(brought.get() + 1);
-                                remote.answer(&block.known.key, true);
+                                remote.answer(&block.known.key, batch, true);
                             }
                         }
                     }

@@ -91,7 +91,7 @@ impl TierState {
             return 0;
         }
         health.begin();
-        wanted.push(Batch { keys, is_awaited });
+        wanted.push(keys, is_awaited);
         blocks
     }
 
@@ -236,7 +236,7 @@ impl Remote {
         let batch = state.wanted.pop()?;
         let (reads, unknown) = state.presence.plan(&batch.keys, self.read_limits(batch.keys.len()));
         drop(state);
-        unknown.iter().for_each(|key| self.answer(key, false));
+        unknown.iter().for_each(|key| self.answer(key, &batch, false));
         Some((batch, reads))
     }
 
@@ -251,9 +251,9 @@ impl Remote {
         self.state.lock().wanted.is_removed(key)
     }
 
-    /// Tells those who wait for a block whether it is there.
-    pub(crate) fn answer(&self, key: &BlockKey, is_there: bool) {
-        let waiters = self.state.lock().wanted.end(key);
+    /// Tells those who wait for a block of a batch whether it is there.
+    pub(crate) fn answer(&self, key: &BlockKey, batch: &Batch, is_there: bool) {
+        let waiters = self.state.lock().wanted.end(key, batch.number);
         // After the unlock: wakers are callers' code.
         waiters.into_iter().for_each(|waiter| _ = waiter.send(is_there));
     }

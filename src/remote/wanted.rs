@@ -9,14 +9,17 @@ use crate::block::BlockKey;
 /// Blocks to be brought together.
 #[derive(Debug)]
 pub(crate) struct Batch {
+    /// Tells it from the others.
+    pub(crate) number: u64,
     pub(crate) keys: Vec<BlockKey>,
     /// A caller waits for some of them.
     pub(crate) is_awaited: bool,
 }
 
 /// A block that is wanted.
-#[derive(Default)]
 struct Pending {
+    /// The batch that brings it.
+    batch: u64,
     /// They are told whether it is there.
     waiters: Vec<oneshot::Sender<bool>>,
     /// It was removed since: it is not stored.
@@ -28,6 +31,8 @@ struct Pending {
 pub(crate) struct Wanted {
     pending: BTreeMap<BlockKey, Pending>,
     queue: VecDeque<Batch>,
+    /// Batches so far.
+    batches: u64,
 }
 
 impl Wanted {
@@ -41,8 +46,11 @@ impl Wanted {
     }
 
     /// Queues blocks, none of which is wanted already.
-    pub(crate) fn push(&mut self, batch: Batch) {
-        batch.keys.iter().for_each(|key| _ = self.pending.insert(*key, Pending::default()));
+    pub(crate) fn push(&mut self, keys: Vec<BlockKey>, is_awaited: bool) {
+        self.batches += 1;
+        let batch = Batch { number: self.batches, keys, is_awaited };
+        let pending = |key: &BlockKey| (*key, Pending { batch: batch.number, waiters: Vec::new(), is_removed: false });
+        self.pending.extend(batch.keys.iter().map(pending));
         // What somebody waits for goes first.
         match batch.is_awaited {
             true => {
@@ -89,10 +97,15 @@ impl Wanted {
         self.pending.get(key).is_none_or(|pending| pending.is_removed)
     }
 
-    /// Ends the wait for a block; the waiters are told after the unlock.
+    /// Ends the wait for a block that the batch of this number brings, if it does still; the waiters are told after the
+    /// unlock.
     #[must_use]
-    pub(crate) fn end(&mut self, key: &BlockKey) -> Vec<oneshot::Sender<bool>> {
-        self.pending.remove(key).map(|pending| pending.waiters).unwrap_or_default()
+    pub(crate) fn end(&mut self, key: &BlockKey, batch: u64) -> Vec<oneshot::Sender<bool>> {
+        match self.pending.get(key) {
+            Some(pending) if pending.batch == batch => self.pending.remove(key).map(|pending| pending.waiters),
+            _ => None,
+        }
+        .unwrap_or_default()
     }
 
     /// Ends every wait.
@@ -100,5 +113,24 @@ impl Wanted {
     pub(crate) fn end_all(&mut self) -> Vec<oneshot::Sender<bool>> {
         self.queue.clear();
         std::mem::take(&mut self.pending).into_values().flat_map(|pending| pending.waiters).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_batch_ends_no_wait_for_another() {
+        let (mut wanted, key) = (Wanted::default(), BlockKey::new([1; 32]));
+        wanted.push(vec![key], false);
+        let first = wanted.pop().expect("queued").number;
+        assert!(wanted.end(&key, first).is_empty(), "it came, and nobody waited");
+        wanted.push(vec![key], true);
+        let second = wanted.pop().expect("queued").number;
+        let mut waiting = wanted.join(&key, 1).expect("wanted");
+        assert!(wanted.end(&key, first).is_empty() && wanted.contains(&key) && !wanted.is_removed(&key));
+        assert!(waiting.try_recv().is_err(), "it still waits");
+        assert_eq!((wanted.end(&key, second).len(), wanted.contains(&key)), (1, false));
     }
 }

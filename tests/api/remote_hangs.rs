@@ -9,7 +9,7 @@ use crate::common::{
 };
 use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
 
-use kvhoist::{Cache, Config};
+use kvhoist::{Cache, Config, Tier};
 
 /// Holds so many blocks of host memory at once.
 async fn assert_room(cache: &Cache, blocks: u64) {
@@ -76,5 +76,34 @@ async fn a_block_that_a_caller_waits_for_does_not_wait_for_a_whole_prefetch() {
     let block = cache.fetch(&key(19)).await.expect("no error").expect("brought");
     assert_eq!(block[..], payload(19, BLOCK_BYTES));
     assert!(store.reads() - before < 16, "{} reads came first", store.reads() - before);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn the_end_of_a_prefetch_does_not_end_the_wait_for_a_block_that_is_brought_again() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.remote_interval_s(3600).remote_deadline_ms(600_000)).await;
+    // The read of the second object of the prefetch takes longer.
+    store.hold(&key(8));
+    let asked = store.reads();
+    assert_eq!(cache.prefetch(&[key(0), key(8)]).expect("begun"), 2);
+    eventually("the first came", async || cache.match_prefix(&[key(0)]) == [Tier::Host]).await;
+    eventually("the second is asked for", async || store.reads() == asked + 2).await;
+    for n in 100..164 {
+        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+    }
+    assert_eq!(cache.match_prefix(&[key(0)]), [Tier::Remote], "it was evicted");
+    store.hold(&key(0));
+    let fetch = tokio::spawn({
+        let cache = cache.clone();
+        async move { cache.fetch(&key(0)).await }
+    });
+    eventually("asked again", async || store.reads() == asked + 3).await;
+    store.release(&key(8));
+    eventually("the prefetch ended", async || cache.match_prefix(&[key(8)]) == [Tier::Host]).await;
+    store.release(&key(0));
+    let block = fetch.await.expect("ended").expect("no error").expect("brought");
+    assert_eq!(block[..], payload(0, BLOCK_BYTES));
     cache.close().await.expect("closed");
 }

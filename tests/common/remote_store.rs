@@ -1,14 +1,17 @@
 //! A remote store in memory, which a test can slow down, take away, and have lie.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ops::Range,
     sync::{Arc, Mutex},
     time::{Duration, SystemTime},
 };
 
 use bytes::Bytes;
-use kvhoist::remote::{Capabilities, Created, Object, Page, ReadBuffer, RemoteError, RemoteFuture, RemoteStore};
+use kvhoist::{
+    BlockKey,
+    remote::{Capabilities, Created, Object, Page, ReadBuffer, RemoteError, RemoteFuture, RemoteStore},
+};
 use tokio::sync::watch;
 
 /// Objects of a page of a listing: few, so that listings have several pages.
@@ -24,6 +27,8 @@ struct State {
     pages: usize,
     trouble: Trouble,
     refuses_deletions: bool,
+    /// With what the names of objects end whose reads wait.
+    held: BTreeSet<String>,
 }
 
 /// What goes wrong with each request from now on.
@@ -62,6 +67,17 @@ impl MemoryStore {
 
     pub fn set(&self, trouble: Trouble) {
         self.state.lock().expect("no panic").trouble = trouble;
+    }
+
+    /// Reads of the object that begins with this block wait from now on.
+    pub fn hold(&self, first: &BlockKey) {
+        self.state.lock().expect("no panic").held.insert(first.to_string());
+    }
+
+    /// They go on.
+    pub fn release(&self, first: &BlockKey) {
+        self.state.lock().expect("no panic").held.remove(&first.to_string());
+        self.changes.send_modify(|changes| *changes += 1);
     }
 
     /// Nothing is deleted from now on: the caller lacks that permission.
@@ -145,7 +161,9 @@ impl RemoteStore for MemoryStore {
         let (object, mut buffer) = (object.to_owned(), buffer);
         let range = start..start + buffer.remaining() as u64;
         self.state.lock().expect("no panic").reads.push((object.clone(), range.clone()));
-        self.request(move |state| {
+        let (state, mut changes) = (Arc::clone(&self.state), self.changes.subscribe());
+        let key = object.rsplit('/').next().unwrap_or_default().to_owned();
+        let read = self.request(move |state| {
             let bytes = state.objects.get(&object).ok_or(RemoteError::NotFound)?;
             let mut bytes = bytes.slice(range.start as usize..range.end as usize).to_vec();
             match state.trouble {
@@ -161,6 +179,10 @@ impl RemoteStore for MemoryStore {
             buffer.put(first)?;
             buffer.put(second)?;
             Ok(buffer)
+        });
+        Box::pin(async move {
+            _ = changes.wait_for(|_| !state.lock().expect("no panic").held.contains(&key)).await;
+            read.await
         })
     }
 
