@@ -71,7 +71,8 @@ impl Shared {
             filling.release(&mut state);
             return Err(error);
         }
-        if !is_wanted() || state.refuses_store(key, parent) {
+        // What was brought from the remote tier is awaited or announced.
+        if !is_wanted() || route == Route::CallerToHost && state.refuses_store(key, parent) {
             filling.release(&mut state);
             return Ok(Committed::Done);
         }

@@ -1,11 +1,11 @@
 //! A tier that thrashes refuses new blocks: counted, never an error, and what is served is right.
 
-use crate::common;
+use crate::{common, remote};
 
 use std::path::Path;
 
-use common::key;
-use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Eviction, Tier, block_on};
+use common::{key, remote_store::MemoryStore};
+use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Eviction, RemotePolicy, Tier, block_on};
 
 const BLOCK_BYTES: usize = 4096;
 const SLOTS: u32 = 64;
@@ -25,7 +25,7 @@ fn cycle(cache: &Cache, rounds: u64) -> u64 {
     let mut hits = 0;
     for _ in 0..rounds {
         for chain in 0..10u64 {
-            let keys: Vec<BlockKey> = (0..8).map(|n| key(chain * 8 + n)).collect();
+            let keys: Vec<BlockKey> = (0..8).map(|n| key(1000 + chain * 8 + n)).collect();
             let found = cache.match_len(&keys);
             hits += found as u64;
             for (at, key) in keys.iter().enumerate() {
@@ -44,14 +44,18 @@ fn cycle(cache: &Cache, rounds: u64) -> u64 {
     hits
 }
 
+/// Stores blocks that are never asked for.
+fn scan(cache: &Cache) {
+    for n in 0..200 {
+        block_on(cache.store(&key(1_000_000 + n), None, &[7; BLOCK_BYTES])).expect("a refusal is no error");
+    }
+}
+
 fn run(dir: Option<&Path>, policy: Eviction, tier: Tier) {
     let cache = block_on(Cache::open(config(dir, policy))).expect("open");
     let hits = cycle(&cache, 16);
     // What was seen before is taken in, whatever is refused.
-    let scan: Vec<BlockKey> = (0..200).map(|n| key(1_000_000 + n)).collect();
-    for key in &scan {
-        block_on(cache.store(key, None, &[7; BLOCK_BYTES])).expect("a refusal is no error");
-    }
+    scan(&cache);
     let refused = cache.stats().tier(tier).refused;
     println!("{policy:?} in {tier}: {hits} hits, {refused} refused");
     match policy {
@@ -74,4 +78,25 @@ fn the_disk_tier_refuses_what_is_new_while_it_thrashes() {
     run(Some(dir.path()), Eviction::RbRefuse, Tier::Disk);
     let dir = tempfile::tempdir().expect("a directory");
     run(Some(dir.path()), Eviction::Rb, Tier::Disk);
+}
+
+#[tokio::test]
+async fn what_is_brought_from_the_remote_tier_is_not_refused() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    remote::write_chain(&store).await;
+    let thrashing = |config: Config| config.eviction_policy(Eviction::RbRefuse).remote_policy(RemotePolicy::Never);
+    let cache = remote::reader(&store, |config| thrashing(config).host_blocks(SLOTS)).await;
+    let thrashed = cache.clone();
+    let thrash = move || {
+        cycle(&thrashed, 16);
+        scan(&thrashed);
+    };
+    tokio::task::spawn_blocking(thrash).await.expect("no panic");
+    assert!(cache.stats().tier(Tier::Host).refused > 0, "a scan of what is never asked for again is refused in part");
+    let misses = cache.stats().misses;
+    for n in 0..remote::BLOCKS {
+        assert!(cache.fetch(&key(n)).await.expect("no error").is_some(), "block {n}");
+    }
+    assert_eq!(cache.stats().misses, misses);
+    cache.close().await.expect("closed");
 }
