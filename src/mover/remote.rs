@@ -70,8 +70,8 @@ impl ReadPermits {
     }
 
     /// Notes the end of a read.
-    fn ended(&self, result: &Result<(), RemoteError>) {
-        let is_answered = matches!(result, Ok(()) | Err(RemoteError::NotFound | RemoteError::Invalid { .. }));
+    fn ended<T>(&self, result: &Result<T, RemoteError>) {
+        let is_answered = matches!(result, Ok(_) | Err(RemoteError::NotFound | RemoteError::Invalid { .. }));
         self.failed.set(if is_answered { 0 } else { self.failed.get() + 1 });
     }
 }
@@ -127,9 +127,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let slots = blocks.len().min(permits.slots_max);
             let Some(_turn) = permits.turn(slots, batch.is_awaited).await else { return };
             for blocks in blocks.chunks(slots) {
-                let read = of_store(self.in_time(self.read_blocks(remote, blocks, &batch, &brought))).await;
-                permits.ended(&read);
-                if let Err(error) = read {
+                if let Err(error) = self.read_blocks(remote, permits, blocks, &batch, &brought).await {
                     failed.set(Some(error));
                     break;
                 }
@@ -155,6 +153,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn read_blocks(
         self: &Rc<Self>,
         remote: &Arc<Remote>,
+        permits: &ReadPermits,
         blocks: &[ReadBlock],
         batch: &Batch,
         brought: &Cell<usize>,
@@ -162,11 +161,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (mut blocks, mut failed) = (blocks, Ok(()));
         while !blocks.is_empty() {
             let began = Instant::now();
-            let (now, answers) =
-                repeated(remote, async || self.read_ranges(remote, blocks, batch.is_awaited).await).await?;
-            if now.is_empty() {
+            // A wait for memory says nothing of the store.
+            let first = Cell::new(Some(self.slots(remote, blocks, batch.is_awaited).await));
+            let read = async || {
+                let slots = match first.take() {
+                    Some(slots) => slots,
+                    // None is held while a repetition waits.
+                    None => self.slots(remote, blocks, batch.is_awaited).await,
+                };
+                self.read_ranges(remote, blocks, slots).await
+            };
+            let read = of_store(self.in_time(repeated(remote, read))).await;
+            if matches!(read, Ok((now, _)) if now.is_empty()) {
+                // Nothing was asked.
                 break;
             }
+            permits.ended(&read);
+            let (now, answers) = read?;
             blocks = &blocks[now.len()..];
             for (range, answer) in ranges(now).zip(answers) {
                 match answer.and_then(ReadBuffer::into_slots) {
@@ -195,18 +206,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         failed
     }
 
-    /// Reads as many of the blocks as there are slots for: these, and the answer for each of their ranges. A repetition
-    /// takes slots anew: none is held while it waits.
+    /// Reads as many of the blocks as there are slots: these, and the answer for each of their ranges.
     async fn read_ranges<'a>(
-        self: &Rc<Self>,
+        &self,
         remote: &Remote,
         blocks: &'a [ReadBlock],
-        is_awaited: bool,
+        slots: Vec<Filling>,
     ) -> Result<(&'a [ReadBlock], Vec<Result<ReadBuffer, RemoteError>>), RemoteError> {
-        // A caller may wait by now for what was a prefetch.
-        let is_awaited = is_awaited || remote.is_awaited(blocks);
-        let mut slots = self.slots(blocks.len(), is_awaited).await.into_iter();
-        let now = &blocks[..slots.len()];
+        let (now, mut slots) = (&blocks[..slots.len()], slots.into_iter());
         if now.is_empty() {
             return Ok((now, Vec::new()));
         }
@@ -217,14 +224,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok((now, remote.store().read_each(ranges(now).map(read).collect()).await?))
     }
 
-    /// Up to so many host slots. Only the first is waited for, and only by a caller: who holds one waits for none.
-    async fn slots(self: &Rc<Self>, blocks: usize, is_awaited: bool) -> Vec<Filling> {
-        let first = match is_awaited {
+    /// Host slots for up to all of the blocks. Only the first is waited for, and only by a caller: who holds one waits
+    /// for none.
+    async fn slots(&self, remote: &Remote, blocks: &[ReadBlock], is_awaited: bool) -> Vec<Filling> {
+        // A caller may wait by now for what was a prefetch.
+        let first = match is_awaited || remote.is_awaited(blocks) {
             true => self.shared.acquire(Tier::Host, Purpose::Call).await.ok(),
             false => self.shared.lock().acquire(Tier::Host),
         };
         let more = std::iter::from_fn(|| self.shared.lock().acquire(Tier::Host));
-        first.into_iter().chain(more).take(blocks).collect()
+        first.into_iter().chain(more).take(blocks.len()).collect()
     }
 
     /// Makes a block visible that a host slot has; false if it is not right, or not wanted any longer.
@@ -241,7 +250,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             drop(filling);
             remote.forget(&known.key);
             self.shared.metrics.remote_invalid.add(1);
-            tracing::warn!(key = ?known.key, "a block of the remote store has another checksum than its object says");
+            // A subscriber that panics must not end the task that brings blocks.
+            let said = "a block of the remote store has another checksum than its object says";
+            _ = caught(|| tracing::warn!(key = ?known.key, "{said}"));
             return false;
         }
         let is_wanted = || !remote.is_removed(&known.key);

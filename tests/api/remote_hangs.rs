@@ -107,3 +107,27 @@ async fn the_end_of_a_prefetch_does_not_end_the_wait_for_a_block_that_is_brought
     assert_eq!(block[..], payload(0, BLOCK_BYTES));
     cache.close().await.expect("closed");
 }
+
+#[tokio::test]
+async fn a_wait_for_host_memory_is_no_failure_of_the_store() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.host_blocks(4).remote_interval_s(3600).remote_deadline_ms(100)).await;
+    let mut held = Vec::new();
+    for n in 100..104 {
+        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+        held.push(cache.fetch(&key(n)).await.expect("no error").expect("resident"));
+    }
+    let fetch = tokio::spawn({
+        let cache = cache.clone();
+        async move { cache.fetch(&key(0)).await }
+    });
+    // Longer than a request may take.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    held.pop();
+    let block = fetch.await.expect("ended").expect("no error").expect("brought");
+    assert_eq!(block[..], payload(0, BLOCK_BYTES));
+    assert_eq!(cache.stats().remote_errors, 0);
+    drop(held);
+    cache.close().await.expect("closed");
+}
