@@ -34,39 +34,55 @@ const SLOTS_SHARE: u32 = 4;
 
 /// Permits of reads, those of all batches.
 struct ReadPermits {
-    /// Requests in flight.
-    requests: Semaphore,
+    all: Permits,
     /// Those of them that no caller waits for: half of all, so that callers do not wait behind all of a prefetch.
-    background: Semaphore,
-    /// Host slots that they fill.
-    slots: Semaphore,
-    slots_max: usize,
+    background: Permits,
     /// Reads that failed, since the store answered one.
     failed: Cell<u32>,
 }
 
+/// Requests in flight, and the host slots that they fill.
+struct Permits {
+    requests: Semaphore,
+    slots: Semaphore,
+    slots_max: usize,
+}
+
+impl Permits {
+    fn new(requests: usize, slots_max: usize) -> Self {
+        Permits { requests: Semaphore::new(requests), slots: Semaphore::new(slots_max), slots_max }
+    }
+
+    async fn acquire(&self, slots: usize) -> [SemaphorePermit<'_>; 2] {
+        const OPEN: &str = "it is not closed";
+        let request = self.requests.acquire().await.expect(OPEN);
+        [request, self.slots.acquire_many(slots as u32).await.expect(OPEN)]
+    }
+}
+
 impl ReadPermits {
     fn new(requests: usize, host_slots: u32) -> Self {
-        let slots_max = (host_slots / SLOTS_SHARE).max(1) as usize;
+        let slots = (host_slots / SLOTS_SHARE).max(1) as usize;
         ReadPermits {
-            requests: Semaphore::new(requests),
-            background: Semaphore::new(requests.div_ceil(2)),
-            slots: Semaphore::new(slots_max),
-            slots_max,
+            all: Permits::new(requests, slots),
+            background: Permits::new(requests.div_ceil(2), slots.div_ceil(2)),
             failed: Cell::new(0),
         }
     }
 
+    /// The slots that one read may fill.
+    fn slots_max(&self, is_awaited: bool) -> usize {
+        if is_awaited { self.all.slots_max } else { self.background.slots_max }
+    }
+
     /// Waits for the turn of a read to so many slots. `None` where too many others failed meanwhile: who waits has
     /// waited long enough.
-    async fn turn(&self, slots: usize, is_awaited: bool) -> Option<[Option<SemaphorePermit<'_>>; 3]> {
-        const OPEN: &str = "it is not closed";
+    async fn turn(&self, slots: usize, is_awaited: bool) -> Option<[Option<[SemaphorePermit<'_>; 2]>; 2]> {
         let failed = self.failed.get();
-        let background = if is_awaited { None } else { Some(self.background.acquire().await.expect(OPEN)) };
-        let request = self.requests.acquire().await.expect(OPEN);
-        let held = self.slots.acquire_many(slots as u32).await.expect(OPEN);
+        let background = if is_awaited { None } else { Some(self.background.acquire(slots).await) };
+        let all = self.all.acquire(slots).await;
         let is_away = self.failed.get().saturating_sub(failed) >= FAILURES_MAX;
-        (!is_away).then_some([background, Some(request), Some(held)])
+        (!is_away).then_some([background, Some(all)])
     }
 
     /// Notes the end of a read.
@@ -124,7 +140,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
         let read = async |blocks: Vec<ReadBlock>| {
-            let slots = blocks.len().min(permits.slots_max);
+            let slots = blocks.len().min(permits.slots_max(batch.is_awaited));
             let Some(_turn) = permits.turn(slots, batch.is_awaited).await else { return };
             for blocks in blocks.chunks(slots) {
                 if let Err(error) = self.read_blocks(remote, permits, blocks, &batch, &brought).await {

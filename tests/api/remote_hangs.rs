@@ -28,9 +28,29 @@ async fn reads_that_hang_hold_a_quarter_of_host_memory() {
     let cache = reader(&store, |config| late(config).deadline_ms(2000)).await;
     store.set(Trouble::Hangs);
     let asked = store.reads();
-    assert_eq!(cache.prefetch(&keys()).expect("begun"), BLOCKS as usize);
+    let fetch = tokio::spawn({
+        let cache = cache.clone();
+        async move { cache.fetch_many(&keys()[..16]).await.len() }
+    });
     eventually("asked", async || store.reads() > asked).await;
     assert_room(&cache, 12).await;
+    fetch.abort();
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_block_that_a_caller_waits_for_finds_slots_beside_a_prefetch() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.remote_interval_s(3600).remote_deadline_ms(600_000)).await;
+    let asked = store.reads();
+    // As many blocks as reads of the store have slots, in fewer requests than it has at a time.
+    [0, 8].into_iter().for_each(|n| store.hold(&key(n)));
+    assert_eq!(cache.prefetch(&keys()[..16]).expect("begun"), 16);
+    eventually("asked", async || store.reads() > asked).await;
+    let fetch = tokio::time::timeout(Duration::from_secs(5), async { cache.fetch(&key(19)).await });
+    let block = fetch.await.expect("it does not wait").expect("no error").expect("brought");
+    assert_eq!(block[..], payload(19, BLOCK_BYTES));
     cache.close().await.expect("closed");
 }
 
