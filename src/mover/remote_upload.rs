@@ -141,14 +141,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (name, count) = (remote.space.name(first), blocks.len());
         let parts = remote.space.encode(parent.as_ref(), blocks);
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
-        let created = self.in_time(repeated(remote, || remote.store().create(&name, parts.clone()))).await?;
+        let create = || {
+            // Also of what fails: it went over the network.
+            limits.count(bytes, self.shared.config.remote.upload_bytes_per_s);
+            remote.store().create(&name, parts.clone())
+        };
+        let created = self.in_time(repeated(remote, create)).await?;
         let object = Object { name, bytes, modified: None };
         let mut is_known = false;
         match created {
             Created::Now => {
                 let table = remote.space.decode(&object.name, &parts[0], bytes)?;
                 self.shared.metrics.remote_writes.add(1);
-                limits.count(bytes, self.shared.config.remote.upload_bytes_per_s);
                 for _ in 0..count {
                     self.shared.metrics.moved(Route::HostToRemote, began.elapsed());
                 }
@@ -216,7 +220,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl UploadLimits {
-    /// Waits until the bytes that were written allow more.
+    /// Waits until the bytes that were sent allow more.
     async fn wait(&self) {
         while self.next.get() > Instant::now() {
             sleep_until(self.next.get()).await;

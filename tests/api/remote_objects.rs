@@ -1,10 +1,15 @@
 //! Objects of the remote store: which are deleted, and whose they are.
 
+use std::time::{Duration, Instant};
+
 use crate::{
-    common::{key, payload, remote_store::MemoryStore},
+    common::{
+        key, payload,
+        remote_store::{MemoryStore, Trouble},
+    },
     remote::{BLOCK_BYTES, BLOCKS, eventually, open, reader, settings, write_chain},
 };
-use kvhoist::{RemotePolicy, Tier};
+use kvhoist::{RemotePolicy, Tier, remote::RemoteError};
 
 #[tokio::test]
 async fn a_store_that_has_more_than_it_may_loses_objects_and_their_readers_miss() {
@@ -55,5 +60,20 @@ async fn another_owner_of_the_namespace_sees_no_block() {
     for n in 0..BLOCKS {
         assert!(cache.fetch(&key(n)).await.expect("no error").is_none(), "block {n}");
     }
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn bytes_of_creations_that_fail_count_as_written() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    // An object in some two seconds.
+    let cache = open(settings(&store).remote_upload_bytes_per_s(BLOCK_BYTES as u64 / 2)).await;
+    store.set(Trouble::Fails(RemoteError::Refused("403".into())));
+    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+    eventually("refused", async || store.writes() == 1).await;
+    let began = Instant::now();
+    cache.store(&key(1), None, &payload(1, BLOCK_BYTES)).await.expect("stored");
+    eventually("refused again", async || store.writes() == 2).await;
+    assert!(began.elapsed() > Duration::from_millis(1500), "{:?}", began.elapsed());
     cache.close().await.expect("closed");
 }
