@@ -60,7 +60,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let page = repeated(remote, || remote.store().list(&prefix, after.as_deref())).await?;
             let mut new: Vec<&Object> = Vec::new();
             for objects in page.objects.chunks(SEEN_PER_TURN) {
-                new.extend(objects.iter().filter(|object| !remote.see(&object.name, listing)));
+                new.extend(objects.iter().filter(|object| !remote.see(object, listing)));
                 crate::io::yield_now().await;
             }
             let calls = stream::iter(new.chunks(reads_per_call));

@@ -66,13 +66,18 @@ impl Space {
         self.prefix() + &first.to_string()
     }
 
-    /// Bytes of the table of an object of this length; `None` if no object has it.
-    pub(crate) fn table_bytes(&self, object_bytes: u64) -> Option<u64> {
+    /// Blocks of an object of this length; `None` if no object has it.
+    pub(crate) fn blocks_in(&self, object_bytes: u64) -> Option<usize> {
         let of_blocks = object_bytes.checked_sub(HEAD_BYTES as u64)?;
         let bytes_each = self.block_bytes.checked_add(ENTRY_BYTES as u64)?;
         let blocks = of_blocks / bytes_each;
         let is_whole = of_blocks.is_multiple_of(bytes_each) && (1..=BLOCKS_MAX as u64).contains(&blocks);
-        is_whole.then_some(HEAD_BYTES as u64 + blocks * ENTRY_BYTES as u64)
+        is_whole.then_some(blocks as usize)
+    }
+
+    /// Bytes of the table of an object of this length; `None` if no object has it.
+    pub(crate) fn table_bytes(&self, object_bytes: u64) -> Option<u64> {
+        Some((HEAD_BYTES + self.blocks_in(object_bytes)? * ENTRY_BYTES) as u64)
     }
 
     /// Blocks of an object that has about `object_bytes`.

@@ -207,9 +207,15 @@ impl Presence {
         self.by_key.iter_mut().for_each(HashTable::clear);
     }
 
-    /// Notes that a listing has an object; false if it is not known.
-    pub(crate) fn see(&mut self, name: &str, listing: u64) -> bool {
-        self.id_of(name).map(|id| self.objects[id as usize].seen = listing).is_some()
+    /// Notes that a listing has an object of so many blocks; false if it is not known so, and not at all from now on.
+    pub(crate) fn see(&mut self, name: &str, blocks: Option<usize>, listing: u64) -> bool {
+        let Some(run) = self.id_of(name).map(|id| &mut self.objects[id as usize]) else { return false };
+        run.seen = listing;
+        let is_same = Some(run.blocks.len()) == blocks;
+        if !is_same {
+            self.forget_object(name);
+        }
+        is_same
     }
 
     /// Forgets those of some objects, from this place on, that the listing of this number does not have; the place of
@@ -359,7 +365,7 @@ mod tests {
         assert_eq!((presence.len(), presence.objects()), (5, 2));
         presence.forget_object("a");
         assert!(presence.contains(&key(2)) && !presence.contains(&key(1)));
-        assert!(presence.see("b", 2) && !presence.see("a", 2));
+        assert!(presence.see("b", Some(2), 2) && !presence.see("a", Some(3), 2));
         assert_eq!((presence.forget_unseen(2, 0), presence.objects()), (None, 1));
         assert_eq!(presence.forget_unseen(3, 0), None);
         assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));

@@ -12,7 +12,7 @@ use super::{
     health::Health,
     presence::{Presence, ReadBlock, ReadLimits, Run},
     removed::{REMOVED_MIN, Removed},
-    store::{Capabilities, RemoteError, RemoteStore},
+    store::{Capabilities, Object, RemoteError, RemoteStore},
     uploads::Uploads,
     wanted::{Batch, Wanted},
 };
@@ -271,9 +271,9 @@ impl Remote {
         state.listings
     }
 
-    /// Notes that a listing has an object; false if it is not known.
-    pub(crate) fn see(&self, name: &str, listing: u64) -> bool {
-        self.state.lock().presence.see(name, listing)
+    /// Notes that a listing has an object; false if it is not known, or was created anew with another length.
+    pub(crate) fn see(&self, object: &Object, listing: u64) -> bool {
+        self.state.lock().presence.see(&object.name, self.space.blocks_in(object.bytes), listing)
     }
 
     /// Enters an object; false if there is no room.

@@ -77,3 +77,19 @@ async fn bytes_of_creations_that_fail_count_as_written() {
     assert!(began.elapsed() > Duration::from_millis(1500), "{:?}", began.elapsed());
     cache.close().await.expect("closed");
 }
+
+#[tokio::test]
+async fn an_object_that_was_created_anew_with_another_length_is_learned_anew() {
+    let (store, other) = [8, 4].map(|blocks| MemoryStore::new(blocks * BLOCK_BYTES as u64)).into();
+    write_chain(&store).await;
+    write_chain(&other).await;
+    let cache = reader(&store, |config| config).await;
+    let is_second = |(name, _): &(String, _)| name.ends_with(&key(8).to_string());
+    let (name, bytes) = other.objects().into_iter().find(is_second).expect("both stores have one");
+    store.put(name, bytes);
+    eventually("learned", async || cache.stats().tier(Tier::Remote).resident == BLOCKS - 4).await;
+    assert_eq!((8..16).map(|n| cache.contains(&key(n))).collect::<Vec<_>>(), [[true; 4], [false; 4]].concat());
+    let block = cache.fetch(&key(9)).await.expect("no error").expect("brought");
+    assert_eq!(block[..], payload(9, BLOCK_BYTES));
+    cache.close().await.expect("closed");
+}
