@@ -3,7 +3,7 @@
 use std::{fmt, sync::Arc};
 
 use super::choices::RemotePolicy;
-use crate::remote::RemoteStore;
+use crate::remote::{Capabilities, RemoteStore};
 
 /// Settings of the remote tier: a store beyond the node.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,26 +58,35 @@ impl Default for RemoteConfig {
 
 /// A store beyond the node, as settings have it.
 #[derive(Clone)]
-pub struct RemoteHandle(Arc<dyn RemoteStore>);
+pub struct RemoteHandle {
+    store: Arc<dyn RemoteStore>,
+    /// Asked for once: the store's code is users'.
+    capabilities: Capabilities,
+}
 
 impl RemoteHandle {
     pub(super) fn new(store: Arc<dyn RemoteStore>) -> Self {
-        RemoteHandle(store)
+        let capabilities = store.capabilities();
+        RemoteHandle { store, capabilities }
     }
 
     pub(crate) fn store(&self) -> Arc<dyn RemoteStore> {
-        Arc::clone(&self.0)
+        Arc::clone(&self.store)
+    }
+
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        self.capabilities
     }
 }
 
 impl PartialEq for RemoteHandle {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.store, &other.store)
     }
 }
 
 impl fmt::Debug for RemoteHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RemoteHandle({})", self.0.capabilities().scheme)
+        write!(f, "RemoteHandle({})", self.capabilities.scheme)
     }
 }

@@ -114,7 +114,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Brings what is wanted, until it is dropped.
     pub(super) async fn remote_loop(self: Rc<Self>, remote: Arc<Remote>) {
-        let requests = remote.capabilities().requests_in_flight.max(1) as usize;
+        let requests = remote.capabilities.requests_in_flight.max(1) as usize;
         let permits = ReadPermits::new(requests, self.shared.config.host_slots());
         let mut batches = FuturesUnordered::new();
         loop {

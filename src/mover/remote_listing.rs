@@ -51,8 +51,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Enters the objects that are new, and forgets those that are gone.
     async fn list_remote(&self, remote: &Remote) -> Result<(), RemoteError> {
         let (listing, prefix) = (remote.begin_listing(), remote.space.prefix());
-        let in_flight = remote.capabilities().requests_in_flight.max(1) as usize;
-        let reads_per_call = remote.capabilities().reads_per_call.max(1) as usize;
+        let in_flight = remote.capabilities.requests_in_flight.max(1) as usize;
+        let reads_per_call = remote.capabilities.reads_per_call.max(1) as usize;
         let bytes_max = self.shared.config.remote.bytes;
         let (mut after, mut listed): (Option<String>, Vec<Object>) = (None, Vec::new());
         loop {

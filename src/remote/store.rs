@@ -18,7 +18,7 @@ pub type RemoteFuture<T> = Pin<Box<dyn Future<Output = Result<T, RemoteError>> +
 /// Each call ends within a time that the implementation bounds, and repeats no failed request: the cache has deadlines
 /// and retries.
 pub trait RemoteStore: Send + Sync + 'static {
-    /// What the store is good at. Constant.
+    /// What the store is good at. Asked for once.
     fn capabilities(&self) -> Capabilities;
 
     /// Fills the buffer with the bytes of an object from `start` on: as many as it has room for, exactly. The buffer is

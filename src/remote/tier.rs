@@ -28,6 +28,7 @@ const READ_TOGETHER_BYTES: u64 = 1 << 20;
 /// The remote tier of a cache.
 pub(crate) struct Remote {
     store: Arc<dyn RemoteStore>,
+    pub(crate) capabilities: Capabilities,
     pub(crate) space: Space,
     limits: Limits,
     state: Mutex<TierState>,
@@ -127,7 +128,13 @@ impl TierState {
 }
 
 impl Remote {
-    pub(crate) fn new(store: Arc<dyn RemoteStore>, space: Space, limits: Limits, hasher: KeyHasher) -> Self {
+    pub(crate) fn new(
+        store: Arc<dyn RemoteStore>,
+        capabilities: Capabilities,
+        space: Space,
+        limits: Limits,
+        hasher: KeyHasher,
+    ) -> Self {
         let state = TierState {
             removed: Removed::new(hasher.clone()),
             presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
@@ -139,6 +146,7 @@ impl Remote {
         };
         Remote {
             store,
+            capabilities,
             space,
             limits,
             state: Mutex::new(state),
@@ -152,18 +160,14 @@ impl Remote {
         &*self.store
     }
 
-    pub(crate) fn capabilities(&self) -> Capabilities {
-        self.store.capabilities()
-    }
-
     /// Blocks of an object that this cache writes.
     pub(crate) fn blocks_of_object(&self) -> usize {
-        self.space.blocks_of(self.capabilities().object_bytes)
+        self.space.blocks_of(self.capabilities.object_bytes)
     }
 
     /// How so many blocks are read: few of them by as many requests as the store takes, many by few requests.
     fn read_limits(&self, blocks: usize) -> ReadLimits {
-        let Capabilities { object_bytes, requests_in_flight, reads_per_call, .. } = self.capabilities();
+        let Capabilities { object_bytes, requests_in_flight, reads_per_call, .. } = self.capabilities;
         let blocks_max = self.space.blocks_of(READ_TOGETHER_BYTES);
         ReadLimits {
             range_blocks: self.space.blocks_of(object_bytes.min(READ_BYTES_MAX)),

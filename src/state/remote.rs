@@ -20,7 +20,7 @@ const EVICTED_NEXT_SHARE: usize = 4;
 
 /// The remote tier that the settings want.
 pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
-    let store = config.remote.store.as_ref()?.store();
+    let handle = config.remote.store.as_ref()?;
     if config.remote.policy == RemotePolicy::Reused {
         index.note_reused();
     }
@@ -33,7 +33,7 @@ pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
         uploads_max: config.limits.background_max as usize,
     };
     let space = Space::new(&format!("{}{}", config.namespace, config.remote.owner), config.block_bytes as u64);
-    Some(Arc::new(Remote::new(store, space, limits, index.hasher().clone())))
+    Some(Arc::new(Remote::new(handle.store(), handle.capabilities(), space, limits, index.hasher().clone())))
 }
 
 impl Shared {

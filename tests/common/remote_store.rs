@@ -154,6 +154,8 @@ impl MemoryStore {
 
 impl RemoteStore for MemoryStore {
     fn capabilities(&self) -> Capabilities {
+        let panics = matches!(self.state.lock().expect("no panic").trouble, Trouble::Panics);
+        assert!(!panics, "the store, on purpose");
         Capabilities { scheme: "memory", object_bytes: self.object_bytes, requests_in_flight: 4, reads_per_call: 1 }
     }
 
