@@ -62,7 +62,7 @@ impl Cache {
     ) -> Outcome {
         let asked = match miss {
             TierMiss::Nowhere => return Ok(None),
-            TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await),
+            TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await?),
             TierMiss::Promotion(asked) => (asked, Use::Counted),
         };
         let pin = shield(self.promote(key, tier, asked)).await?;

@@ -2,6 +2,7 @@
 //! long. When it has been in flight for longer than [`Config::deadline_ms`](crate::Config::deadline_ms), its waiters
 //! get an error, and so does, at once, every later caller for the same block until it ends. Calls that move blocks
 //! between disk and their own memory get an error if they wait for bytes in flight while none were given for as long.
+//! Who waits as long for the remote tier has a miss.
 
 use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering};
 
@@ -33,6 +34,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     }
                 }
                 self.shared.give_up_overdue_slots();
+                self.shared.give_up_overdue_remote();
                 if !self.shared.is_watched(self.active.get() > 0) {
                     break;
                 }

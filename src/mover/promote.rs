@@ -116,7 +116,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         return Ok(None);
                     }
                     was_asked = true;
-                    let usage = Box::pin(self.shared.bring(key, usage)).await;
+                    let usage = Box::pin(self.shared.bring(key, usage)).await?;
                     step = self.begin_to_host(&mut self.shared.lock(), key, class, usage)?;
                     continue;
                 }

@@ -14,7 +14,7 @@ use super::{
     removed::{REMOVED_MIN, Removed},
     store::{Capabilities, Object, RemoteError, RemoteStore},
     uploads::Uploads,
-    wanted::{Batch, Wanted},
+    wanted::{Batch, Full, Wanted},
 };
 use crate::{block::BlockKey, index::KeyHasher, sync::Mutex};
 
@@ -221,17 +221,33 @@ impl Remote {
         blocks
     }
 
-    /// Waits for a block that is wanted, or is from now on; `None` if it is not offered.
-    pub(crate) fn bring(&self, key: &BlockKey) -> Option<oneshot::Receiver<bool>> {
+    /// Waits for a block that is wanted, or is from now on, `since` so many looks at the clock; `None` if it is not
+    /// offered.
+    pub(crate) fn bring(&self, key: &BlockKey, since: u64) -> Result<Option<oneshot::Receiver<bool>>, Full> {
         // Under one lock: the block may come as soon as it is wanted.
         let mut state = self.state.lock();
         let begun = state.want([*key].into_iter(), true, self.limits.awaited_max, self.opened.elapsed());
-        let receiver = state.wanted.join(key, self.limits.waiters_max);
+        let mut gone = Vec::new();
+        let receiver = state.wanted.join(key, since, self.limits.waiters_max, &mut gone);
         drop(state);
+        // After the unlock: wakers are callers' code.
+        drop(gone);
         if begun > 0 {
             self.wake.notify_one();
         }
         receiver
+    }
+
+    /// Whether somebody waits for a block.
+    pub(crate) fn has_waiters(&self) -> bool {
+        self.state.lock().wanted.has_waiters()
+    }
+
+    /// Has those miss their blocks that wait for too long.
+    pub(crate) fn give_up_overdue(&self, is_overdue: impl Fn(u64) -> bool) {
+        let overdue = self.state.lock().wanted.take_overdue(is_overdue);
+        // After the unlock: wakers are callers' code.
+        overdue.into_iter().for_each(|waiter| _ = waiter.send(false));
     }
 
     /// The next blocks to be brought, by reads; the keys that are not there any more have been answered.

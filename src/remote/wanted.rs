@@ -20,11 +20,21 @@ pub(crate) struct Batch {
 struct Pending {
     /// The batch that brings it.
     batch: u64,
-    /// They are told whether it is there.
-    waiters: Vec<oneshot::Sender<bool>>,
+    waiters: Vec<Waiter>,
     /// It was removed since: it is not stored.
     is_removed: bool,
 }
+
+/// It is told whether the block is there.
+struct Waiter {
+    answer: oneshot::Sender<bool>,
+    /// When it began to wait, in looks at the clock.
+    since: u64,
+}
+
+/// A block has as many waiters as it may.
+#[derive(Debug)]
+pub(crate) struct Full;
 
 /// What is wanted, and the batches that nobody carries out yet.
 #[derive(Default)]
@@ -66,19 +76,43 @@ impl Wanted {
         self.queue.pop_front()
     }
 
-    /// Waits for a block that is wanted; `None` if it is not, or has `waiters_max` waiters.
-    pub(crate) fn join(&mut self, key: &BlockKey, waiters_max: usize) -> Option<oneshot::Receiver<bool>> {
-        let pending = self.pending.get_mut(key)?;
-        if pending.waiters.len() >= waiters_max {
-            return None;
+    /// Waits for a block that is wanted; `None` if it is not. Waiters that left make room: they are dropped after the
+    /// unlock.
+    pub(crate) fn join(
+        &mut self,
+        key: &BlockKey,
+        since: u64,
+        waiters_max: usize,
+        gone: &mut Vec<oneshot::Sender<bool>>,
+    ) -> Result<Option<oneshot::Receiver<bool>>, Full> {
+        let Some(Pending { waiters, .. }) = self.pending.get_mut(key) else { return Ok(None) };
+        if waiters.len() >= waiters_max {
+            take_waiters(waiters, |waiter| waiter.answer.is_closed(), gone);
         }
-        let (sender, receiver) = oneshot::channel();
-        pending.waiters.push(sender);
-        Some(receiver)
+        if waiters.len() >= waiters_max {
+            return Err(Full);
+        }
+        let (answer, receiver) = oneshot::channel();
+        waiters.push(Waiter { answer, since });
+        Ok(Some(receiver))
     }
 
     pub(crate) fn has_waiter(&self, key: &BlockKey) -> bool {
-        self.pending.get(key).is_some_and(|pending| !pending.waiters.is_empty())
+        self.pending.get(key).is_some_and(|pending| pending.waiters.iter().any(|waiter| !waiter.answer.is_closed()))
+    }
+
+    pub(crate) fn has_waiters(&self) -> bool {
+        self.pending.values().any(|pending| !pending.waiters.is_empty())
+    }
+
+    /// Ends the waits that are overdue; the waiters are told after the unlock.
+    #[must_use]
+    pub(crate) fn take_overdue(&mut self, is_overdue: impl Fn(u64) -> bool) -> Vec<oneshot::Sender<bool>> {
+        let mut overdue = Vec::new();
+        for pending in self.pending.values_mut() {
+            take_waiters(&mut pending.waiters, |waiter| is_overdue(waiter.since), &mut overdue);
+        }
+        overdue
     }
 
     /// Notes that a block was removed: what comes of it is not stored.
@@ -102,7 +136,7 @@ impl Wanted {
     #[must_use]
     pub(crate) fn end(&mut self, key: &BlockKey, batch: u64) -> Vec<oneshot::Sender<bool>> {
         match self.pending.get(key) {
-            Some(pending) if pending.batch == batch => self.pending.remove(key).map(|pending| pending.waiters),
+            Some(pending) if pending.batch == batch => self.pending.remove(key).map(Pending::answers),
             _ => None,
         }
         .unwrap_or_default()
@@ -112,8 +146,18 @@ impl Wanted {
     #[must_use]
     pub(crate) fn end_all(&mut self) -> Vec<oneshot::Sender<bool>> {
         self.queue.clear();
-        std::mem::take(&mut self.pending).into_values().flat_map(|pending| pending.waiters).collect()
+        std::mem::take(&mut self.pending).into_values().flat_map(Pending::answers).collect()
     }
+}
+
+impl Pending {
+    fn answers(self) -> Vec<oneshot::Sender<bool>> {
+        self.waiters.into_iter().map(|waiter| waiter.answer).collect()
+    }
+}
+
+fn take_waiters(waiters: &mut Vec<Waiter>, are: impl Fn(&Waiter) -> bool, taken: &mut Vec<oneshot::Sender<bool>>) {
+    taken.extend(waiters.extract_if(.., |waiter| are(waiter)).map(|waiter| waiter.answer));
 }
 
 #[cfg(test)]
@@ -128,7 +172,7 @@ mod tests {
         assert!(wanted.end(&key, first).is_empty(), "it came, and nobody waited");
         wanted.push(vec![key], true);
         let second = wanted.pop().expect("queued").number;
-        let mut waiting = wanted.join(&key, 1).expect("wanted");
+        let mut waiting = wanted.join(&key, 0, 1, &mut Vec::new()).expect("room").expect("wanted");
         assert!(wanted.end(&key, first).is_empty() && wanted.contains(&key) && !wanted.is_removed(&key));
         assert!(waiting.try_recv().is_err(), "it still waits");
         assert_eq!((wanted.end(&key, second).len(), wanted.contains(&key)), (1, false));

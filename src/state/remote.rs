@@ -6,6 +6,7 @@ use super::{Shared, Use};
 use crate::{
     block::{BlockKey, Tier},
     config::{Config, RemotePolicy},
+    error::Result,
     index::Index,
     remote::{Figures, Limits, Remote, Space},
     shield::shield,
@@ -43,18 +44,27 @@ impl Shared {
     }
 
     /// Waits until the remote tier has brought a block into host memory, and counts the hit if the use is not counted
-    /// yet; how the look-up that follows counts. Where it is not brought, it may have come with another call.
-    pub(crate) async fn bring(&self, key: &BlockKey, usage: Use) -> Use {
-        let receiver = self.remote.as_ref().and_then(|remote| remote.bring(key));
-        let is_there = match receiver {
-            Some(receiver) => shield(receiver).await.unwrap_or(false),
-            None => false,
-        };
+    /// yet; how the look-up that follows counts. Where it is not brought, or not by the deadline, it may have come with
+    /// another call.
+    pub(crate) async fn bring(self: &Arc<Self>, key: &BlockKey, usage: Use) -> Result<Use> {
+        let waiters_max = u64::from(self.config.limits.waiters_max);
+        let joined = self.remote.as_ref().map(|remote| remote.bring(key, self.looks()));
+        let joined = joined.transpose().map_err(|_| self.busy("waiters for one block", waiters_max, "waiters_max"));
+        let Some(receiver) = joined?.flatten() else { return Ok(usage) };
+        self.lock().watch();
+        let is_there = shield(receiver).await.unwrap_or(false);
         if is_there && usage == Use::Now {
             self.metrics.looked_up(Some(Tier::Remote));
-            return Use::Counted;
+            return Ok(Use::Counted);
         }
-        usage
+        Ok(usage)
+    }
+
+    /// Has those miss their blocks that have waited for the remote tier past their deadline.
+    pub(crate) fn give_up_overdue_remote(&self) {
+        if let Some(remote) = &self.remote {
+            remote.give_up_overdue(|since| self.is_overdue(since));
+        }
     }
 
     /// Has a block that was stored written to the remote store, if all are.

@@ -9,7 +9,7 @@ use crate::common::{
 };
 use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
 
-use kvhoist::{Cache, Config, Tier};
+use kvhoist::{Cache, Config, Error, Tier};
 
 /// Holds so many blocks of host memory at once.
 async fn assert_room(cache: &Cache, blocks: u64) {
@@ -149,5 +149,40 @@ async fn a_wait_for_host_memory_is_no_failure_of_the_store() {
     assert_eq!(block[..], payload(0, BLOCK_BYTES));
     assert_eq!(cache.stats().remote_errors, 0);
     drop(held);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn who_waits_for_the_remote_tier_past_the_deadline_has_a_miss() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let late = |config: Config| config.remote_interval_s(3600).remote_deadline_ms(600_000);
+    let cache = reader(&store, |config| late(config).deadline_ms(200)).await;
+    store.hold(&key(0));
+    let fetch = tokio::time::timeout(Duration::from_secs(10), async { cache.fetch(&key(0)).await });
+    assert!(fetch.await.expect("in time").expect("no error").is_none());
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn waiters_that_left_make_room_and_one_too_many_is_told_so() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let late = |config: Config| config.remote_interval_s(3600).remote_deadline_ms(600_000);
+    let cache = reader(&store, |config| late(config).waiters_max(2)).await;
+    store.hold(&key(0));
+    let fetch = async || cache.fetch(&key(0)).await;
+    for _ in 0..5 {
+        tokio::time::timeout(Duration::from_millis(20), fetch()).await.expect_err("it waits");
+    }
+    let third = async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(matches!(fetch().await, Err(Error::Busy { setting: "waiters_max", .. })));
+        store.release(&key(0));
+    };
+    let (first, second, ()) = tokio::join!(fetch(), fetch(), third);
+    for block in [first, second] {
+        assert_eq!(block.expect("no error").expect("brought")[..], payload(0, BLOCK_BYTES));
+    }
     cache.close().await.expect("closed");
 }
