@@ -6,7 +6,7 @@ use bytes::Bytes;
 use futures_util::StreamExt;
 use kvhoist::remote::{Capabilities, Created, Object, Page, ReadBuffer, RemoteFuture, RemoteStore};
 use opendal::{
-    Buffer, ErrorKind, HttpTransporter, OperationContext, Operator,
+    Buffer, ErrorKind, HttpBody, HttpTransport, HttpTransporter, OperationContext, Operator,
     options::{ListOptions, WriteOptions},
     services,
 };
@@ -25,6 +25,8 @@ const OBJECT_BYTES: u64 = 8 << 20;
 const PAGE_OBJECTS: usize = 1000;
 /// Listings go through pages that may be slow on a large bucket.
 const LISTING_TIMEOUTS: u32 = 10;
+/// Bytes of an answer that is no range of an object: an error, or a page of a listing, which has less than 2 MiB.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
 /// How long a connection without requests is kept.
 const IDLE: Duration = Duration::from_secs(30);
 
@@ -93,18 +95,41 @@ fn check_endpoint<'a>(endpoint: &'a str, bucket: &str, virtual_host: bool) -> Re
     }
 }
 
-/// HTTP with our limits and our TLS.
-fn transport(options: &Options) -> Result<ReqwestTransport, OpenError> {
+/// HTTP whose answers have a bounded length: OpenDAL collects all of one that is no object.
+struct Bounded(ReqwestTransport);
+
+impl HttpTransport for Bounded {
+    async fn fetch(&self, request: http::Request<Buffer>) -> opendal::Result<http::Response<HttpBody>> {
+        let is_ranged = request.headers().contains_key(http::header::RANGE);
+        let answer = self.0.fetch(request).await?;
+        // A read takes no more than it has room for.
+        if is_ranged && answer.status().is_success() {
+            return Ok(answer);
+        }
+        let mut left = ANSWER_BYTES_MAX;
+        let bounded = move |piece: opendal::Result<Buffer>| {
+            let piece = piece?;
+            left = left.checked_sub(piece.len()).ok_or_else(|| {
+                let found = format!("an answer of more than {ANSWER_BYTES_MAX} bytes");
+                opendal::Error::new(ErrorKind::Unexpected, "read an answer").set_source(std::io::Error::other(found))
+            })?;
+            Ok(piece)
+        };
+        Ok(answer.map(|body| body.map_inner(|pieces| Box::new(pieces.map(bounded)))))
+    }
+}
+
+/// HTTP with our limits and our TLS. The time of a call is its caller's to bound: a page of a listing has longer.
+fn transport(options: &Options) -> Result<Bounded, OpenError> {
     let client = reqwest::Client::builder()
         .tls_backend_preconfigured(tls::config(options)?)
         .connect_timeout(options.connect_timeout)
-        .timeout(options.timeout)
         .pool_max_idle_per_host(options.requests_in_flight as usize)
         .pool_idle_timeout(IDLE)
         .redirect(reqwest::redirect::Policy::none())
         .build();
     let refused = |error: reqwest::Error| OpenError::new("HTTP", error.to_string(), "a client to start");
-    Ok(ReqwestTransport::new(client.map_err(refused)?))
+    Ok(Bounded(ReqwestTransport::new(client.map_err(refused)?)))
 }
 
 impl RemoteStore for S3 {

@@ -87,6 +87,28 @@ fn each_failure_says_what_to_do_and_no_secret() {
 }
 
 #[test]
+fn an_answer_that_does_not_end_is_an_error() {
+    let double = Double::start();
+    let store = store(double.port, "");
+    for status in [200, 500] {
+        double.fail(Fault::Endless(status));
+        let error = block_on(store.list("", None)).expect_err("endless");
+        assert!(error.to_string().contains("an answer of more than 16777216 bytes"), "{error}");
+    }
+    let error = block_on(store.read("a", 0..100)).expect_err("endless");
+    assert!(error.to_string().contains("an answer of more than 16777216 bytes"), "{error}");
+}
+
+#[test]
+fn a_page_of_a_listing_has_ten_times_as_long() {
+    let double = Double::start();
+    let store = store(double.port, QUICK);
+    double.fail(Fault::Slow(Duration::from_secs(1)));
+    block_on(store.list("", None)).expect("in time");
+    block_on(store.read("a", 0..1)).expect_err("late");
+}
+
+#[test]
 fn no_request_is_repeated() {
     let double = Double::start();
     let store = store(double.port, QUICK);

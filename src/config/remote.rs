@@ -26,7 +26,7 @@ pub struct RemoteConfig {
     /// Seconds between two listings of the store, by which blocks of other nodes become known. 1 to 86,400.
     pub interval_s: u64,
     /// Milliseconds after which a read or a write of an object has failed, with its repetitions. Callers that wait for
-    /// its blocks miss them then, and also past `limits.deadline_ms`. 1 to 86,400,000.
+    /// its blocks miss them then, and also past the deadline of callers (`deadline_ms`). 1 to 86,400,000.
     pub deadline_ms: u64,
     /// Microseconds that it takes to compute a block. Where bringing blocks takes longer by the last measurements, the
     /// remote tier offers none, and tries again now and then. `None`: it is not compared.

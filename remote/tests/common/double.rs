@@ -23,6 +23,8 @@ pub enum Fault {
     HalfBody,
     /// A part of the range that was asked for, as a whole answer.
     ShortBody,
+    /// An answer of this status whose body does not end.
+    Endless(u16),
     /// The answer, after a time.
     Slow(Duration),
 }
@@ -100,6 +102,7 @@ fn serve(stream: &TcpStream, state: &State) -> std::io::Result<()> {
                     return Ok(());
                 }
             },
+            Some(Fault::Endless(status)) => return endless(stream, status),
             _ => answer(&request, &mut state.objects.lock().expect("no panic under it")),
         };
         if let Some(Fault::Slow(time)) = fault {
@@ -118,6 +121,12 @@ fn serve(stream: &TcpStream, state: &State) -> std::io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Writes until the client has enough, or more than any has room for.
+fn endless(mut stream: &TcpStream, status: u16) -> std::io::Result<()> {
+    stream.write_all(format!("HTTP/1.1 {status} X\r\n\r\n").as_bytes())?;
+    (0..512).try_for_each(|_| stream.write_all(&[b'x'; 1 << 20]))
 }
 
 fn read(reader: &mut BufReader<TcpStream>, state: &State) -> std::io::Result<Option<Request>> {
