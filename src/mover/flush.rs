@@ -9,7 +9,7 @@ use crate::{
     block::{BlockKey, FileId, OpKind},
     device::CopyEngine,
     error::{Error, Result},
-    io::{Storage, is_shortage},
+    io::Storage,
     memory::Lent,
     state::{Class, Committed, Outcome, State},
 };
@@ -17,9 +17,9 @@ use crate::{
 /// Dirty blocks that are listed under one lock: some tens of microseconds.
 const LISTED_PER_LOCK: usize = 256;
 
-/// How often a flush is tried while the system is short of memory, and the pause in between.
+/// How often a flush is tried that does not begin, and the pause in between.
 const FLUSH_TRIES: u32 = 10;
-const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
+const FLUSH_PAUSE: Duration = Duration::from_millis(50);
 
 impl State {
     /// The next dirty blocks after this one, in the order of their keys. Empty after the last.
@@ -132,7 +132,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
             let flushing = Flushing { mover: &this, file, has_ended: false };
-            let result = this.flush_despite_shortages(file).await;
+            let result = this.flush_repeatedly(file).await;
             // First: a subscriber of the log may panic.
             flushing.end(&result);
             this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);
@@ -142,20 +142,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(end.await);
     }
 
-    /// Flushes, and again while a resource is short: the kernel has marked nothing as clean then.
-    async fn flush_despite_shortages(&self, file: FileId) -> io::Result<()> {
+    /// Flushes, and again where the flush did not begin.
+    async fn flush_repeatedly(&self, file: FileId) -> io::Result<()> {
         let mut tries = 1;
         loop {
             let result = self.storage.transfer(OpKind::Sync, file, 0, Lent::empty()).await;
             match result {
-                Err(error) if is_shortage(&error) && tries < FLUSH_TRIES => {
+                Err(error) if has_not_begun(&error) && tries < FLUSH_TRIES => {
                     tries += 1;
-                    tokio::time::sleep(SHORTAGE_PAUSE).await;
+                    tokio::time::sleep(FLUSH_PAUSE).await;
                 }
                 result => return result,
             }
         }
     }
+}
+
+/// True where a flush did not begin: the ring had no room for it, or the thread that was to make it has ended. `ENOMEM`
+/// may be that of a write before it, whose pages the kernel has marked as clean.
+fn has_not_begun(error: &io::Error) -> bool {
+    error.raw_os_error().is_some_and(|errno| [libc::EAGAIN, libc::ENOBUFS, libc::EINTR].contains(&errno))
 }
 
 /// A flush in flight. One that panics has failed.

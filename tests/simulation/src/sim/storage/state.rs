@@ -280,8 +280,8 @@ impl State {
 
     fn finish_sync(&mut self, sync: &mut InFlight, fault: Option<Fault>) -> Result<usize, i32> {
         match (fault, sync.sync_point.take()) {
-            // Refused before anything was flushed.
-            (Some(Fault::Error(libc::ENOMEM)), _) => Err(libc::ENOMEM),
+            // It did not begin.
+            (Some(Fault::Error(libc::EAGAIN)), _) => Err(libc::EAGAIN),
             (Some(Fault::Error(errno) | Fault::StalledError(errno)), point) => {
                 point.into_iter().for_each(|point| self.disk_mut(sync.file).sync_failed(&point));
                 Err(errno)
