@@ -7,8 +7,8 @@ mod origin;
 pub mod recovery;
 pub mod slots;
 
-pub(crate) use files::random_uuid;
 pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
+pub(crate) use files::{cannot_open, random_uuid};
 pub use format::stripe::PageId;
 pub use origin::Origin;
 pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, Threads, recover};

@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
+    io,
     os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
@@ -16,7 +17,7 @@ use super::{
     open::{Opened, Shape, open},
 };
 use crate::{
-    disk::{ReadOnlyFile, format::HEAD_BYTES},
+    disk::{ReadOnlyFile, cannot_open, format::HEAD_BYTES},
     error::{Error, Result},
 };
 
@@ -34,7 +35,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Store`] if the paths are not exactly those of one store, or a process has it open; [`Error::Io`], after
-    /// which a part of the store may already be gone: superblocks go last, so that it can be repeated.
+    /// which a part of the store may already be gone: superblocks go last, and until then it can be repeated.
     pub fn wipe(
         &self,
         confirm: impl FnOnce(Option<&Shape>, &[PathBuf]) -> bool,
@@ -49,15 +50,22 @@ impl Store {
         if !confirm(shape.as_ref(), &paths) {
             return Ok(false);
         }
-        let devices = || files.iter().filter(|file| file.device);
-        let (mut done, total) = (0, devices().map(|file| file.bytes).sum());
-        for file in devices() {
-            zero(file, |bytes| {
+        // All, and until the end, before anything is written: they may be part of something else by now.
+        let devices = files.iter().filter(|file| file.device).map(|file| Ok((file, claim(file)?)));
+        let devices = devices.collect::<Result<Vec<_>>>()?;
+        let (mut done, total) = (0, devices.iter().map(|(file, _)| file.bytes).sum());
+        for (file, device) in &devices {
+            let part = |bytes| {
                 done += bytes;
                 progress(done, total);
-            })?;
+            };
+            zero(device, file.bytes, part).map_err(|error| Error::io("zero", &file.path, error))?;
         }
-        files.iter().try_for_each(remove)?;
+        for (file, device) in &devices {
+            let cleared = device.write_all_at(&[0; HEAD_BYTES], 0).and_then(|()| device.sync_all());
+            cleared.map_err(|error| Error::io("write", &file.path, error))?;
+        }
+        files.iter().filter(|file| !file.device).try_for_each(remove)?;
         Ok(true)
     }
 }
@@ -76,38 +84,33 @@ fn lock(file: &ReadOnlyFile) -> Result<()> {
     }
 }
 
-fn device(file: &ReadOnlyFile) -> Result<File> {
-    let device = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC).open(&file.path);
-    device.map_err(|error| Error::io("open", &file.path, error))
+/// Opens a device that nobody else has: a lock is that of a node of it, of which a container may have its own.
+fn claim(file: &ReadOnlyFile) -> Result<File> {
+    let flags = libc::O_EXCL | libc::O_NOFOLLOW | libc::O_CLOEXEC;
+    OpenOptions::new().write(true).custom_flags(flags).open(&file.path).map_err(|error| cannot_open(&file.path, error))
 }
 
 /// Zeros a device behind its superblocks; `progress` gets the bytes of each part.
-fn zero(file: &ReadOnlyFile, mut progress: impl FnMut(u64)) -> Result<()> {
-    let device = device(file)?;
+fn zero(device: &File, len: u64, mut progress: impl FnMut(u64)) -> io::Result<()> {
     // A drive that frees blocks, and reads zeros then, does that in no time; the kernel writes them for any other.
     let free = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     let write = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
     let mut start = HEAD_BYTES as u64;
-    while start < file.bytes {
-        let bytes = PART_BYTES.min(file.bytes - start);
-        let zeroed = match fallocate(&device, free, start, bytes) {
-            Err(Errno::OPNOTSUPP) => fallocate(&device, write, start, bytes),
+    while start < len {
+        let bytes = PART_BYTES.min(len - start);
+        match fallocate(device, free, start, bytes) {
+            Err(Errno::OPNOTSUPP) => fallocate(device, write, start, bytes),
             freed => freed,
-        };
-        zeroed.map_err(|error| Error::io("zero", &file.path, error.into()))?;
+        }?;
         start += bytes;
         progress(bytes);
     }
-    device.sync_all().map_err(|error| Error::io("sync", &file.path, error))
+    device.sync_all()
 }
 
 fn remove(file: &ReadOnlyFile) -> Result<()> {
     let path = &file.path;
     let failed = |op| move |error| Error::io(op, path, error);
-    if file.device {
-        let device = device(file)?;
-        return device.write_all_at(&[0; HEAD_BYTES], 0).and_then(|()| device.sync_all()).map_err(failed("write"));
-    }
     let ours = file.file.metadata().map_err(failed("stat"))?;
     let now = fs::symlink_metadata(path).map_err(failed("stat"))?;
     if (now.dev(), now.ino()) != (ours.dev(), ours.ino()) {

@@ -35,6 +35,13 @@ fn a_wiped_device_is_empty_and_a_wipe_that_was_cut_off_can_be_repeated() {
             let file = OpenOptions::new().write(true).open(device.path()).expect("a device");
             file.write_all_at(&vec![0; 4 << 20], 8192).and_then(|()| file.sync_all()).expect("a part is zeroed");
         }
+        // Mounted, say, through another node of it: nothing is written.
+        let held = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(device.path()).expect("nobody has it");
+        match Store::at([device.path()]).wipe(|_, _| true, |_, _| panic!("it was begun")) {
+            Err(Error::Store { found, .. }) => assert!(found.contains("a device in use"), "{found}"),
+            other => panic!("{other:?}"),
+        }
+        drop(held);
         let mut told = Vec::new();
         let wiped = Store::at([device.path()]).wipe(|_, _| true, |done, total| told.push((done, total)));
         assert!(wiped.expect("a store of its own"));
