@@ -1,7 +1,6 @@
 //! `kvhoist remote`: what a store beyond the node has, whether it is right, and deletion from it.
 
 use std::{
-    collections::BTreeSet,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -197,9 +196,8 @@ fn gc(args: &Gc) -> Result<(), Failure> {
     let limits = maintenance::Limits { age_max: args.older_than, bytes_max: args.max_bytes.map(|bytes| bytes as u64) };
     let failed = |error| args.place.failed(&error);
     let found = block_on(maintenance::plan(&*store, &prefix, limits, SystemTime::now())).map_err(failed)?;
-    let namespaces: BTreeSet<&str> = found.names.iter().filter_map(|name| maintenance::namespace_of(name)).collect();
-    if args.namespace.is_some() && namespaces.len() > 1 {
-        let all = namespaces.into_iter().collect::<Vec<_>>().join(", ");
+    if args.namespace.is_some() && found.namespaces.len() > 1 {
+        let all = found.namespaces.into_iter().collect::<Vec<_>>().join(", ");
         return Err(Failure::usage(format!(
             "--namespace: found digits with which several begin ({all}), expected more"
         )));

@@ -200,8 +200,11 @@ fn gc_takes_one_namespace_or_all_and_no_digits_of_several() {
     let mut objects = double.state.objects.lock().expect("no panic");
     objects.extend([&one, &other].map(|namespace| (name(namespace), vec![0; 10])));
     drop(objects);
-    for (digits, expected) in [("", "no --namespace for all"), (&one[..8], &one[..])] {
-        let refused = remote(&["gc", &url, "--max-bytes", "0", "--namespace", digits]);
+    // With 10 bytes to be kept only one of them would be deleted from.
+    for (digits, bytes, expected) in
+        [("", "0", "no --namespace for all"), (&one[..8], "0", &one[..]), (&one[..8], "10", &other[..])]
+    {
+        let refused = remote(&["gc", &url, "--max-bytes", bytes, "--namespace", digits]);
         assert_eq!(refused.status.code(), Some(2), "{digits:?}");
         assert!(text(&refused.stderr).contains(expected), "{}", text(&refused.stderr));
         assert_eq!(double.state.objects.lock().expect("no panic").len(), 2);

@@ -4,7 +4,7 @@
 //! Deletion needs no agreement between nodes: an object is whole or gone, and a reader that finds none has a miss.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, SystemTime},
 };
 
@@ -163,6 +163,8 @@ pub struct Collection {
     pub bytes: u64,
     /// What stays.
     pub kept: Usage,
+    /// The namespaces that were looked through.
+    pub namespaces: BTreeSet<String>,
 }
 
 /// Finds what a collection deletes: with no bytes to be kept, all. Changes nothing.
@@ -189,7 +191,8 @@ pub async fn plan(
     list(store, prefix, see).await?;
     all.sort_unstable_by(|one, other| (one.modified, &one.name).cmp(&(other.modified, &other.name)));
     let mut bytes: u64 = all.iter().map(|object| object.bytes).sum();
-    let mut collection = Collection::default();
+    let namespaces = all.iter().filter_map(|object| namespace_of(&object.name).map(str::to_owned)).collect();
+    let mut collection = Collection { namespaces, ..Collection::default() };
     for object in all {
         // A creation in the future, by the store's clock, is young.
         let age = object.modified.and_then(|created| now.duration_since(created).ok());
