@@ -58,7 +58,7 @@ pub(crate) struct ReadLimits {
 }
 
 /// Tables that the keys are spread over: one that grows moves its entries under the lock.
-const SHARDS: usize = 256;
+pub(crate) const SHARDS: usize = 256;
 
 /// Objects that are looked at under one lock, and the blocks of those that are forgotten: some tens of microseconds.
 const OBJECTS_AT_ONCE: usize = 4096;
@@ -197,9 +197,9 @@ impl Presence {
         }
     }
 
-    /// The keys of all blocks that are offered.
-    pub(crate) fn keys(&self) -> impl Iterator<Item = BlockKey> {
-        self.by_key.iter().flatten().map(|place| key_of(&self.objects, *place))
+    /// The keys of the blocks in one of [`SHARDS`] that are offered.
+    pub(crate) fn keys_of(&self, shard: usize) -> impl Iterator<Item = BlockKey> {
+        self.by_key[shard].iter().map(|place| key_of(&self.objects, *place))
     }
 
     /// Forgets every block, as [`forget`](Self::forget) does one.

@@ -26,8 +26,9 @@ impl Removed {
         if self.contains(key) {
             return;
         }
-        if self.latest.len() >= REMOVED_MIN {
-            self.earlier = mem::take(&mut self.latest);
+        if self.latest.len() >= REMOVED_MIN || self.latest.capacity() == 0 {
+            // Of its full size at once: one that grows moves its entries under the lock.
+            self.earlier = mem::replace(&mut self.latest, HashTable::with_capacity(REMOVED_MIN));
         }
         let hash = self.hasher.hash(key);
         self.latest.insert_unique(hash, hash, |hash| *hash);

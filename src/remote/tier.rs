@@ -10,7 +10,7 @@ use tokio::{
 use super::{
     format::{Space, Table},
     health::Health,
-    presence::{Presence, ReadBlock, ReadLimits, Run},
+    presence::{Presence, ReadBlock, ReadLimits, Run, SHARDS},
     removed::{REMOVED_MIN, Removed},
     store::{Capabilities, Object, RemoteError, RemoteStore},
     uploads::Uploads,
@@ -118,8 +118,6 @@ impl TierState {
     /// As [`remove`](Self::remove), of every block.
     fn remove_all(&mut self) {
         let TierState { presence, removed, uploads, .. } = self;
-        // More would not be remembered.
-        presence.keys().take(REMOVED_MIN).for_each(|key| removed.insert(&key));
         uploads.begun().for_each(|key| removed.insert(key));
         presence.forget_all();
         self.wanted.remove_all();
@@ -344,6 +342,12 @@ impl Remote {
 
     /// As [`remove`](Self::remove), of every block.
     pub(crate) fn remove_all(&self) {
+        // In parts: others wait for the lock, some of them under the cache's own.
+        for shard in 0..SHARDS {
+            let TierState { presence, removed, .. } = &mut *self.state.lock();
+            // More would not be remembered.
+            presence.keys_of(shard).take(REMOVED_MIN / SHARDS).for_each(|key| removed.insert(&key));
+        }
         self.state.lock().remove_all();
     }
 
