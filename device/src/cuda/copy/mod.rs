@@ -74,7 +74,7 @@ struct Inner {
     launcher: Launcher,
     /// Pinned host memory.
     pinned: Range<usize>,
-    pins: Vec<HostPin>,
+    pins: Rc<Vec<HostPin>>,
     calibration: Arc<Calibration>,
     options: CudaCopyOptions,
     /// The polling task runs.
@@ -150,7 +150,7 @@ impl CudaCopy {
             queues: [queue(Direction::HostToDevice)?, queue(Direction::DeviceToHost)?],
             launcher,
             pinned,
-            pins,
+            pins: Rc::new(pins),
             calibration,
             options,
             polling: Cell::new(false),
@@ -302,7 +302,7 @@ impl Inner {
                 Ended::Yes(ended) => self.end(flight, ended),
                 Ended::Unknown(fault) => {
                     self.retire(silent(&fault));
-                    flight.leak(&self.launcher);
+                    flight.leak(&self.launcher, &self.pins);
                 }
             }
         }
@@ -375,10 +375,11 @@ fn answer(batches: impl IntoIterator<Item = (CopyBatch, Answer)>, result: &Resul
 }
 
 impl Launch {
-    /// Never frees the memory of the launch, which may still run, and answers nobody.
-    fn leak(self, launcher: &Launcher) {
+    /// Never frees the memory of the launch, which may still run, nor unpins the arena; answers nobody.
+    fn leak(self, launcher: &Launcher, pins: &Rc<Vec<HostPin>>) {
         tracing::error!("the driver does not say whether a copy has ended; its memory is leaked");
         launcher.leak(self.launched);
+        std::mem::forget(Rc::clone(pins));
         self.batches.into_iter().for_each(|(batch, _)| std::mem::forget(batch));
     }
 }
@@ -388,7 +389,7 @@ impl Drop for Inner {
         for queue in &mut self.queues {
             for (stream, launches) in &mut queue.get_mut().streams {
                 if !launches.is_empty() && stream.synchronize().is_err_and(|fault| !fault.is_sticky()) {
-                    launches.drain(..).for_each(|launch| launch.leak(&self.launcher));
+                    launches.drain(..).for_each(|launch| launch.leak(&self.launcher, &self.pins));
                 }
                 launches.clear();
             }
