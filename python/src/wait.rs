@@ -20,20 +20,22 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(50);
 /// Runs a future to its end. Python's signal handlers run meanwhile.
 ///
 /// # Errors
-/// The exception of a signal handler, as a rule `KeyboardInterrupt`; the future is dropped.
+/// The exception of a signal handler, as a rule `KeyboardInterrupt`; the future is dropped, without the lock: that may
+/// wait for requests under way.
 pub fn interruptible<F>(py: Python<'_>, future: F) -> PyResult<F::Output>
 where
     F: Future + Send,
     F::Output: Send,
 {
-    let mut future = pin!(future);
+    let mut future = pin!(Some(future));
     let main = is_main_thread();
     loop {
         // Other threads take the lock only once, at the end: a daemon thread that takes it while the interpreter ends
         // is killed by it.
         let output = py.detach(|| {
             loop {
-                let output = run_for(future.as_mut(), SIGNALS_EVERY);
+                let begun = future.as_mut().as_pin_mut().expect("it is dropped at the end only");
+                let output = run_for(begun, SIGNALS_EVERY);
                 if output.is_some() || main {
                     return output;
                 }
@@ -42,7 +44,7 @@ where
         if let Some(output) = output {
             return Ok(output);
         }
-        py.check_signals()?;
+        py.check_signals().inspect_err(|_| py.detach(|| future.set(None)))?;
     }
 }
 
