@@ -108,14 +108,17 @@ class PrefixBuffers:
         return True
 
     def arrive(self, layer: int) -> bool:
-        """Puts a layer where it belongs, once. False where a block is known to be missing."""
-        if (place := self._missing.pop(layer, None)) is None:
+        """Puts a layer where it belongs, once. False where a block is known to be missing. It can be interrupted, and
+        called again."""
+        if (place := self._missing.get(layer)) is None:
             return True
         keys, values, begin, group = self._tensors[layer]
         for arriving, n, at, first in self._arriving:
             if self._store.groups[n] is group:
                 for into, source in zip((keys, values), arriving.layer(place)):
                     self._put(into, source, at, first, begin)
+        # Not before it is there: until then the layer has memory that nothing was written to.
+        del self._missing[layer]
         return not any(arriving.failed for arriving, *_ in self._arriving)
 
     def _put(self, into: torch.Tensor, source: torch.Tensor, at: int, first: int, begin: int) -> None:

@@ -159,7 +159,8 @@ class PrefixCache:
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, with_kwargs=True),
             # Also where it is called by itself.
-            self.model.get_decoder().register_forward_hook(self._arrive, with_kwargs=True),
+            self.model.get_decoder().register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+            self.model.get_decoder().register_forward_hook(self._after_decoder, with_kwargs=True),
         ]
 
     def __enter__(self) -> "PrefixCache":
@@ -285,6 +286,10 @@ class PrefixCache:
         if (record := self._record(inputs_of(module, args, kwargs))) is not None:
             record.end()
 
-    def _arrive(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], _output: Any) -> None:
+    def _before_decoder(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if (record := self._record(inputs_of(module, args, kwargs))) is not None:
-            record.arrive_all()
+            record.begin_decoder()
+
+    def _after_decoder(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], _output: Any) -> None:
+        if (record := self._record(inputs_of(module, args, kwargs))) is not None:
+            record.end_decoder()

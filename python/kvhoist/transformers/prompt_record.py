@@ -93,6 +93,10 @@ class PromptRecord:
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ids: torch.Tensor | None = None
         self._buffers: PrefixBuffers | None = None
+        #: Why some layers have not what belongs into them, and never will.
+        self._broken: str | None = None
+        #: Whether a forward of the model, and one of its decoder, began and has not ended.
+        self._in_model = self._in_decoder = False
 
     def forget(self, why: str) -> None:
         """Stores nothing from here on."""
@@ -156,6 +160,7 @@ class PromptRecord:
     def arrive(self, layer: int) -> None:
         """Before a layer's KV is looked at: what the current stream does next waits for it. Raises CopyError where a
         block is known to be missing."""
+        self._refuse_broken()
         if self._buffers is not None:
             if torch.compiler.is_compiling():
                 raise ArgumentError("layerwise: found a compiled model, expected one that is not")
@@ -163,16 +168,60 @@ class PromptRecord:
                 self.arrive_all()
 
     def arrive_all(self) -> None:
-        """Waits for all layers. Raises CopyError where a block is not there: what the model computed is of no use."""
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None and (why := buffers.end()):
+        """Waits for all layers. Raises CopyError where a block is not there: what the model computed is of no use, and
+        neither is the cache."""
+        self._refuse_broken()
+        if self._buffers is None:
+            return
+        # An interrupt loses which blocks are not there.
+        self._broken = "a prefix whose load did not end"
+        self._broken = self._buffers.end()
+        self._buffers = None
+        if self._broken is not None:
             self.forget("blocks could not be loaded")
-            raise CopyError(f"found {why}; compute again")
+            self._refuse_broken()
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise CopyError(f"found {self._broken}; make another cache")
 
     # A forward
 
+    def _refuse_unended(self) -> None:
+        """Stores nothing after a forward that did not end. Raises ArgumentError where its recurrent states may have
+        seen tokens that its length does not count, or where it was to wait for layers."""
+        self._refuse_broken()
+        if not self._in_model and not self._in_decoder:
+            return
+        if self._buffers is not None or self.store.has_states:
+            raise ArgumentError(
+                f"{_ARGUMENT}: found a cache whose last forward did not end, expected one whose layers have seen the "
+                "same tokens; make another cache"
+            )
+        self.forget("its last forward did not end")
+        self._in_model = self._in_decoder = False
+
+    def begin_decoder(self) -> None:
+        """Before the decoder's forward, within the model's or by itself: raises ArgumentError where its last one did
+        not end."""
+        if self._in_decoder:
+            self._refuse_unended()
+        self._in_decoder = True
+
+    def end_decoder(self) -> None:
+        """After the decoder's forward: all layers are there. Raises CopyError where a block is not."""
+        self.arrive_all()
+        self._in_decoder = False
+
     def begin(self, model: Any, inputs: Mapping[str, Any]) -> None:
-        """Before a forward: raises ArgumentError where what was loaded does not belong before its tokens."""
+        """Before a forward: raises ArgumentError where what was loaded does not belong before its tokens, or where the
+        last forward did not end; CopyError where blocks did not arrive."""
+        self._refuse_unended()
+        self._check(model, inputs)
+        self._in_model = True
+
+    def _check(self, model: Any, inputs: Mapping[str, Any]) -> None:
+        """Of a forward's inputs: whether what it computes can be stored."""
         ids, start = inputs.get("input_ids"), int(self.cache.get_seq_length())
         self._ids = None
         why = None
@@ -259,8 +308,13 @@ class PromptRecord:
         """After a forward: stores whole blocks of what it computed."""
         self.arrive_all()
         ids, self._ids = self._ids, None
-        if ids is None:
-            return
+        if ids is not None:
+            self._keep(ids)
+        # Not before: an interrupt leaves tokens that are counted, and are not among those of the rows.
+        self._in_model = False
+
+    def _keep(self, ids: torch.Tensor) -> None:
+        """Stores whole blocks that end among these tokens, the last of the cache."""
         self.columns += ids.shape[1]
         if int(self.cache.get_seq_length()) != self.columns:
             self.forget("the model did not keep what it computed")

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from tiny_prefixes import answer, blocks, computed, generated, opened  # noqa: E402
 from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
 
-from kvhoist import ConfigError  # noqa: E402
+from kvhoist import ArgumentError, ConfigError  # noqa: E402
 
 each = pytest.mark.parametrize("kind", tiny.HYBRIDS)
 
@@ -124,6 +124,31 @@ def test_states_without_their_kv_and_kv_without_its_states_are_no_prefix(store_d
             past = prefixes(ids)
             assert (past.loaded_length, past.prefix_length) == (0, 96)
             assert close(model(ids[:, 96:], past_key_values=past).logits, computed(model, ids)[:, 96:])
+
+
+@each
+@pytest.mark.parametrize("of", ["model", "decoder"])
+def test_after_a_forward_that_failed_before_attention_its_cache_is_refused(store_dir, kind, of):
+    model, ids = tiny.model(kind), tiny.prompt(100)
+    forward = model if of == "model" else model.model
+
+    def fail(*_args, **_more):
+        raise torch.OutOfMemoryError("found no memory")
+
+    with opened(model, store_dir) as prefixes:
+        prefixes(ids)
+        past = prefixes(ids)
+        past.update = fail
+        with pytest.raises(torch.OutOfMemoryError):
+            forward(ids[:, 96:], past_key_values=past)
+        del past.update
+        # Its states may have seen these tokens.
+        assert past.get_seq_length() == 96
+        for again in (model, model.model):
+            with pytest.raises(ArgumentError, match="found a cache whose last forward did not end, .*another cache"):
+                again(ids[:, 96:], past_key_values=past)
+        past = prefixes(ids)
+        assert torch.equal(model(ids[:, 96:], past_key_values=past).logits, computed(model, ids, 96))
 
 
 @each

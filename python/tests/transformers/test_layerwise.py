@@ -18,7 +18,7 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # noqa: E402
 
-from kvhoist import CopyError  # noqa: E402
+from kvhoist import ArgumentError, CopyError  # noqa: E402
 from kvhoist.transformers.layers import Arriving  # noqa: E402
 
 DEVICES = pytest.mark.parametrize("device", [{}, {"device": "simulated", "device_blocks": 1}], ids=["host", "simulated"])
@@ -105,7 +105,7 @@ def test_a_block_that_is_damaged_on_the_drive_raises_once_and_is_computed_again(
     with opened(model, store_dir) as prefixes:
         past = prefixes(ids, layerwise=True)
         assert past.prefix_length == 96
-        with pytest.raises(CopyError, match="blocks of a prefix that could not be loaded: .*; compute again"):
+        with pytest.raises(CopyError, match="blocks of a prefix that could not be loaded: .*; make another cache"):
             model(ids[:, 96:], past_key_values=past)
         past = prefixes(ids, layerwise=True)
         assert past.prefix_length < 96
@@ -200,8 +200,80 @@ def test_a_forward_over_blocks_that_did_not_arrive_raises_and_stores_nothing(sto
         with pytest.raises(CopyError, match="found 1 blocks of a prefix that could not be loaded: device: it fell off"):
             model(ids[:, past.prefix_length :], past_key_values=past)
         monkeypatch.undo()
+        # Its layers have not what was to arrive.
+        for again in (
+            lambda: model(ids[:, past.prefix_length :], past_key_values=past),
+            lambda: model.model(ids[:, past.prefix_length :], past_key_values=past),
+            lambda: past.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0),
+            lambda: past.crop(-1),
+        ):
+            with pytest.raises(CopyError, match="found 1 blocks of a prefix .*; make another cache"):
+                again()
         # The fourth block is a miss now.
         assert prefixes(ids).prefix_length == 3 * BLOCK
+
+
+def interrupted(monkeypatch, name, at):
+    """The call of a method of `Arriving` that a KeyboardInterrupt ends."""
+    method, calls = getattr(Arriving, name), iter(range(at + 1))
+
+    def call(self, *args):
+        if next(calls, None) == at:
+            raise KeyboardInterrupt
+        return method(self, *args)
+
+    monkeypatch.setattr(Arriving, name, call)
+
+
+@pytest.mark.parametrize("of", ["model", "decoder"])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_after_a_forward_that_was_interrupted_in_a_wait_for_a_layer_its_cache_is_refused(
+    store_dir, layer, of, monkeypatch
+):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    forward = model if of == "model" else model.model
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids[:, :64])
+        past = prefixes(ids, layerwise=True)
+        assert arriving(past) and past.prefix_length == 64
+        interrupted(monkeypatch, "layer", layer)
+        with pytest.raises(KeyboardInterrupt):
+            forward(ids[:, 64:], past_key_values=past)
+        # No layer has more tokens where it was the first.
+        assert (past.get_seq_length() == 64) == (layer == 0)
+        for again in (model, model.model):
+            with pytest.raises(ArgumentError, match="found a cache whose last forward did not end, .*another cache"):
+                again(ids[:, 64:], past_key_values=past)
+        assert prefixes(ids).prefix_length == 64, "it stored nothing"
+        past = prefixes(ids, layerwise=True)
+        assert torch.equal(model(ids[:, 64:], past_key_values=past).logits, computed(model, ids, 64))
+
+
+def test_a_layer_whose_wait_was_interrupted_arrives_later(store_dir, monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+        whole, layered = prefixes(ids), prefixes(ids, layerwise=True)
+        interrupted(monkeypatch, "layer", 0)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 96:], past_key_values=layered)
+        for past in (whole, layered):
+            past.crop(-46)
+        for one, other in zip(whole.layers, layered.layers):
+            assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+def test_after_an_interrupt_in_the_wait_for_all_layers_its_cache_is_refused(store_dir, monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+        past = prefixes(ids, layerwise=True)
+        interrupted(monkeypatch, "end", 0)
+        with pytest.raises(KeyboardInterrupt):
+            past.crop(-1)
+        for again in (lambda: past.crop(-1), lambda: model(ids[:, 96:], past_key_values=past)):
+            with pytest.raises(CopyError, match="found a prefix whose load did not end; make another cache"):
+                again()
 
 
 def test_a_compiled_model_is_refused(store_dir, monkeypatch):

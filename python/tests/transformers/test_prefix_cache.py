@@ -232,6 +232,27 @@ def test_an_evicted_block_in_the_middle_ends_the_prefix(store_dir):
         assert answer(model, prefixes, ids)[1] == 144
 
 
+@pytest.mark.parametrize("ends", ["before", "behind"])
+def test_after_a_forward_that_did_not_end_nothing_is_stored(store_dir, ends):
+    model, ids = tiny.model("llama"), tiny.prompt(150)
+
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids[:, :64])
+        past = prefixes(ids)
+        # Before its first layer, or behind the last.
+        hook = (model.model.layers[0] if ends == "before" else model.lm_head).register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 64:], past_key_values=past)
+        hook.remove()
+        if ends == "behind":
+            past.crop(-86)
+        assert torch.equal(model(ids[:, 64:], past_key_values=past).logits, computed(model, ids, 64))
+        assert prefixes(ids).prefix_length == 64
+
+
 def test_a_block_is_known_by_all_tokens_before_it(store_dir):
     model, a, b, c, d = tiny.model("llama"), *(tiny.prompt(BLOCK, seed=seed) for seed in range(4))
     with opened(model, store_dir) as prefixes:
