@@ -126,9 +126,22 @@ def _is_buffer(memory: Any) -> bool:
     return True
 
 
+def unresolved(tensor: Any) -> str | None:
+    """Of a tensor that torch conjugates or negates when it is read, whose memory has other values: what it is, and what
+    to do."""
+    expected = "expected one whose memory has its values"
+    if tensor.is_conj():
+        return f"a tensor that is conjugated when it is read, {expected}; resolve_conj() first"
+    if tensor.is_neg():
+        return f"a tensor that is negated when it is read, {expected}; resolve_neg() first"
+    return None
+
+
 def _tensor_place(tensor: Any) -> Place:
     if not tensor.is_contiguous():
         raise ArgumentError(f"memory: found a tensor with strides {tensor.stride()}, expected a contiguous one")
+    if (lazy := unresolved(tensor)) is not None:
+        raise ArgumentError(f"memory: found {lazy}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"memory: found a tensor on {tensor.device}, expected one on a CPU or a CUDA device")
     nbytes = tensor.numel() * tensor.element_size()

@@ -53,6 +53,8 @@ def _serialized(
             raise ArgumentError(f"found the tensor {name} of type {tensor.dtype}, expected a type of the format")
         if not tensor.is_contiguous():
             raise ArgumentError(f"found the tensor {name} with strides {tensor.stride()}, expected a contiguous one")
+        if (lazy := _files.unresolved(tensor)) is not None:
+            raise ArgumentError(f"{name}: found {lazy}")
         shape = list(tensor.shape)
         if names[tensor.dtype] == "F4":
             if not shape:

@@ -210,6 +210,8 @@ def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
         ({"a": shared, "b": shared[1:]}, "same memory"),
         ({"a": shared.t()[1:]}, "contiguous"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
+        ({"a": torch.zeros(2, dtype=torch.complex64).conj()}, r"a: found .* conjugated .*resolve_conj\(\) first"),
+        ({"a": torch._neg_view(shared)}, r"a: found .* negated .*resolve_neg\(\) first"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             save_file(tensors, tmp_path / "file")
@@ -220,6 +222,21 @@ def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
         load_files([tmp_path / "file", tmp_path / "file"])
     with pytest.raises(ArgumentError, match="device"):
         load_file(tmp_path / "file", "meta")
+
+
+def test_tensors_that_are_conjugated_or_negated_when_they_are_read_are_neither_written_nor_filled(tmp_path):
+    values = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    files.write(tmp_path / "file", [values])
+    # The imaginary part of a conjugate is negated; of one element it is contiguous.
+    for lazy, words in [(values.conj(), r"resolve_conj\(\)"), (values[:1].conj().imag, r"resolve_neg\(\)")]:
+        assert lazy.is_contiguous()
+        with pytest.raises(ArgumentError, match=f"memory: found a tensor .* expected .*; {words} first"):
+            files.write(tmp_path / "other", [lazy])
+        with pytest.raises(ArgumentError, match=words):
+            files.open(tmp_path / "file").read_into(lazy)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    save_file({"values": values.conj().resolve_conj()}, tmp_path / "file")
+    assert torch.equal(load_file(tmp_path / "file")["values"], values.conj())
 
 
 def test_tensors_that_their_file_does_not_align_are_copied(tmp_path):
