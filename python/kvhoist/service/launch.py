@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Callable
 
 from .._folders import make_folder
 from .._values import config_error
@@ -24,6 +28,20 @@ _START_PATIENCE_S = 120
 
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
+
+#: Starts the command of its arguments, with standard error as its output, writes the number of its process, and ends. So the
+#: process is no descendant of an engine, which kills all of those at its own end. It keeps the pipe open until it ends.
+_STARTER = """\
+import os, sys
+pid = os.fork()
+if pid:
+    print(pid)
+else:
+    os.setsid()
+    os.set_inheritable(os.dup(1), True)
+    os.dup2(2, 1)
+    os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclass(frozen=True)
@@ -103,55 +121,94 @@ def find_or_start(settings: ServiceSettings) -> str:
     return path
 
 
+@dataclass(frozen=True)
+class _Process:
+    """A process that is no child of this one."""
+
+    pid: int
+    #: One end of a pipe. The process has the other, and closes it by its end.
+    pipe: IO[bytes]
+
+    def ended(self, within_ms: int | None) -> bool:
+        """Whether it ends within this time; `None`: waits for its end."""
+        poll = select.poll()
+        poll.register(self.pipe, 0)
+        return bool(poll.poll(within_ms))
+
+
 def _start(settings: ServiceSettings, path: str) -> None:
     log = os.path.join(settings.paths[0], "kvhoist-service.log")
+    with open(log, "ab") as output:
+        begun = output.tell()
+        process = _spawn(settings.command(), output, lambda: _last_line(log, begun))
+    give_up = time.monotonic() + _START_PATIENCE_S
+    while not listens(path):
+        if process.ended(within_ms=10):
+            raise UnavailableError(f"service: it ended before it listened at {path}; {log} says: {_last_line(log, begun)}")
+        if time.monotonic() > give_up:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.ended(within_ms=None)
+            raise UnavailableError(f"service: it did not listen at {path} for {_START_PATIENCE_S} s; see {log}")
+    logger.info(
+        "kvhoist: started a service, process %d, at %s; its log is %s, the address of its figures in %s",
+        process.pid, path, log, settings.targets(),
+    )  # fmt: skip
+    # It outlives this process. While this process lives, a thread logs the end of the service.
+    arguments = process, path, log, begun
+    try:
+        threading.Thread(target=_log_end, args=arguments, name="kvhoist-service", daemon=True).start()
+    except RuntimeError as error:
+        process.pipe.close()
+        logger.warning("kvhoist: the end of the service will not be logged: %s", error)
+
+
+def _spawn(command: list[str], output: IO[bytes], why: Callable[[], str]) -> _Process:
+    """Starts a process that is no descendant of this one. `why` says what was written to `output`."""
+    advice = "raise `ulimit -u`, or the container's limit of processes, if that is reached"
+    try:
+        starter = subprocess.Popen(
+            [sys.executable, "-S", "-c", _STARTER, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=output, start_new_session=True, cwd="/", env=_environment(),
+        )  # fmt: skip
+    except OSError as error:
+        raise UnavailableError(f"service: its process could not be started: {error}; {advice}") from error
+    assert starter.stdout is not None
+    pid = starter.stdout.readline().strip()
+    status = starter.wait()
+    if not pid:
+        starter.stdout.close()
+        found = f"status {status} of the process that starts it, which says: {why()}"
+        raise UnavailableError(f"service: its process could not be started: {found}; {advice}")
+    return _Process(int(pid), starter.stdout)
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a service."""
     environment = dict(os.environ)
     # The package is found where this process found it; the working directory differs.
     roots = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
-    with open(log, "ab") as output:
-        try:
-            service = subprocess.Popen(
-                settings.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                cwd="/", env=environment,
-            )  # fmt: skip
-        except OSError as error:
-            raise UnavailableError(
-                f"service: its process could not be started: {error}; raise `ulimit -u`, or the container's limit of "
-                "processes, if that is reached"
-            ) from error
-    give_up = time.monotonic() + _START_PATIENCE_S
-    while not listens(path):
-        status = service.poll()
-        if status is not None:
-            raise UnavailableError(f"service: it ended with status {status}; {log} says: {_last_line(log)}")
-        if time.monotonic() > give_up:
-            service.kill()
-            service.wait()
-            raise UnavailableError(f"service: it did not listen at {path} for {_START_PATIENCE_S} s; see {log}")
-        time.sleep(0.01)
-    logger.info(
-        "kvhoist: started a service, process %d, at %s; its log is %s, the address of its figures in %s",
-        service.pid, path, log, settings.targets(),
-    )  # fmt: skip
-    # It outlives this process. While this process lives, a thread logs the end of the service.
-    try:
-        threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
-    except RuntimeError as error:
-        logger.warning("kvhoist: the end of the service will not be logged: %s", error)
+    return environment
 
 
-def _reap(service: subprocess.Popen) -> None:
-    status = service.wait()
-    level = logging.WARNING if status else logging.INFO
-    logger.log(level, "kvhoist: the service, process %d, ended with status %d", service.pid, status)
+def _log_end(process: _Process, path: str, log: str, begun: int) -> None:
+    process.ended(within_ms=None)
+    process.pipe.close()
+    # A service that ends by itself, or is told to, removes its socket.
+    level = logging.WARNING if os.path.exists(path) and not listens(path) else logging.INFO
+    logger.log(level, "kvhoist: the service, process %d, ended; %s says: %s", process.pid, log, _last_line(log, begun))
 
 
-def _last_line(log: str) -> str:
+def _last_line(log: str, begun: int) -> str:
+    """The last line of a log that was `begun` bytes long when the service began."""
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            size = os.fstat(file.fileno()).st_size
+            # It may have been cut off since.
+            file.seek(max(0, size - 4096, begun if begun <= size else 0))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError as error:
         return str(error)
-    return next((line for line in reversed(lines) if line.strip()), "nothing")
+    nothing = "nothing, as of a process that was killed; where memory ran out, the kernel's log names it"
+    return next((line for line in reversed(lines) if line.strip()), nothing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import mmap
 import os
@@ -311,6 +312,62 @@ def test_of_many_that_start_a_service_one_wins(store_dir):
     with kvhoist.connect(path, space="a", block_bytes=BLOCK) as client:
         assert client.get(key(1)) == block(1)
     await_(lambda: not service_pids(store_dir), "the end of a service without clients")
+
+
+def descendants(pid):
+    """Processes below this one, as an engine finds those that it kills: by their parents."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def test_a_service_outlives_an_engine_that_kills_its_descendants(store_dir):
+    code = (
+        "import subprocess, sys\nif sys.argv[1:]:\n    subprocess.run([sys.executable, '-c', sys.argv[1]])\nelse:\n"
+        "    from kvhoist import service\n"
+        f"    print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s=1,"
+        " direct_io='prefer')), flush=True)\n    sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
+    engine = subprocess.Popen(
+        [sys.executable, "-c", code, code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    path = engine.stdout.readline().strip()
+    with kvhoist.connect(path, space="a", block_bytes=BLOCK) as client:
+        (pid,) = service_pids(store_dir)
+        ranks = descendants(engine.pid)
+        assert len(ranks) == 1 and pid not in ranks
+        for rank in [*ranks, engine.pid]:
+            os.kill(rank, signal.SIGKILL)
+        engine.communicate()
+        assert service.listens(path) and client.store([key(1)], [block(1)]) == [True]
+        assert os.getsid(pid) == pid, "the end of a terminal ends it too"
+    await_(lambda: not service_pids(store_dir), "the end of a service without clients")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_end_of_a_service_is_logged_with_what_it_said(store_dir, caplog, killed):
+    with caplog.at_level("INFO", logger="kvhoist"):
+        service.find_or_start(settings_of(store_dir, linger_s=600))
+        (pid,) = service_pids(store_dir)
+        os.kill(pid, signal.SIGKILL if killed else signal.SIGTERM)
+        await_(lambda: f"process {pid}, ended; " in caplog.text, "the log of its end")
+    (level,) = (record.levelname for record in caplog.records if "ended; " in record.getMessage())
+    assert level == ("WARNING" if killed else "INFO")
+    assert killed or "ended; " + str(store_dir) in caplog.text and "the service has ended" in caplog.text
+
+
+def test_a_service_that_is_killed_before_it_listens_says_nothing_of_another(store_dir, monkeypatch):
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(service.ServiceSettings, "command", lambda _settings: command)
+    (store_dir / "kvhoist-service.log").write_text("the service has ended\n")
+    with pytest.raises(kvhoist.UnavailableError, match="ended before it listened at .* says: nothing, as of a process"):
+        service.find_or_start(settings_of(store_dir))
 
 
 def test_a_service_that_cannot_start_says_why(store_dir):
