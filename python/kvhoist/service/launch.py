@@ -29,10 +29,18 @@ _START_PATIENCE_S = 120
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
 
-#: Starts the command of its arguments, with standard error as its output, writes the number of its process, and ends. So the
-#: process is no descendant of an engine, which kills all of those at its own end. It keeps the pipe open until it ends.
+#: The GPUs of one replica, of which the service serves all, and the socket where a service manager waits for the engine.
+_OF_ONE_PROCESS = ("CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET")
+
+#: Starts the command of its arguments, with standard error as its output, writes the number of its process, and ends.
+#: So the process is no descendant of an engine, which kills all of those at its own end. It keeps the pipe open until it
+#: ends. An engine binds ranks to processors near their GPUs; the service has all that the system lets it have.
 _STARTER = """\
 import os, sys
+try:
+    os.sched_setaffinity(0, range(8192))
+except OSError:
+    pass
 pid = os.fork()
 if pid:
     print(pid)
@@ -144,7 +152,8 @@ def _start(settings: ServiceSettings, path: str) -> None:
     give_up = time.monotonic() + _START_PATIENCE_S
     while not listens(path):
         if process.ended(within_ms=10):
-            raise UnavailableError(f"service: it ended before it listened at {path}; {log} says: {_last_line(log, begun)}")
+            said = f"{log} says: {_last_line(log, begun)}"
+            raise UnavailableError(f"service: it ended before it listened at {path}; {said}")
         if time.monotonic() > give_up:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -184,8 +193,10 @@ def _spawn(command: list[str], output: IO[bytes], why: Callable[[], str]) -> _Pr
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a service."""
+    """The environment of a service: this process's, without what is said to this process alone."""
     environment = dict(os.environ)
+    for name in _OF_ONE_PROCESS:
+        environment.pop(name, None)
     # The package is found where this process found it; the working directory differs.
     roots = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))

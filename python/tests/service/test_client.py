@@ -350,6 +350,23 @@ def test_a_service_outlives_an_engine_that_kills_its_descendants(store_dir):
     await_(lambda: not service_pids(store_dir), "the end of a service without clients")
 
 
+def test_a_service_has_all_gpus_and_processors_whatever_its_starter_has(store_dir, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(store_dir / "manager"))
+    monkeypatch.setenv("KVHOIST_TEST", "kept")
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        path = service.find_or_start(settings_of(store_dir, linger_s=1))
+    finally:
+        os.sched_setaffinity(0, processors)
+    with kvhoist.connect(path, space="a", block_bytes=BLOCK):
+        (pid,) = service_pids(store_dir)
+        assert os.sched_getaffinity(pid) >= processors
+        names = {one.partition(b"=")[0] for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+    assert b"KVHOIST_TEST" in names and not names & {b"CUDA_VISIBLE_DEVICES", b"NOTIFY_SOCKET"}
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_end_of_a_service_is_logged_with_what_it_said(store_dir, caplog, killed):
     with caplog.at_level("INFO", logger="kvhoist"):
