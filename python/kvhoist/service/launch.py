@@ -29,12 +29,12 @@ _START_PATIENCE_S = 120
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
 
-#: The GPUs of one replica, of which the service serves all, and the socket where a service manager waits for the engine.
+#: The GPUs of one replica, where the service serves all, and the socket where a service manager waits for the engine.
 _OF_ONE_PROCESS = ("CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET")
 
 #: Starts the command of its arguments, with standard error as its output, writes the number of its process, and ends.
-#: So the process is no descendant of an engine, which kills all of those at its own end. It keeps the pipe open until it
-#: ends. An engine binds ranks to processors near their GPUs; the service has all that the system lets it have.
+#: So the process is no descendant of an engine, which kills all of those at its own end. It keeps the pipe open until
+#: it ends. An engine binds ranks to processors near their GPUs; the service has all that the system lets it have.
 _STARTER = """\
 import os, sys
 try:
@@ -101,10 +101,13 @@ class ServiceSettings:
 
 
 def listens(path: str) -> bool:
-    """Whether a service listens there."""
+    """Whether a service listens there. Waits for none: one that accepts no connections at present listens too."""
     with socket.socket(socket.AF_UNIX) as stream:
+        stream.setblocking(False)
         try:
             stream.connect(path)
+        except BlockingIOError:
+            return True
         except OSError:
             return False
     return True

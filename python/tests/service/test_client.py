@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -365,6 +366,26 @@ def test_a_service_has_all_gpus_and_processors_whatever_its_starter_has(store_di
         assert os.sched_getaffinity(pid) >= processors
         names = {one.partition(b"=")[0] for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
     assert b"KVHOIST_TEST" in names and not names & {b"CUDA_VISIBLE_DEVICES", b"NOTIFY_SOCKET"}
+
+
+def test_a_service_that_accepts_nothing_listens(tmp_path):
+    path = str(tmp_path / "s")
+    assert not service.listens(path)
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(path)
+        assert not service.listens(path)
+        listener.listen(0)
+        with pytest.raises(BlockingIOError):
+            while True:
+                client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(path)
+        # A thread: without a bound it would wait for ever.
+        found = []
+        threading.Thread(target=lambda: found.append(service.listens(path)), daemon=True).start()
+        await_(lambda: found, "an answer")
+        assert found == [True]
+    assert not service.listens(path)
 
 
 @pytest.mark.parametrize("killed", [False, True])
