@@ -24,6 +24,13 @@ def has_long_rope(config: Any) -> bool:
     )
 
 
+def is_without_long_rope(model: str) -> bool:
+    """Whether a model's configuration was found, and says that it has no LongRoPE. Of a model that is loaded at a
+    commit, from another hub or from another format, none is found."""
+    config = configuration_of(model)
+    return isinstance(config, dict) and not has_long_rope(config)
+
+
 def configuration_of(model: str) -> Any:
     """The `config.json` of a model's folder, or the one that was downloaded for its name; `None` where there is neither."""
     path: Any = os.path.join(model, "config.json")

@@ -9,7 +9,6 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,8 +49,9 @@ _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PE
 #: True while a connector is made that reports failed loads.
 reports_failures: ContextVar[bool] = ContextVar("reports_failures", default=False)
 
-#: What the engine's configuration says of the weights beside the model's name, while a connector is made.
-engine_weights: ContextVar[Mapping[str, Any]] = ContextVar("engine_weights", default=MappingProxyType({}))
+#: What the engine's configuration says of the weights beside the model's name, while a connector is made. `None` where
+#: the connector is not kvhoist's.
+engine_weights: ContextVar[Mapping[str, Any] | None] = ContextVar("engine_weights", default=None)
 
 #: Whether vLLM takes failed requests. Before, it took failed blocks, of models with one KV cache group.
 TAKES_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")

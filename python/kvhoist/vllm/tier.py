@@ -45,7 +45,7 @@ from .._values import config_error, warn_of_keywords  # noqa: E402
 from .chunks import ChunkStore  # noqa: E402
 from .figures import Figures, metric_definitions  # noqa: E402
 from .hints import give_hint  # noqa: E402
-from .long_rope import configuration_of, has_long_rope  # noqa: E402
+from .long_rope import is_without_long_rope  # noqa: E402
 from .prefix import Prefix, positions  # noqa: E402
 from .shared_chunks import SharedChunkStore  # noqa: E402
 
@@ -283,7 +283,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
     """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
     `chunk` is what an adapter knows of a chunk's bytes: format and size. `weights` is what it knows of the weights
-    beside the model's name.
+    beside the model's name, the longest request included where that decides them; `None` where it knows nothing.
     """
     config = spec.config
     # In the direct layout a chunk has the bytes of each worker tensor by tensor, whose order changes with the number of
@@ -293,7 +293,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=agnostic
     )
     longest = getattr(config.model, "max_model_len", 0)
-    if not (longest and has_long_rope(configuration_of(config.model.name))):
+    if longest and (weights is not None or is_without_long_rope(config.model.name)):
         longest = None
     identity = {
         **chunk,
@@ -302,7 +302,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
         "kv_cache_layout": _kv_cache_layout(config),
         "revision": revision,
         **mapper.fields,
-        # Where the rope's factors depend on it.
+        # Where the rope's factors depend on it, or may do so.
         **({"max_model_len": longest} if longest else {}),
         **({"weights": dict(weights)} if weights else {}),
     }

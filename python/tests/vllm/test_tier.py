@@ -328,8 +328,16 @@ def test_a_longer_request_has_a_store_of_its_own_where_it_decides_the_rope(store
                 found.append(engine.resolve(engine.request(keys), keys))
                 stored(engine, "a", 2)
         assert found == (["MM", "MM", "HH"] if depends and told else ["MM", "HH", "HH"]), name
-    with Engine([tier_config(tiers)], model="meta/nowhere", longest=4096) as engine:
-        assert engine.resolve(engine.request(keys), keys) == "MM"
+    # Where no configuration is found, it may decide that.
+    (store_dir / "list").mkdir()
+    (store_dir / "list" / "config.json").write_text("[]")
+    for name in ("meta/nowhere", str(store_dir), str(store_dir / "list")):
+        found = []
+        for longest in (4096, 8192, 4096):
+            with Engine([tier_config(tiers)], model=name, longest=longest) as engine:
+                found.append(engine.resolve(engine.request(keys), keys))
+                stored(engine, "a", 2)
+        assert found == (["MM", "MM", "HH"] if told else ["MM", "HH", "HH"]), name
 
 
 def test_a_store_belongs_to_one_engine(store_dir):
