@@ -101,6 +101,8 @@ def _weights(vllm_config: Any) -> dict[str, Any]:
     for name in _STATES_ARGS:
         value = getattr(cache_config, name, "auto")
         found[name] = None if value == "auto" else str(value)
+    # Layers whose blocks have the model's dtype beside a cache of another: in any order, some of them twice.
+    found["kv_cache_dtype_skip_layers"] = sorted(set(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ()))
     if cache_config.cache_dtype != "auto":
         # The cache's own dtype is in the identity, and not the model's, whose numbers are converted to it.
         found["dtype"] = str(model_config.dtype)

@@ -69,6 +69,10 @@ def test_engines_with_other_dtypes_or_factors_of_a_rope_share_nothing(store_dir)
             ({"cache_dtype": "fp8"}, {"dtype": torch.float16}, False),
             ({"mamba_cache_dtype": "float16"}, {}, False),
             ({"mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "float32"}, {}, False),
+            ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "1"]}, {"dtype": torch.bfloat16}, False),
+            ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]}, {"dtype": torch.bfloat16}, False),
+            ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["2", "0", "2"]}, {"dtype": torch.bfloat16}, True),
+            ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": []}, {"dtype": torch.bfloat16}, True),
             ({}, {"hf_config": rope, "max_model_len": 4096}, False),
             ({}, {"hf_config": rope, "max_model_len": 8192}, False),
             # Of other models the longest request changes no value.
