@@ -29,8 +29,10 @@ def tier_settings(given: Mapping[str, Any]) -> StoreSettings:
             raise config_error(name, given[name], f"nothing: {why}")
     if "service" not in given and not os.environ.get("KVHOIST_SERVICE"):
         given["service"] = "off"
-    in_environment = os.environ.get("KVHOIST_HOST_BYTES") or os.environ.get("KVHOIST_KEEP_IN_HOST")
-    if not {"host_bytes", "keep_in_host"} & given.keys() and not in_environment:
+    said = "host_bytes" in given or os.environ.get("KVHOIST_HOST_BYTES")
+    # A size, or `true` for a tier of host memory.
+    kept = given.get("keep_in_host", os.environ.get("KVHOIST_KEEP_IN_HOST") or False)
+    if not said and kept in (False, "false"):
         policy = given.get("write_policy") or os.environ.get("KVHOIST_WRITE_POLICY") or "write_through"
         given["host_bytes"] = STRAIGHT_HOST_BYTES if policy == "write_through" else DEFAULT_HOST_BYTES
     config = StoreSettings.load(given)

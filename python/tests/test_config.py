@@ -156,7 +156,19 @@ def test_what_is_given_overrules_what_the_environment_says_in_another_way(monkey
         loaded({"capacity": 7, "host_bytes": "4MiB"}, KEEP_IN_HOST="ture")
     # The default of a tier is nobody's word.
     monkeypatch.setenv("KVHOIST_KEEP_IN_HOST", "16MiB")
-    assert tier_settings({"path": "/a", "capacity": 7, "service": "auto"}).host_bytes == 16 << 20
+    given = {"path": "/a", "capacity": 7, "service": "auto"}
+    assert tier_settings(given).host_bytes == 16 << 20
+    # What is not kept needs no more memory than where nothing is said.
+    monkeypatch.delenv("KVHOIST_KEEP_IN_HOST")
+    least = tier_settings(given).host_bytes
+    for no in ({"keep_in_host": False}, {"keep_in_host": "false"}):
+        assert tier_settings({**given, **no}).host_bytes == least
+    monkeypatch.setenv("KVHOIST_KEEP_IN_HOST", "false")
+    assert tier_settings(given).host_bytes == least
+    assert tier_settings({**given, "keep_in_host": True}).host_bytes == 1 << 30
+    monkeypatch.setenv("KVHOIST_KEEP_IN_HOST", "true")
+    assert tier_settings(given).host_bytes == 1 << 30
+    assert tier_settings({**given, "keep_in_host": False}).host_bytes == least
 
 
 def test_pipelines_that_are_split_at_other_layers_have_stores_of_their_own(monkeypatch):
