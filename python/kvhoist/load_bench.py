@@ -201,12 +201,14 @@ def timed(loader: str, paths: list[str], device: str) -> tuple[float, float, Ten
 
 def reference(paths: list[str], device: str) -> Tensors:
     """The tensors by the safetensors library: on the device where it has room for them twice, which compares faster.
-    Raises ArgumentError for files that it does not load."""
+    Raises ArgumentError for files that it does not load, and what says that memory or a drive failed as it is."""
     import torch
 
     has_room = device == "cpu" or torch.cuda.mem_get_info(device)[0] > 3 * sum(map(os.path.getsize, paths))
     try:
         return _by_safetensors(paths, device if has_room else "cpu")
+    except (torch.OutOfMemoryError, MemoryError, OSError):
+        raise
     except Exception as error:
         found = f"found what the safetensors library does not load ({type(error).__name__}: {error})"
         raise ArgumentError(f"FILES: {found}, expected checkpoints in its format") from error
@@ -373,6 +375,10 @@ def run(arguments: list[str]) -> int:
         first_ms = first_tensor_ms(paths, device)
     except (Error, OSError, RuntimeError) as error:  # The last of torch: a device without room.
         print(f"kvhoist: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        found = f"found no host memory for the files ({str(error) or 'MemoryError'})"
+        print(f"kvhoist: {found}, expected room for them twice; give fewer FILES", file=sys.stderr)
         return 2
     if options.json:
         loaders = [row.__dict__ for row in rows]

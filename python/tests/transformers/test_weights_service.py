@@ -124,6 +124,25 @@ def test_what_the_command_cannot_measure_is_an_error(checkpoint, capsys):
     assert said.startswith("kvhoist: FILES: found what the safetensors library does not load (") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "kvhoist: CUDA out of memory"),
+        (OSError(5, "Input/output error"), "kvhoist: [Errno 5] Input/output error"),
+        (MemoryError(), "kvhoist: found no host memory for the files (MemoryError), expected room"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_machine_that_fails_is_no_fault_of_the_files(checkpoint, capsys, monkeypatch, error, said):
+    def fails(paths, device):
+        raise error
+
+    monkeypatch.setattr(load_bench, "_by_safetensors", fails)
+    assert load_bench.run([os.fspath(checkpoint[0]), "--device", "cpu", "--rounds", "1"]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(said) and "library does not load" not in found and found.count("\n") == 1
+
+
 @pytest.mark.parametrize("arguments, status", [(["--help"], 0), (["file"], 2)])
 def test_the_command_without_torch(arguments, status):
     script = (
