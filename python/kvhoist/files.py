@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import math
 import os
 import sys
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Sequence
 
 from . import _native
@@ -34,6 +34,9 @@ from .errors import ArgumentError, Error
 __all__ = ["File", "Result", "Service", "open", "read_many", "read_many_async", "write", "write_async"]
 
 logger = logging.getLogger(__name__)
+
+#: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver.
+_DEVICE_ORDINAL = 9
 
 #: Called about ten times a second with the bytes that have arrived, and all.
 Progress = Callable[[int, int], None]
@@ -172,16 +175,22 @@ def _cuda_place(memory: Any, cuda: dict[str, Any], writable: bool) -> Place:
 
 
 def _ordinal(address: int) -> int:
-    """The ordinal of the CUDA device that has this memory: a view by torch is a copy elsewhere on the others."""
-    import torch
+    """The ordinal of the CUDA device that has this memory. The driver says it without a context of any device; torch
+    would make one on each that it is asked about."""
+    ordinal = ctypes.c_int(-1)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        status = driver.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+    except (OSError, AttributeError) as error:
+        status = error
+    if status != 0:
+        found = f"found address {address:#x} (the driver: {status})"
+        raise ArgumentError(f"memory: {found}, expected one of a CUDA device")
+    if ordinal.value < 0:  # Of no device in particular.
+        import torch
 
-    byte = SimpleNamespace(
-        __cuda_array_interface__={"shape": (1,), "typestr": "|u1", "data": (address, False), "version": 2}
-    )
-    for device in range(torch.cuda.device_count()):
-        if torch.as_tensor(byte, device=f"cuda:{device}").data_ptr() == address:
-            return device
-    raise ArgumentError(f"memory: found address {address:#x}, expected one of a CUDA device")
+        return torch.cuda.current_device()
+    return ordinal.value
 
 
 class File:

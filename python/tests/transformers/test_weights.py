@@ -326,13 +326,26 @@ def test_an_array_s_own_stream_is_waited_for(monkeypatch):
     tensor, waited = torch.zeros(5, dtype=torch.int16), []
     array = OnDevice(tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    owners = {tensor.data_ptr(): 1}
+
+    def attribute(ordinal, which, address):
+        if which != 9 or address.value not in owners:
+            return 1
+        ordinal._obj.value = owners[address.value]
+        return 0
+
+    # The driver knows whose memory it is. A view by torch would make a context on each device that it is tried on.
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda name: SimpleNamespace(cuPointerGetAttribute=attribute))
+    monkeypatch.setattr(torch, "as_tensor", lambda _, device: pytest.fail(f"a context on {device}"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    # A view on the device that has the memory, a copy on the others.
-    there = SimpleNamespace(data_ptr=tensor.data_ptr)
-    elsewhere = SimpleNamespace(data_ptr=lambda: 64)
-    monkeypatch.setattr(torch, "as_tensor", lambda _, device: there if device == "cuda:1" else elsewhere)
     place = files.place_of(array, writable=True)
     assert (place.address, place.nbytes, place.device, waited) == (tensor.data_ptr(), 10, 1, [1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    owners[tensor.data_ptr()] = -2
+    assert files.place_of(array, writable=True).device == waited.pop() == 2
+    del owners[tensor.data_ptr()]
+    with pytest.raises(ArgumentError, match=r"the driver: 1\), expected one of a CUDA device"):
+        files.place_of(array, writable=True)
     # By DLPack the producer does it.
     asked = []
     array.__class__ = type("Both", (OnDevice,), {"__dlpack__": lambda self, **more: asked.append(more) or tensor.__dlpack__()})
