@@ -447,7 +447,7 @@ def test_a_service_whose_folder_was_deleted_ends_and_leaves_its_successor_alone(
         shutil.rmtree(first)
     else:
         for file in first.iterdir():
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
+            shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
     # At once, before the other has seen it.
     os.kill(old, signal.SIGSTOP)
     assert service.find_or_start(settings_of(first, linger_s=600)) == path
