@@ -165,6 +165,8 @@ impl Shared {
     /// Counts a lost block of a path. `quarantined` slots there are now, which may be too many for the disk tier;
     /// `None` if its slot is free again, as an earlier run wrote the block.
     fn note_lost(self: &Arc<Self>, (file, of_path): (FileId, u32), slot: u32, fault: Fault, quarantined: Option<u32>) {
+        // Before the log, whose subscriber may panic.
+        self.metrics.quarantined.add(quarantined.is_some().into());
         let why = match quarantined {
             Some(_) => fault.text(),
             None => "wrong when first read: a kill or a power cut ended its store, or the drive lost it since",
@@ -183,7 +185,6 @@ impl Shared {
             tracing::debug!(slot, why, quarantined = quarantined.is_some(), "a block on disk was given up");
         }
         let Some(count) = quarantined else { return };
-        self.metrics.quarantined.add(1);
         let limit = self.config.disk.quarantine_max;
         if count > limit {
             self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));

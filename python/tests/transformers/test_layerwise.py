@@ -93,15 +93,19 @@ def test_a_prefix_larger_than_host_memory_leaves_room_for_what_is_read(store_dir
             assert torch.equal(model(ids[:, 384:], past_key_values=past).logits, computed(model, ids, 384))
 
 
-def test_a_block_that_is_damaged_on_the_drive_raises_once_and_is_computed_again(store_dir, parts):
-    model, ids = tiny.model("llama"), tiny.prompt(100)
-    with opened(model, store_dir) as prefixes:
-        answer(model, prefixes, ids)
-    # The last page of payload in the file belongs to a block of the prefix.
+def damage_last_page(store_dir):
+    """Of payload in the file: it belongs to a block of the prefix."""
     (path,) = blocks(store_dir)
     data = path.read_bytes()
     last = max(at for at in range(0, len(data) - 4096, 4096) if any(data[at : at + 4096]))
     path.write_bytes(data[: last + 5] + bytes([data[last + 5] ^ 1]) + data[last + 6 :])
+
+
+def test_a_block_that_is_damaged_on_the_drive_raises_once_and_is_computed_again(store_dir, parts):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+    damage_last_page(store_dir)
     with opened(model, store_dir) as prefixes:
         past = prefixes(ids, layerwise=True)
         assert past.prefix_length == 96
@@ -119,10 +123,7 @@ def test_a_block_that_did_not_arrive_is_reported_however_the_layers_are_called(s
     model, ids = tiny.model("llama"), tiny.prompt(100)
     with opened(model, store_dir) as prefixes:
         answer(model, prefixes, ids)
-    (path,) = blocks(store_dir)
-    data = path.read_bytes()
-    last = max(at for at in range(0, len(data) - 4096, 4096) if any(data[at : at + 4096]))
-    path.write_bytes(data[: last + 5] + bytes([data[last + 5] ^ 1]) + data[last + 6 :])
+    damage_last_page(store_dir)
     if how == "stream":
         # Nobody knows before the end.
         monkeypatch.setattr(Arriving, "_wait", lambda self, at: None)

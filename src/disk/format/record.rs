@@ -221,6 +221,15 @@ mod tests {
     }
 
     #[test]
+    fn a_flag_of_earlier_versions_is_passed_over() {
+        let mut bytes = SEAL.encode_unsealed(1, &sample());
+        bytes[0] |= 16;
+        seal(&mut bytes);
+        assert_eq!(SEAL.decode(1, 4096, &bytes), Ok(Some(sample())));
+        assert_eq!(SEAL.encode(1, &sample())[0], 3, "and not written");
+    }
+
+    #[test]
     fn every_single_bit_flip_is_detected() {
         let good = SEAL.encode(1, &sample());
         for bit in 0..RECORD_BYTES * 8 {
