@@ -44,7 +44,8 @@ impl Cache {
     ///
     /// A block already in host memory is returned at the first poll, unless other threads use the cache at that very
     /// moment: then one of them may look it up, and wake the caller. One from disk has been verified against its
-    /// checksum. However many callers want a block, it is read once.
+    /// checksum. However many callers want a block, it is read once. A block of the remote tier that does not arrive
+    /// within [`Config::deadline_ms`] is a miss.
     ///
     /// # Errors
     /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up, unless the machine
