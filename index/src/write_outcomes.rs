@@ -4,6 +4,8 @@ use super::{entry::USES_MAX, ghosts::Ghosts};
 
 /// Weight of the rate of all depths in the rate of a class, in outcomes.
 const PRIOR: f64 = 8.0;
+/// Decisions that are closed at once: a microsecond or two.
+const JUDGED_AT_ONCE: usize = 64;
 /// Classes of depth: one a power of two.
 const DEPTHS: usize = 16;
 
@@ -114,9 +116,13 @@ impl WriteValues {
         }
     }
 
-    /// The disk tier has evicted all blocks that were last used before `floor`.
+    /// The disk tier has evicted all blocks that were last used before `floor`. Closes no more than some decisions: a
+    /// call follows for each decision that is made.
     pub(super) fn judge_before(&mut self, floor: u32) {
-        while self.judged < self.count {
+        for _ in 0..JUDGED_AT_ONCE {
+            if self.judged == self.count {
+                break;
+            }
             let place = (self.judged % self.decided.room() as u64) as usize;
             if self.decided.at(place).is_some_and(|ghost| (ghost.at.wrapping_sub(floor)).cast_signed() >= 0) {
                 break;

@@ -56,8 +56,11 @@ impl Index {
     /// # Panics
     /// Unless [`value_writes`](Self::value_writes) was called.
     pub fn worth(&mut self, id: EntryId, full: bool) -> Worth {
-        // The last use of the disk tier's next victim.
-        let floor = if full { self.victim(Tier::Disk).map(|victim| self.last_use(victim) as u32) } else { None };
+        // The last use of what the policy would evict from the disk tier next: a hint tells nothing of how long it
+        // keeps blocks.
+        let Index { entries, policies, .. } = self;
+        let next = if full { policies[Tier::Disk as usize].victim(entries, Tier::Disk) } else { None };
+        let floor = next.map(|victim| self.last_use(victim) as u32);
         let depth = self.depth_class(id);
         let uses = self.entry(id).used().uses;
         let values = self.values.as_mut().expect("writes are valued");
@@ -181,6 +184,24 @@ mod tests {
         let (once, again) = (index.worth(once, false), index.worth(ids[0], false));
         assert!(!once.again && !once.is_enough, "{once:?}");
         assert!(again.again && again.is_enough && again.probability > 0.9, "{again:?}");
+    }
+
+    /// Blocks that a caller releases are the next victims, and were used a moment ago.
+    #[test]
+    fn a_release_closes_no_decision() {
+        let (mut index, ids) = chain(16, 0..1, None);
+        let kept = ids[0];
+        assert!(index.begin_fill(kept, Tier::Disk) && index.complete_fill(kept, Tier::Disk, 0));
+        let open = store(&mut index, 1..2, None)[0];
+        index.decided(open);
+        let done = store(&mut index, 2..3, None)[0];
+        assert!(index.begin_fill(done, Tier::Disk) && index.complete_fill(done, Tier::Disk, 1));
+        index.touch(done);
+        assert_eq!(index.release(&[key(2)], 0), 1);
+        assert_eq!(index.victim(Tier::Disk), Some(done));
+        assert_eq!(index.worth(open, true).probability, 1.0, "its decision is open");
+        index.touch(kept);
+        assert!(index.worth(open, true).probability < 1.0, "the disk tier would have evicted it");
     }
 
     #[test]
