@@ -26,16 +26,19 @@ const EXPIRED_AT_ONCE: usize = 64;
 const TAKEN_BACK_AT_ONCE: usize = 64;
 
 impl Index {
-    /// Releases the chain of `keys`, in prefix order. Returns how many blocks are released now.
-    pub fn release(&mut self, keys: &[BlockKey]) -> usize {
-        let steps = (0..keys.len()).rev().map_while(|at| self.release_at(keys, at));
+    /// Releases the chain of `keys`, in prefix order, at the time `now`. Returns how many blocks are released now.
+    pub fn release(&mut self, keys: &[BlockKey], now: u64) -> usize {
+        let steps = (0..keys.len()).rev().map_while(|at| self.release_at(keys, at, now));
         steps.filter(|released| *released).count()
     }
 
     /// One step of [`release`](Self::release), made for the last key first. Returns whether the block of key `at` is
     /// released now; `None` at the first block that is part of another chain too, or is kept: the rest is not over.
-    pub fn release_at(&mut self, keys: &[BlockKey], at: usize) -> Option<bool> {
+    pub fn release_at(&mut self, keys: &[BlockKey], at: usize, now: u64) -> Option<bool> {
         let Some(id) = self.find(&keys[at]) else { return Some(false) };
+        if self.kept.until(id.0).is_some_and(|until| until <= now) {
+            self.end_keeping(id);
+        }
         let entry = self.entry(id);
         let next = keys.get(at + 1).and_then(|key| self.find(key)).map(|next| self.entry(next));
         let next = next.filter(|next| next.parent == id.0 && next.is_released());
@@ -116,10 +119,13 @@ impl Index {
     pub fn expire(&mut self, now: u64) {
         for _ in 0..EXPIRED_AT_ONCE {
             let Some(&(_, id)) = self.kept.by_time.first().filter(|(until, _)| *until <= now) else { return };
-            let id = EntryId(id);
-            self.kept.forget(id.0);
-            self.set_kept(id, false);
+            self.end_keeping(EntryId(id));
         }
+    }
+
+    fn end_keeping(&mut self, id: EntryId) {
+        self.kept.forget(id.0);
+        self.set_kept(id, false);
     }
 
     /// Takes back the release of a block and of its ancestors.
@@ -260,7 +266,7 @@ mod tests {
         let ids: Vec<_> = (0..LONG).map(|n| put(&mut index, n, n.checked_sub(1), tier(n))).collect();
         let others: Vec<_> = (LONG..LONG + 20).map(|n| put(&mut index, n, None, Tier::Host)).collect();
         let keys: Vec<_> = (0..LONG).map(key).collect();
-        assert_eq!(index.release(&keys), LONG as usize);
+        assert_eq!(index.release(&keys, 0), LONG as usize);
         let marked = |index: &Index| ids.iter().filter(|id| index.entry(**id).is_released()).count();
         index.touch(ids[LONG as usize - 1]);
         assert_eq!(marked(&index), LONG as usize - TAKEN_BACK_AT_ONCE, "a use takes a bounded number of steps");
@@ -286,7 +292,7 @@ mod tests {
         let ids: Vec<_> = (0..LONG).map(|n| put(&mut index, n, n.checked_sub(1), Tier::Host)).collect();
         let keys: Vec<_> = (0..LONG).map(key).collect();
         for _ in 0..100 {
-            index.release(&keys);
+            index.release(&keys, 0);
             assert!(index.is_released(ids[0]), "the last use of it is over");
             index.touch(ids[LONG as usize - 1]);
             assert!(!index.is_released(ids[0]) && index.taking_back.len() == 1);

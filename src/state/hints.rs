@@ -12,8 +12,7 @@ impl Shared {
     /// Releases the first `count` blocks of a chain, whose other blocks are released already. Returns how many are
     /// released now; 0 once the cache is closed.
     pub(crate) fn release(self: &Arc<Self>, keys: &[BlockKey], count: usize) -> usize {
-        let mut released = 0;
-        let mut left = count;
+        let (mut released, mut left, now) = (0, count, self.now_ms());
         while left > 0 {
             let mut state = self.lock();
             if state.check_open().is_err() {
@@ -21,7 +20,7 @@ impl Shared {
             }
             let first = left.saturating_sub(MARKED_UNDER_ONE_LOCK);
             for at in (first..left).rev() {
-                let Some(is_released) = state.index.release_at(keys, at) else {
+                let Some(is_released) = state.index.release_at(keys, at, now) else {
                     drop(state);
                     self.metrics.released.add(released as u64);
                     return released;

@@ -169,6 +169,7 @@ fn what_is_kept_no_longer_goes_like_all_others_and_what_nothing_else_can_replace
         let [over, kept] = [chain([1]), chain([2])];
         [&over, &kept].into_iter().for_each(|chain| store(&cache, chain));
         assert_eq!([cache.keep(&over, Duration::ZERO), cache.keep(&kept, LONG)], [1, 1]);
+        assert_eq!([cache.release(&over), cache.release(&kept)], [1, 0], "its time was up at once");
         scan(&cache, 20);
         assert_eq!((cache.match_len(&over), cache.match_len(&kept)), (0, 1), "its time was up at once");
         // Everything else is held.

@@ -88,7 +88,7 @@ fn hint_step(hint: u64, n: u64, is_resident: bool, rng: &mut Rng, index: &mut In
         9 => {
             let chain = chain_to(n);
             let keys: Vec<_> = chain.iter().copied().map(key).collect();
-            assert_eq!(index.release(&keys), model.release(&chain), "the chain to {n}");
+            assert_eq!(index.release(&keys, model.now), model.release(&chain), "the chain to {n}");
         }
         10 if is_resident => {
             let until = model.now + rng.below(20);

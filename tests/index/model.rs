@@ -175,7 +175,8 @@ impl Model {
         for (at, &n) in keys.iter().enumerate().rev() {
             let next = keys.get(at + 1).filter(|next| self.known.get(next).is_some_and(|next| next.released));
             let others = self.children_anywhere(n).into_iter().any(|child| Some(&child) != next);
-            let Some(known) = self.known.get(&n) else { continue };
+            let Some(known) = self.known.get_mut(&n) else { continue };
+            known.kept.take_if(|until| *until <= self.now);
             if known.forked || known.kept.is_some() || others {
                 break;
             }

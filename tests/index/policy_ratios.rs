@@ -120,7 +120,7 @@ fn released(trace: &[Vec<BlockKey>], slots: usize, policy: Policy) -> f64 {
     for (chain, lasting) in trace.iter().zip(lasting(trace)) {
         tier.request(chain);
         // The whole chain is named where all of it is over, its end where a beginning is asked for again.
-        tier.index.release(&chain[lasting..]);
+        tier.index.release(&chain[lasting..], 0);
     }
     tier.index.validate().unwrap_or_else(|what| panic!("{what}"));
     tier.ratio()[0]

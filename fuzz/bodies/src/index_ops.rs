@@ -139,7 +139,7 @@ impl Pair {
     fn release(&mut self, from: u8, len: u8) {
         let keys: Vec<BlockKey> = (from..from.saturating_add(len % KEYS)).map(|key| block_key(key % KEYS)).collect();
         let before: BTreeSet<usize> = self.model.released().collect();
-        let released = self.index.release(&keys);
+        let released = self.index.release(&keys, self.now);
         self.marks();
         let named = |at: &usize| keys.contains(&block_key(self.model.entity(*at).key));
         let after: BTreeSet<usize> = self.model.released().collect();
