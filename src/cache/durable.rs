@@ -20,7 +20,10 @@ impl Cache {
     ///
     /// The copies of a remote store stay there, for other nodes. A block of which this cache knows one it offers from
     /// there no more, until it has written the block anew or was opened anew: that holds for the last half a million of
-    /// removals. Where it knows none it offers what it learns of later.
+    /// removals. An object is never overwritten: where the store has one that begins with the block, a write of the
+    /// block, stored anew, offers it again only if that object has the same bytes, and else counts as
+    /// [`Stats::remote_unsent`](crate::Stats::remote_unsent). Where the cache knows no copy it offers what it learns of
+    /// later.
     ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block

@@ -19,7 +19,7 @@ use crate::{
     config::RemotePolicy,
     device::CopyEngine,
     io::Storage,
-    remote::{Created, Object, Remote, RemoteError},
+    remote::{Created, Remote, RemoteError},
     shield::caught,
     state::{Class, Pin},
 };
@@ -123,8 +123,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         runs(&parents, remote.blocks_of_object())
     }
 
-    /// Writes an object of these blocks, those that are still there; false if there is none, another node has written
-    /// it, or it is not known then: whoever looks for blocks to be written would find these again.
+    /// Writes an object of these blocks, those that are still there; false if there is none, or the first is not
+    /// offered then: whoever looks for blocks to be written would find these again.
     async fn upload(
         self: &Rc<Self>,
         remote: &Remote,
@@ -138,34 +138,46 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let blocks = self.blocks_of_run(run, slots.is_some()).await;
         self.shared.metrics.remote_unsent.add((run.len() - blocks.len()) as u64);
         let Some((first, ..)) = blocks.first() else { return Ok(false) };
-        let (name, count) = (remote.space.name(first), blocks.len());
-        let parts = remote.space.encode(parent.as_ref(), blocks);
-        let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
+        let name = remote.space.name(first);
+        let stored: Vec<(BlockKey, u64)> = blocks.iter().map(|(key, checksum, _)| (*key, *checksum)).collect();
+        // What is known of the name, and not offered, would not be overwritten.
+        if !remote.knows(&name) {
+            let parts = remote.space.encode(parent.as_ref(), blocks);
+            if let Created::Now = self.create(remote, limits, &name, &parts).await? {
+                let bytes = parts.iter().map(|part| part.len() as u64).sum();
+                let table = remote.space.decode(&name, &parts[0], bytes)?;
+                self.shared.metrics.remote_writes.add(1);
+                stored.iter().for_each(|_| self.shared.metrics.moved(Route::HostToRemote, began.elapsed()));
+                let is_known = remote.enter_written(&name, table);
+                self.shared.metrics.remote_unlisted.add(u64::from(!is_known));
+                return Ok(is_known);
+            }
+            self.learn(remote, &name).await?;
+        }
+        let is_offered = remote.found_written(&name, &stored);
+        let unsent = if is_offered { 0 } else { stored.len() };
+        self.shared.metrics.remote_unsent.add(unsent as u64);
+        Ok(is_offered)
+    }
+
+    /// Creates an object of these parts.
+    async fn create(
+        &self,
+        remote: &Remote,
+        limits: &UploadLimits,
+        name: &str,
+        parts: &[Bytes],
+    ) -> Result<Created, RemoteError> {
+        let bytes = parts.iter().map(|part| part.len() as u64).sum();
         let create = || {
             // Also of what fails: it went over the network.
             limits.count(bytes, self.shared.config.remote.upload_bytes_per_s);
-            remote.store().create(&name, parts.clone())
+            remote.store().create(name, parts.to_vec())
         };
-        let created = self.in_time(repeated(remote, create)).await?;
-        let object = Object { name, bytes, modified: None };
-        let mut is_known = false;
-        match created {
-            Created::Now => {
-                let table = remote.space.decode(&object.name, &parts[0], bytes)?;
-                self.shared.metrics.remote_writes.add(1);
-                for _ in 0..count {
-                    self.shared.metrics.moved(Route::HostToRemote, began.elapsed());
-                }
-                is_known = remote.enter_written(&object.name, table);
-                self.shared.metrics.remote_unlisted.add(u64::from(!is_known));
-            }
-            // Another node's, whose length a listing tells.
-            Created::Already => self.learn(remote, &object.name).await?,
-        }
-        Ok(is_known)
+        self.in_time(repeated(remote, create)).await
     }
 
-    /// Enters an object that another node has written.
+    /// Enters an object that another node has written, or this node, to which the answer was lost.
     async fn learn(&self, remote: &Remote, name: &str) -> Result<(), RemoteError> {
         let page = self.in_time(repeated(remote, || remote.store().list(name, None))).await?;
         if let Some(object) = page.objects.iter().find(|object| object.name == name) {

@@ -34,6 +34,8 @@ pub(crate) struct Run {
     pub(crate) blocks: Box<[Known]>,
     /// The number of the latest listing that had it, or during which it was entered.
     pub(crate) seen: u64,
+    /// The block of its name was to be written, found it in the store, and is not offered all the same.
+    pub(crate) refuses_writes: bool,
 }
 
 /// A block to be read.
@@ -176,6 +178,38 @@ impl Presence {
         }
     }
 
+    /// Offers a block again, if it is at this place of an object's table with this checksum; whether it is offered.
+    pub(crate) fn offer(&mut self, name: &str, at: usize, key: &BlockKey, checksum: u64) -> bool {
+        if self.contains(key) {
+            return true;
+        }
+        let Some(object) = self.id_of(name) else { return false };
+        let Presence { objects, by_key, hasher, .. } = self;
+        let known = objects[object as usize].blocks.get(at);
+        if known.is_none_or(|known| known.key != *key || known.checksum != checksum) {
+            return false;
+        }
+        let (hash, place) = (hasher.hash(key), Place { object, at: at as u32 });
+        by_key[shard(hash)].insert_unique(hash, place, |place| hasher.hash(&key_of(objects, *place)));
+        true
+    }
+
+    /// Notes that the store has an object of this name, the first block of which is not offered. One that is not known
+    /// is entered without blocks, if there is room; the next listing that has it has its table read again.
+    pub(crate) fn refuse_writes(&mut self, name: &str, listing: u64) {
+        if let Some(id) = self.id_of(name) {
+            self.objects[id as usize].refuses_writes = true;
+            return;
+        }
+        let blocks = Box::default();
+        self.enter(Run { name: name.into(), parent: None, blocks, seen: listing, refuses_writes: true });
+    }
+
+    /// Whether a write of the block of this name would be in vain, as [`refuse_writes`](Self::refuse_writes) noted.
+    pub(crate) fn refuses_writes(&self, name: &str) -> bool {
+        self.id_of(name).is_some_and(|id| self.objects[id as usize].refuses_writes)
+    }
+
     /// Takes the blocks of an object out of the table by key.
     fn unlist(&mut self, id: u32) {
         let Presence { objects, by_key, hasher, .. } = self;
@@ -312,89 +346,4 @@ fn run_bytes(run: &Run) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const BLOCK: u64 = 10_000;
-
-    fn key(n: u64) -> BlockKey {
-        let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&n.to_le_bytes());
-        BlockKey::new(bytes)
-    }
-
-    /// An object of the blocks of these numbers.
-    fn run(name: &str, numbers: std::ops::Range<u64>) -> Run {
-        let first = numbers.start;
-        let known = |n: u64| Known { key: key(n), offset: 10 + (n - first) * BLOCK, checksum: n };
-        Run { name: name.into(), parent: first.checked_sub(1).map(key), blocks: numbers.map(known).collect(), seen: 1 }
-    }
-
-    fn presence() -> Presence {
-        Presence::new(KeyHasher::new(7), 1 << 30)
-    }
-
-    #[test]
-    fn blocks_that_follow_one_another_are_one_read_and_know_their_parents() {
-        let mut presence = presence();
-        assert!(presence.enter(run("a", 0..8)) && presence.enter(run("b", 8..16)));
-        let limits = |range_blocks, ranges, blocks| ReadLimits { range_blocks, ranges, blocks };
-        let plan = |keys: &[u64], limits| {
-            let (reads, unknown) = presence.plan(&keys.iter().map(|n| key(*n)).collect::<Vec<_>>(), limits);
-            let block = |block: &ReadBlock| (block.known.checksum, block.follows);
-            (reads.iter().map(|read| read.iter().map(block).collect()).collect::<Vec<Vec<_>>>(), unknown)
-        };
-        let (reads, unknown) = plan(&[2, 3, 4, 6, 8, 9, 99, 3], limits(10, 1, 10));
-        let expected = [vec![(2, false), (3, true), (4, true)], vec![(6, false)], vec![(8, false), (9, true)]];
-        assert_eq!((reads, unknown), (expected.to_vec(), vec![key(99)]));
-        let (reads, _) = presence.plan(&[key(2), key(8)], limits(10, 1, 10));
-        let of = |read: &[ReadBlock]| (read[0].object.to_string(), read[0].parent);
-        assert_eq!(of(&reads[0]), ("a".into(), Some(key(1))));
-        assert_eq!(of(&reads[1]), ("b".into(), Some(key(7))), "of another object");
-        let lengths = |keys: &[u64], limits| plan(keys, limits).0.iter().map(Vec::len).collect::<Vec<_>>();
-        let all: Vec<u64> = (0..8).collect();
-        assert_eq!(lengths(&all, limits(3, 1, 10)), [3, 3, 2], "no range is longer than that");
-        assert_eq!(lengths(&all, limits(3, 2, 10)), [6, 2], "two ranges in a read");
-        assert_eq!(lengths(&[0, 2, 4, 6, 8], limits(3, 10, 4)), [4, 1], "no read has more blocks than that");
-    }
-
-    #[test]
-    fn a_block_of_two_objects_is_there_until_both_are_gone() {
-        let mut presence = presence();
-        assert!(presence.enter(run("a", 0..3)) && presence.enter(run("b", 2..4)));
-        assert_eq!((presence.len(), presence.objects()), (5, 2));
-        presence.forget_object("a");
-        assert!(presence.contains(&key(2)) && !presence.contains(&key(1)));
-        assert!(presence.see("b", Some(2), 2) && !presence.see("a", Some(3), 2));
-        assert_eq!((presence.forget_unseen(2, 0), presence.objects()), (None, 1));
-        assert_eq!(presence.forget_unseen(3, 0), None);
-        assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
-        // Many are forgotten in several steps.
-        (0..5).for_each(|n| assert!(presence.enter(run(&n.to_string(), 100 * n..100 * n + 100))));
-        let steps = std::iter::successors(presence.forget_unseen(3, 0), |from| presence.forget_unseen(3, *from));
-        assert_eq!((steps.count(), presence.len()), (1, 0), "three objects, and then two");
-        // What is forgotten is not found, and does not come back while its object is known.
-        assert!(presence.enter(run("c", 0..3)));
-        presence.forget(&key(1));
-        assert!(presence.enter(run("c", 0..3)) && !presence.contains(&key(1)) && presence.contains(&key(2)));
-        presence.forget_object("c");
-        assert_eq!(presence.len(), 0);
-    }
-
-    #[test]
-    fn a_block_takes_few_bytes_and_the_map_no_more_than_it_may() {
-        for (blocks, objects, most) in [(64, 400u64, 75), (1, 4000, 400)] {
-            let mut presence = presence();
-            for n in 0..objects {
-                let name = format!("kvhoist1/{}/{}", key(0), key(n));
-                assert!(presence.enter(run(&name, n * blocks..(n + 1) * blocks)));
-            }
-            let each = presence.bytes() / presence.len();
-            println!("{blocks} blocks an object: {each} bytes a block");
-            assert!((48..most).contains(&each), "{each} bytes a block, {blocks} in an object");
-        }
-        let mut presence = Presence::new(KeyHasher::new(7), 64 << 10);
-        let entered = (0..1000).take_while(|n| presence.enter(run(&n.to_string(), n * 8..n * 8 + 8))).count();
-        assert!(entered > 50 && presence.bytes() <= 64 << 10, "{entered} objects, {} bytes", presence.bytes());
-    }
-}
+mod tests;

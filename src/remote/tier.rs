@@ -31,7 +31,7 @@ pub(crate) struct Remote {
     pub(crate) capabilities: Capabilities,
     pub(crate) space: Space,
     limits: Limits,
-    state: Mutex<TierState>,
+    pub(super) state: Mutex<TierState>,
     /// Wakes the task that brings blocks.
     pub(crate) wake: Notify,
     /// Wakes the task that writes blocks.
@@ -66,16 +66,16 @@ pub(crate) struct Figures {
     pub(crate) standing_down: Option<String>,
 }
 
-struct TierState {
-    presence: Presence,
+pub(super) struct TierState {
+    pub(super) presence: Presence,
     /// Blocks that are not offered, whichever object has them.
-    removed: Removed,
+    pub(super) removed: Removed,
     wanted: Wanted,
     health: Health,
-    uploads: Uploads,
-    is_closed: bool,
+    pub(super) uploads: Uploads,
+    pub(super) is_closed: bool,
     /// Listings that have begun.
-    listings: u64,
+    pub(super) listings: u64,
 }
 
 impl TierState {
@@ -97,10 +97,10 @@ impl TierState {
     }
 
     /// Enters an object, but offers none of its blocks that were removed; false if there is no room.
-    fn enter(&mut self, name: &str, Table { parent, blocks }: Table) -> bool {
+    pub(super) fn enter(&mut self, name: &str, Table { parent, blocks }: Table) -> bool {
         let TierState { presence, removed, listings: seen, .. } = self;
         let hidden: Vec<BlockKey> = blocks.iter().map(|block| block.key).filter(|key| removed.contains(key)).collect();
-        let is_known = presence.enter(Run { name: name.into(), parent, blocks, seen: *seen });
+        let is_known = presence.enter(Run { name: name.into(), parent, blocks, seen: *seen, refuses_writes: false });
         hidden.iter().for_each(|key| presence.forget(key));
         is_known
     }
@@ -299,17 +299,6 @@ impl Remote {
         self.state.lock().enter(name, table)
     }
 
-    /// Enters an object that this node has written: its blocks are offered, but for those that were removed meanwhile.
-    pub(crate) fn enter_written(&self, name: &str, table: Table) -> bool {
-        let mut state = self.state.lock();
-        let TierState { presence, removed, uploads, .. } = &mut *state;
-        let keys = table.blocks.iter().map(|block| &block.key);
-        keys.filter(|key| !uploads.is_removed(key)).for_each(|key| removed.forget(key));
-        // A listing may have entered it before.
-        presence.forget_object(name);
-        state.enter(name, table)
-    }
-
     /// Forgets those of some objects that the listing of this number does not have; where the next ones begin, if there
     /// are more.
     pub(crate) fn forget_unseen(&self, listing: u64, from: usize) -> Option<usize> {
@@ -349,37 +338,6 @@ impl Remote {
             presence.keys_of(shard).take(REMOVED_MIN / SHARDS).for_each(|key| removed.insert(&key));
         }
         self.state.lock().remove_all();
-    }
-
-    /// Queues blocks to be written; how many found no room.
-    pub(crate) fn queue_uploads(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
-        let mut state = self.state.lock();
-        let TierState { presence, uploads, is_closed, .. } = &mut *state;
-        if *is_closed {
-            return 0;
-        }
-        keys.filter(|key| !presence.contains(key) && !uploads.push(key)).count()
-    }
-
-    /// The bytes of these blocks are about to be read, to be written. [`end_upload`](Self::end_upload) follows.
-    pub(crate) fn begin_upload(&self, keys: &[BlockKey]) {
-        self.state.lock().uploads.begin(keys);
-    }
-
-    pub(crate) fn end_upload(&self, keys: &[BlockKey]) {
-        self.state.lock().uploads.end(keys);
-    }
-
-    /// Those of the blocks that the store does not have, as far as is known.
-    pub(crate) fn unwritten(&self, keys: Vec<BlockKey>) -> Vec<BlockKey> {
-        let state = self.state.lock();
-        keys.into_iter().filter(|key| !state.presence.contains(key)).collect()
-    }
-
-    /// Takes all blocks that are to be written and are not there by now.
-    pub(crate) fn take_uploads(&self) -> Vec<BlockKey> {
-        let keys = self.state.lock().uploads.take();
-        self.unwritten(keys.into_iter().collect())
     }
 
     /// Ends every wait; nothing is offered any more.

@@ -288,7 +288,7 @@ async fn blocks_used_twice_or_kept_are_written_and_no_others() {
 }
 
 /// Settings with a disk of 32 blocks, which are written to the store before they are evicted.
-fn evicting(store: &Arc<MemoryStore>, directory: &tempfile::TempDir) -> Config {
+pub(crate) fn evicting(store: &Arc<MemoryStore>, directory: &tempfile::TempDir) -> Config {
     let mut config = config(directory, StorageKind::Auto, 4, 32).block_bytes(BLOCK_BYTES);
     config.remote = settings(store).remote_policy(RemotePolicy::Evicted).remote;
     config

@@ -1,14 +1,14 @@
 //! What was removed here is not offered here again, whatever becomes of its object.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use crate::common::{
-    key, payload,
+    directory, key, payload,
     remote_store::{MemoryStore, Trouble},
 };
-use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
+use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, evicting, keys, open, reader, settings, write_chain};
 
-use kvhoist::{Cache, remote::RemoteError};
+use kvhoist::{Cache, Route, Stats, Tier, remote::RemoteError};
 
 /// Waits until the store was listed twice from now on.
 async fn listed_twice(store: &MemoryStore) {
@@ -33,7 +33,7 @@ async fn a_block_that_was_removed_while_it_was_written_is_not_offered() {
     eventually("known", async || cache.stats().remote_writes == 1).await;
     assert_eq!(store.objects().len(), 1, "it stays for other nodes");
     assert!(!cache.contains(&key(0)), "what it is stored with next may be something else");
-    assert_eq!(cache.stats().tier(kvhoist::Tier::Remote).resident, 1, "the other block is offered");
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, 1, "the other block is offered");
     cache.close().await.expect("closed");
 }
 
@@ -89,7 +89,7 @@ async fn removed_blocks_stay_so_after_a_listing_without_their_objects_until_they
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     write_chain(&store).await;
     let cache = reader(&store, |config| config).await;
-    let resident = || cache.stats().tier(kvhoist::Tier::Remote).resident;
+    let resident = || cache.stats().tier(Tier::Remote).resident;
     let objects = store.objects();
     let away_for_a_listing = async |left: u64| {
         store.delete_all();
@@ -119,8 +119,86 @@ async fn a_block_that_was_removed_while_an_answer_was_lost_is_not_offered() {
     store.wait(|store| store.objects().len() == 1).await;
     remove(&cache, 0).await;
     store.set(Trouble::None);
-    eventually("known", async || cache.stats().tier(kvhoist::Tier::Remote).resident > 0).await;
+    eventually("known", async || cache.stats().tier(Tier::Remote).resident > 0).await;
     assert!(!cache.contains(&key(0)), "what it is stored with next may be something else");
-    assert_eq!(cache.stats().tier(kvhoist::Tier::Remote).resident, 1, "the other block is offered");
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, 1, "the other block is offered");
+    cache.close().await.expect("closed");
+}
+
+/// A cache that wrote a block to the store, where it is the only one of its object, and has removed it since.
+async fn removed_one(store: &Arc<MemoryStore>) -> Cache {
+    let cache = open(settings(store).remote_interval_s(3600)).await;
+    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+    eventually("written", async || cache.stats().tier(Tier::Remote).resident == 1).await;
+    remove(&cache, 0).await;
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, 0);
+    cache
+}
+
+#[tokio::test]
+async fn a_removed_block_whose_object_is_still_there_is_offered_once_it_is_stored_with_the_same_bytes() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    let cache = removed_one(&store).await;
+    cache.store(&key(0), None, &payload(1, BLOCK_BYTES)).await.expect("stored");
+    eventually("noticed", async || cache.stats().remote_unsent == 1).await;
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, 0, "the store has other bytes");
+    cache.remove(&key(0)).await.expect("removed");
+    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+    eventually("offered", async || cache.stats().tier(Tier::Remote).resident == 1).await;
+    assert_eq!((store.writes(), cache.stats().remote_unsent), (1, 1), "nothing was sent for it");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_removed_block_is_offered_after_it_was_written_anew_and_the_answer_lost() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    remove(&cache, 2).await;
+    store.set(Trouble::LosesAnswers);
+    cache.store(&key(2), None, &payload(2, BLOCK_BYTES)).await.expect("stored");
+    store.wait(|store| store.objects().len() == 4).await;
+    store.set(Trouble::None);
+    eventually("offered", async || cache.stats().tier(Tier::Remote).resident == BLOCKS).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn blocks_whose_objects_are_there_and_are_not_offered_are_tried_once_before_they_are_evicted() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    let directory = directory();
+    let cache = open(evicting(&store, &directory).remote_interval_s(3600)).await;
+    let store_all = async |first: u64, payloads: u64| {
+        for n in 0..32 {
+            cache.store(&key(first + n), None, &payload(payloads + n, BLOCK_BYTES)).await.expect("stored");
+        }
+    };
+    let assert_tried_once = async |blocks: u64| {
+        eventually("tried", async || cache.stats().remote_unsent >= blocks).await;
+        let figures = || {
+            let stats = cache.stats();
+            let Stats { remote_unsent, remote_invalid, remote_errors, .. } = stats;
+            (store.writes(), stats.route_blocks(Route::DiskToHost), remote_unsent, remote_invalid, remote_errors)
+        };
+        let before = figures();
+        // Longer than between two looks for blocks that are evicted next.
+        tokio::time::sleep(Duration::from_millis(2500)).await;
+        assert_eq!(figures(), before, "none of them is tried again");
+        assert_eq!(cache.stats().tier(Tier::Remote).resident, 0);
+    };
+    // Of the 8 blocks that are evicted next each is an object.
+    store_all(0, 0).await;
+    eventually("written", async || cache.stats().tier(Tier::Remote).resident == 8).await;
+    cache.clear().await.expect("cleared");
+    store_all(0, 100).await;
+    assert_tried_once(8).await;
+    assert_eq!((store.writes(), store.objects().len()), (8, 8), "no byte was sent in vain");
+    // What is no object, under the names of all others.
+    cache.clear().await.expect("cleared");
+    let first = store.objects().remove(0).0;
+    let prefix = first.rsplit_once('/').expect("a prefix").0;
+    (64..96).for_each(|n| store.put(format!("{prefix}/{}", key(n)), "noise".into()));
+    store_all(64, 200).await;
+    assert_tried_once(16).await;
     cache.close().await.expect("closed");
 }
