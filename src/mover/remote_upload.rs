@@ -154,9 +154,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             self.learn(remote, &name).await?;
         }
+        // What that object does not have goes into another. Without its table nobody can tell.
+        let behind = if remote.knows(&name) { &stored[1..] } else { &[] };
         let is_offered = remote.found_written(&name, &stored);
-        let unsent = if is_offered { 0 } else { stored.len() };
+        let unsent = usize::from(!is_offered) + stored.len() - 1 - behind.len();
         self.shared.metrics.remote_unsent.add(unsent as u64);
+        self.shared.send_remote(behind.iter().map(|(key, _)| *key));
         Ok(is_offered)
     }
 

@@ -108,7 +108,8 @@ impl Shared {
         }
     }
 
-    fn send_remote(&self, keys: impl Iterator<Item = BlockKey>) {
+    /// Queues blocks to be written to the remote store, and wakes the task that writes them.
+    pub(crate) fn send_remote(&self, keys: impl Iterator<Item = BlockKey>) {
         self.queue_remote(keys);
         if let Some(remote) = &self.remote {
             remote.wake_uploads.notify_one();

@@ -93,3 +93,27 @@ async fn an_object_that_was_created_anew_with_another_length_is_learned_anew() {
     assert_eq!(block[..], payload(9, BLOCK_BYTES));
     cache.close().await.expect("closed");
 }
+
+#[tokio::test]
+async fn blocks_behind_those_of_another_nodes_object_of_the_same_name_are_written_too() {
+    let [store, other] = [8, 2].map(|blocks| MemoryStore::new(blocks * BLOCK_BYTES as u64));
+    let cache = open(settings(&store).remote_interval_s(3600)).await;
+    store.wait(|store| store.pages() == 1).await;
+    write_chain(&other).await;
+    let is_first = |(name, _): &(String, _)| name.ends_with(&key(0).to_string());
+    let (name, bytes) = other.objects().into_iter().find(is_first).expect("it was written");
+    store.put(name, bytes);
+    for n in 0_u64..8 {
+        let parent = n.checked_sub(1).map(key);
+        cache.store(&key(n), parent.as_ref(), &payload(n, BLOCK_BYTES)).await.expect("stored");
+    }
+    eventually("written", async || cache.stats().tier(Tier::Remote).resident == 8).await;
+    assert_eq!((store.objects().len(), cache.stats().remote_unsent), (2, 0));
+    cache.close().await.expect("closed");
+    let reader = open(settings(&store)).await;
+    eventually("listed", async || reader.stats().tier(Tier::Remote).resident == 8).await;
+    for (n, block) in (0..).zip(reader.fetch_many(&(0..8).map(key).collect::<Vec<_>>()).await) {
+        assert_eq!(block.expect("no error").expect("brought")[..], payload(n, BLOCK_BYTES), "block {n}");
+    }
+    reader.close().await.expect("closed");
+}
