@@ -183,7 +183,7 @@ impl PyClient {
     /// Whether a key is resident. Asks the service; no I/O, no use counted.
     fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (client, key) = (self.use_it(py)?, [keys::one(key)?]);
-        Ok(self.looked_up(py, client.match_len(&key))? == 1)
+        Ok(self.looked_up(py, client.contains(&key))? == [true])
     }
 
     /// Which keys are resident, in one request.

@@ -63,7 +63,8 @@ impl Client {
         Ok(leading)
     }
 
-    /// Which of `keys` are resident, whatever comes before them.
+    /// Which of `keys` are resident, whatever comes before them. Unlike [`match_len`](Client::match_len) it begins no
+    /// request.
     ///
     /// # Errors
     /// As [`match_len`](Client::match_len).

@@ -326,10 +326,7 @@ fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failu
     Ok(Ok(match request {
         Request::MatchLen { keys } => Reply::Count(cache.match_len(&keys) as u32),
         Request::MatchPrefix { keys } => Reply::Tiers(cache.match_prefix(&keys)),
-        Request::Contains { keys } => {
-            let there = |key: &BlockKey| cache.match_len(std::slice::from_ref(key)) == 1;
-            Reply::Flags(keys.iter().map(there).collect())
-        }
+        Request::Contains { keys } => Reply::Flags(keys.iter().map(|key| cache.contains(key)).collect()),
         Request::Prefetch { keys } => match cache.prefetch(&keys) {
             Ok(started) => Reply::Count(started as u32),
             Err(error) => return Ok(Err(Failure::from(&error))),
