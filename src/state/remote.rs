@@ -15,8 +15,8 @@ use crate::{
 /// Blocks that are looked up under one lock: some tens of microseconds.
 const LOOKED_UP_UNDER_ONE_LOCK: usize = 256;
 
-/// Of this share of the last tier's slots the blocks are written before they are evicted; at least half of these at a
-/// time, so that objects hold many.
+/// Of this share of the last tier's slots the blocks are written before they are evicted, all of them once one is in
+/// the half that goes first, so that objects hold many.
 const EVICTED_NEXT_SHARE: usize = 4;
 
 /// The remote tier that the settings want.
@@ -100,10 +100,12 @@ impl Shared {
         let (tier, state) = (self.config.last_tier(), self.lock());
         let slots = if tier == Tier::Disk { self.config.disk_slots() } else { u64::from(self.config.host_slots()) };
         let ahead = LOOKED_UP_UNDER_ONE_LOCK.min(slots as usize / EVICTED_NEXT_SHARE).max(1);
-        let evicted = state.index.next_victims(tier, ahead.saturating_sub(state.free_slots(tier)));
+        let free = state.free_slots(tier);
+        let evicted = state.index.next_victims(tier, ahead.saturating_sub(free));
         drop(state);
+        let soon = evicted[..ahead.div_ceil(2).saturating_sub(free).min(evicted.len())].to_vec();
         let unwritten = remote.unwritten(evicted);
-        if unwritten.len() >= ahead.div_ceil(2) {
+        if unwritten.first().is_some_and(|next| soon.contains(next)) {
             self.queue_remote(unwritten.into_iter());
         }
     }

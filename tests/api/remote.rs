@@ -352,3 +352,31 @@ async fn blocks_are_written_before_the_disk_evicts_them() {
     }
     cache.close().await.expect("closed");
 }
+
+#[tokio::test]
+async fn blocks_are_written_before_the_disk_evicts_them_also_where_the_store_has_most_others() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    let is_new = |n: u64| n.is_multiple_of(3);
+    let store_one = async |cache: &Cache, n| {
+        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+    };
+    let writer = open(settings(&store)).await;
+    for n in (0..60).filter(|n| !is_new(*n)) {
+        store_one(&writer, n).await;
+    }
+    eventually("written", async || writer.stats().tier(Tier::Remote).resident == 40).await;
+    writer.close().await.expect("closed");
+    let directory = directory();
+    let cache = open(evicting(&store, &directory)).await;
+    eventually("listed", async || cache.stats().tier(Tier::Remote).resident == 40).await;
+    for n in 0..60 {
+        store_one(&cache, n).await;
+        // Those among the next 4 that are evicted are written.
+        let soon = (n + 5).saturating_sub(32);
+        let written = 40 + (0..soon).filter(|n| is_new(*n)).count() as u64;
+        let what = format!("written after block {n}");
+        eventually(&what, async || cache.stats().tier(Tier::Remote).resident >= written).await;
+    }
+    assert!((0..60).all(|n| cache.contains(&key(n))), "some were evicted before they were written");
+    cache.close().await.expect("closed");
+}
