@@ -261,10 +261,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         sum: u64,
         began: Instant,
     ) -> bool {
-        let ReadBlock { known, parent, .. } = *block;
+        let ReadBlock { object, known, parent, .. } = block;
         if sum != known.checksum {
             drop(filling);
-            remote.forget(&known.key);
+            remote.doubt(object, known);
             self.shared.metrics.remote_invalid.add(1);
             // A subscriber that panics must not end the task that brings blocks.
             let said = "a block of the remote store has another checksum than its object says";

@@ -1,9 +1,10 @@
 //! Which blocks the store has, as far as this cache knows.
 //!
 //! Objects are written once, so what was read of one stays true until it is deleted: then a read finds nothing, which
-//! is a miss, and the object is forgotten.
+//! is a miss, and the object is forgotten. One that was created anew since has another length, which a listing says, or
+//! other checksums, which a read finds: its table is read again.
 
-use std::sync::Arc;
+use std::{mem, sync::Arc};
 
 use hashbrown::HashTable;
 use slab::Slab;
@@ -36,6 +37,14 @@ pub(crate) struct Run {
     pub(crate) seen: u64,
     /// The block of its name was to be written, found it in the store, and is not offered all the same.
     pub(crate) refuses_writes: bool,
+    /// A block of it was read with another checksum: it is damaged, or was deleted and created anew since.
+    pub(crate) is_doubted: bool,
+}
+
+impl Run {
+    pub(crate) fn new(name: &str, parent: Option<BlockKey>, blocks: Box<[Known]>, seen: u64) -> Self {
+        Run { name: name.into(), parent, blocks, seen, refuses_writes: false, is_doubted: false }
+    }
 }
 
 /// A block to be read.
@@ -130,10 +139,15 @@ impl Presence {
         self.by_name.find(self.hash_name(name), |&id| &*self.objects[id as usize].name == name).copied()
     }
 
-    /// Enters an object, unless it is known or the map is full; true if it is known from now on.
+    /// Enters an object, unless it is known or the map is full; true if it is known from now on. One that was doubted
+    /// stays as it is known if its table is the same, and is entered anew if not.
     pub(crate) fn enter(&mut self, run: Run) -> bool {
-        if self.knows(&run.name) {
-            return true;
+        if let Some(id) = self.id_of(&run.name) {
+            let known = &mut self.objects[id as usize];
+            if !mem::take(&mut known.is_doubted) || known.blocks == run.blocks {
+                return true;
+            }
+            self.forget_object(&run.name);
         }
         let bytes = run_bytes(&run);
         // A table that grows holds twice its entries.
@@ -201,8 +215,7 @@ impl Presence {
             self.objects[id as usize].refuses_writes = true;
             return;
         }
-        let blocks = Box::default();
-        self.enter(Run { name: name.into(), parent: None, blocks, seen: listing, refuses_writes: true });
+        self.enter(Run { refuses_writes: true, ..Run::new(name, None, Box::default(), listing) });
     }
 
     /// Whether a write of the block of this name would be in vain, as [`refuse_writes`](Self::refuse_writes) noted.
@@ -241,15 +254,26 @@ impl Presence {
         self.by_key.iter_mut().for_each(HashTable::clear);
     }
 
-    /// Notes that a listing has an object of so many blocks; false if it is not known so, and not at all from now on.
+    /// Notes that a block was read from an object with another checksum: it is forgotten, and the object's table is to
+    /// be read again. Nothing if that was done since the read began.
+    pub(crate) fn doubt(&mut self, name: &str, known: &Known) {
+        let run = self.id_of(name).map(|id| &mut self.objects[id as usize]);
+        if let Some(run) = run.filter(|run| run.blocks.contains(known)) {
+            run.is_doubted = true;
+            self.forget(&known.key);
+        }
+    }
+
+    /// Notes that a listing has an object of so many blocks; false if its table is to be read: it is not known so, and
+    /// not at all from now on, or it is doubted.
     pub(crate) fn see(&mut self, name: &str, blocks: Option<usize>, listing: u64) -> bool {
         let Some(run) = self.id_of(name).map(|id| &mut self.objects[id as usize]) else { return false };
         run.seen = listing;
-        let is_same = Some(run.blocks.len()) == blocks;
+        let (is_same, is_doubted) = (Some(run.blocks.len()) == blocks, run.is_doubted);
         if !is_same {
             self.forget_object(name);
         }
-        is_same
+        is_same && !is_doubted
     }
 
     /// Forgets those of some objects, from this place on, that the listing of this number does not have; the place of

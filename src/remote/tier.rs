@@ -10,7 +10,7 @@ use tokio::{
 use super::{
     format::{Space, Table},
     health::Health,
-    presence::{Presence, ReadBlock, ReadLimits, Run, SHARDS},
+    presence::{Known, Presence, ReadBlock, ReadLimits, Run, SHARDS},
     removed::{REMOVED_MIN, Removed},
     store::{Capabilities, Object, RemoteError, RemoteStore},
     uploads::Uploads,
@@ -100,7 +100,7 @@ impl TierState {
     pub(super) fn enter(&mut self, name: &str, Table { parent, blocks }: Table) -> bool {
         let TierState { presence, removed, listings: seen, .. } = self;
         let hidden: Vec<BlockKey> = blocks.iter().map(|block| block.key).filter(|key| removed.contains(key)).collect();
-        let is_known = presence.enter(Run { name: name.into(), parent, blocks, seen: *seen, refuses_writes: false });
+        let is_known = presence.enter(Run::new(name, parent, blocks, *seen));
         hidden.iter().for_each(|key| presence.forget(key));
         is_known
     }
@@ -289,7 +289,7 @@ impl Remote {
         state.listings
     }
 
-    /// Notes that a listing has an object; false if it is not known, or was created anew with another length.
+    /// Notes that a listing has an object; false if its table is to be read.
     pub(crate) fn see(&self, object: &Object, listing: u64) -> bool {
         self.state.lock().presence.see(&object.name, self.space.blocks_in(object.bytes), listing)
     }
@@ -319,9 +319,9 @@ impl Remote {
         self.state.lock().presence.hide_object(name);
     }
 
-    /// Forgets a block, of which the store has no good copy.
-    pub(crate) fn forget(&self, key: &BlockKey) {
-        self.state.lock().presence.forget(key);
+    /// Forgets a block, of which an object does not have what its table says.
+    pub(crate) fn doubt(&self, name: &str, known: &Known) {
+        self.state.lock().presence.doubt(name, known);
     }
 
     /// A caller removes a block: it is not brought any more, nor stored if it is on its way, nor written.

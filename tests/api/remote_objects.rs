@@ -117,3 +117,34 @@ async fn blocks_behind_those_of_another_nodes_object_of_the_same_name_are_writte
     }
     reader.close().await.expect("closed");
 }
+
+#[tokio::test]
+async fn an_object_that_was_created_anew_with_other_bytes_is_a_miss_and_learned_anew_and_a_damaged_one_is_not() {
+    let [store, other] = [(); 2].map(|()| MemoryStore::new(BLOCK_BYTES as u64));
+    write_chain(&store).await;
+    let writer = open(settings(&other)).await;
+    writer.store(&key(9), Some(&key(8)), &payload(900, BLOCK_BYTES)).await.expect("stored");
+    eventually("written", async || writer.stats().tier(Tier::Remote).resident == 1).await;
+    writer.close().await.expect("closed");
+    let cache = reader(&store, |config| config).await;
+    let (name, bytes) = other.objects().remove(0);
+    store.put(name, bytes);
+    let is_fifth = |(name, _): &(String, _)| name.ends_with(&key(5).to_string());
+    let (name, bytes) = store.objects().into_iter().find(is_fifth).expect("it was written");
+    let mut damaged = bytes.to_vec();
+    damaged[BLOCK_BYTES] ^= 1;
+    store.put(name, damaged.into());
+    for n in [5, 9] {
+        assert!(cache.fetch(&key(n)).await.expect("no error").is_none(), "its table is of before");
+    }
+    assert_eq!(cache.stats().remote_invalid, 2);
+    eventually("learned", async || cache.contains(&key(9))).await;
+    let block = cache.fetch(&key(9)).await.expect("no error").expect("brought");
+    assert_eq!(block[..], payload(900, BLOCK_BYTES));
+    // Whole listings: of these objects one has 7 pages.
+    let before = store.pages();
+    store.wait(|store| store.pages() > before + 14).await;
+    assert!(!cache.contains(&key(5)), "its table is the same");
+    assert_eq!(cache.stats().remote_invalid, 2);
+    cache.close().await.expect("closed");
+}

@@ -12,13 +12,7 @@ fn key(n: u64) -> BlockKey {
 fn run(name: &str, numbers: std::ops::Range<u64>) -> Run {
     let first = numbers.start;
     let known = |n: u64| Known { key: key(n), offset: 10 + (n - first) * BLOCK, checksum: n };
-    Run {
-        name: name.into(),
-        parent: first.checked_sub(1).map(key),
-        blocks: numbers.map(known).collect(),
-        seen: 1,
-        refuses_writes: false,
-    }
+    Run::new(name, first.checked_sub(1).map(key), numbers.map(known).collect(), 1)
 }
 
 fn presence() -> Presence {
@@ -88,6 +82,26 @@ fn a_forgotten_block_is_offered_again_by_its_place_and_checksum_and_writes_are_r
     presence.forget_object("a");
     assert!(!presence.refuses_writes("a"));
     assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
+}
+
+#[test]
+fn a_doubted_object_is_entered_anew_if_its_table_is_another_and_its_block_stays_forgotten_if_not() {
+    let (mut presence, other) = (presence(), |checksum| {
+        let mut run = run("a", 0..3);
+        run.blocks[1].checksum = checksum;
+        run
+    });
+    assert!(presence.enter(other(1)));
+    let [first, second] = [1, 7].map(|checksum| other(checksum).blocks[1]);
+    presence.doubt("a", &second);
+    presence.doubt("b", &first);
+    assert!(presence.see("a", Some(3), 2) && presence.contains(&key(1)), "another block than is known");
+    presence.doubt("a", &first);
+    assert!(!presence.see("a", Some(3), 3) && !presence.contains(&key(1)) && presence.contains(&key(2)));
+    assert!(presence.enter(other(1)) && presence.see("a", Some(3), 4) && !presence.contains(&key(1)), "it is damaged");
+    presence.doubt("a", &first);
+    assert!(presence.enter(other(7)) && presence.see("a", Some(3), 5) && presence.contains(&key(1)), "created anew");
+    assert_eq!((presence.len(), presence.objects()), (3, 1));
 }
 
 #[test]
