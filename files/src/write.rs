@@ -1,6 +1,7 @@
 //! Writing: a whole file or nothing, or ranges in place.
 
 use std::{
+    ffi::{OsStr, OsString},
     fs::{self, File, OpenOptions, Permissions},
     io,
     os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt},
@@ -80,13 +81,7 @@ pub unsafe fn write(
             });
         }
     }
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let mut hidden = std::ffi::OsString::from(".");
-    hidden.push(name);
-    hidden.push(format!(".{}-{number}.tmp", process::id()));
-    let temporary = path.with_file_name(hidden);
-    let open = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&temporary);
-    let cached = open().map_err(|error| Error::io("create", &temporary, error))?;
+    let (temporary, cached) = make_temporary(path, name)?;
     // From here on the temporary file is removed unless it takes the name.
     let writes = Writes::of(temporary, Some(path.to_owned()), cached);
     if let Some(found) = replaced {
@@ -101,6 +96,26 @@ pub unsafe fn write(
         }
     }
     start(&ranges, memory, options, writes)
+}
+
+/// A new file beside `path`, whose last part is `name`.
+fn make_temporary(path: &Path, name: &OsStr) -> Result<(PathBuf, File)> {
+    loop {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let mut hidden = OsString::from(".");
+        hidden.push(name);
+        hidden.push(format!(".{}-{number}.tmp", process::id()));
+        let temporary = path.with_file_name(hidden);
+        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&temporary) {
+            // Of a process that was killed: in containers many have the same number.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => {
+                return made
+                    .map(|file| (temporary.clone(), file))
+                    .map_err(|error| Error::io("create", &temporary, error));
+            }
+        }
+    }
 }
 
 /// The file that a path names: a rename would replace a link, and not what it names.

@@ -278,3 +278,19 @@ fn options_out_of_range_are_refused() {
         assert!(matches!(found, Err(Error::Argument(_))), "{found:?}");
     }
 }
+
+/// In a container each process has the number of the one before, and counts its files from 0 again.
+#[test]
+fn temporary_files_of_killed_processes_hold_up_no_write() {
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let path = folder.path().join("file");
+    for number in 0..1000 {
+        fs::write(folder.path().join(format!(".file.{}-{number}.tmp", std::process::id())), b"").expect("room");
+    }
+    let content = bytes(9, 5000);
+    let pieces = [(content.as_ptr() as usize, content.len())];
+    // SAFETY: nothing writes to the content.
+    let transfer = unsafe { write(&path, &pieces, Memory::Host, &Options::default()) };
+    transfer.expect("another name is free").wait().expect("written");
+    assert_eq!(fs::read(&path).expect("there"), content);
+}
