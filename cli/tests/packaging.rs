@@ -112,6 +112,14 @@ fn the_unit_is_one_that_systemd_reads() {
 }
 
 #[test]
+fn a_restart_of_the_unit_leaves_the_folder_that_containers_mount() {
+    let unit = read("packaging/systemd/kvhoist.service");
+    let folder = part(&unit, "\nRuntimeDirectory=", "\n");
+    assert!(part(&unit, " --socket ", " ").starts_with(&format!("/run/{folder}/")), "its socket is there");
+    assert!(unit.contains("\nRuntimeDirectoryPreserve=yes\n"), "systemd deletes it at each stop otherwise");
+}
+
+#[test]
 fn the_containers_profile_allows_the_ring() {
     let profile: Value = serde_json::from_str(&read("packaging/container/seccomp.json")).expect("JSON");
     assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
