@@ -126,9 +126,16 @@ fn the_containers_profile_allows_the_ring() {
     let allowed = profile["syscalls"][0]["names"].as_array().expect("names");
     let names: BTreeSet<_> = allowed.iter().filter_map(Value::as_str).collect();
     assert_eq!(names.len(), allowed.len(), "every name once");
-    for name in
-        ["io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "fallocate", "flock", "madvise"]
-    {
+    for name in [
+        "io_uring_setup",
+        "io_uring_enter",
+        "io_uring_register",
+        "memfd_create",
+        "fallocate",
+        "flock",
+        "madvise",
+        "cachestat",
+    ] {
         assert!(names.contains(name), "{name}");
     }
     for name in ["mount", "ptrace", "bpf", "unshare", "kexec_load"] {
