@@ -51,6 +51,16 @@ impl HeldFile {
         is_set(&self.fate.failed)
     }
 
+    #[cfg(test)]
+    pub(super) fn fail(&self) {
+        self.fate.failed.store(true, Ordering::Relaxed);
+    }
+
+    /// No client holds it.
+    pub(super) fn is_idle(&self) -> bool {
+        self.holds.get() == 0
+    }
+
     /// A client more has it.
     pub(super) fn add_hold(&self, keep: bool) {
         self.holds.set(self.holds.get() + 1);
@@ -100,25 +110,23 @@ impl HeldFiles {
         file.holds.set(file.holds.get() - 1);
         self.turns.set(self.turns.get() + 1);
         file.used.set(self.turns.get());
-        file.holds.get() == 0 && (!file.keep.get() || file.has_failed())
+        file.is_idle() && (!file.keep.get() || file.has_failed())
     }
 
     /// The file without a client that was used longest ago.
     pub(super) fn oldest_idle(&self) -> Option<Rc<HeldFile>> {
         let files = self.files.borrow();
-        let idle = files.values().filter(|file| file.holds.get() == 0);
+        let idle = files.values().filter(|file| file.is_idle());
         idle.min_by_key(|file| file.used.get()).cloned()
     }
 
-    /// Holds a file no longer: those who read it have its memory. False if it was not held any more.
-    pub(super) fn forget(&self, file: &Rc<HeldFile>) -> bool {
+    /// Holds a file no longer: those who read it have its memory.
+    pub(super) fn forget(&self, file: &Rc<HeldFile>) {
         let mut files = self.files.borrow_mut();
         // Another may be in its place.
-        let is_held = files.get(&file.identity).is_some_and(|found| Rc::ptr_eq(found, file));
-        if is_held {
+        if files.get(&file.identity).is_some_and(|found| Rc::ptr_eq(found, file)) {
             files.remove(&file.identity);
         }
-        is_held
     }
 
     /// How many there are, and their bytes.

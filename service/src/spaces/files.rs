@@ -140,16 +140,16 @@ impl Spaces {
 
     /// Gives up the kept file that was used longest ago; false if there is none without a client.
     fn forget_oldest(&self) -> bool {
-        self.files.oldest_idle().is_some_and(|file| self.forget(&file))
+        self.files.oldest_idle().inspect(|file| self.forget(file)).is_some()
     }
 
-    /// Holds a file no longer; true if it was held.
-    fn forget(&self, file: &Rc<HeldFile>) -> bool {
-        let was_held = self.files.forget(file);
-        if was_held {
+    /// Holds a file no longer. Its memory is free once no client has it: one that failed may have clients still, the
+    /// last of which forgets it again.
+    fn forget(&self, file: &Rc<HeldFile>) {
+        self.files.forget(file);
+        if file.is_idle() {
             self.host.give_back(tenant(), file.bytes());
         }
-        was_held
     }
 
     /// Files that are held, and their bytes.

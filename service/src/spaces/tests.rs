@@ -18,10 +18,11 @@ use futures_util::{
 use kvhoist::{BlockKey, Cache, Config, DirectIo};
 use tokio::{sync::Semaphore, task::LocalSet};
 
-use super::{Spaces, Wanted};
+use super::{SourceFile, Spaces, Wanted, files::WantedFile};
 use crate::{
     config::ServerConfig,
     error::{Error, Result, ServiceFault},
+    held::memory::memory_bytes,
     memory::Mapped,
     peers::own_uid,
     protocol::Failure,
@@ -233,6 +234,29 @@ async fn spaces_of_one_name_have_their_own_objects_in_a_remote_store() {
         }
         assert_eq!(owners.len(), 3, "{owners:?}");
         spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// A file that could not be read is read anew for the next client; those before have its memory still.
+#[tokio::test]
+async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let path = folder.path().join("weights");
+    std::fs::write(&path, [7; 100_000]).expect("written");
+    let identity = SourceFile::open(&path).expect("there").identity();
+    let (spaces, _) = load(folder.path());
+    let run = async {
+        let wanted = || WantedFile { path: path.display().to_string(), identity, keep: false };
+        let (before, bytes) = (spaces.left().1, memory_bytes(identity.size));
+        let first = spaces.hold(wanted()).await.expect("room");
+        spaces.files.find(&identity).expect("held").fail();
+        let second = spaces.hold(wanted()).await.expect("room for two");
+        assert_eq!(spaces.left().1, before - 2 * bytes);
+        drop(first);
+        assert_eq!(spaces.left().1, before - bytes);
+        drop(second);
+        assert_eq!(spaces.left().1, before);
     };
     LocalSet::new().run_until(run).await;
 }
