@@ -8,11 +8,12 @@
 
 use std::{
     future::{Future, poll_fn},
-    panic::{AssertUnwindSafe, catch_unwind},
     pin::pin,
     sync::Arc,
     task::{Context, Wake, Waker},
 };
+
+pub(crate) use kvhoist_base::panics::caught;
 
 /// Polls `future` with a waker that catches panics of the caller's waker. Costs one allocation per poll: for futures
 /// that usually wait.
@@ -48,13 +49,6 @@ impl Drop for Shield {
         let waker = self.waker.take();
         _ = caught(|| drop(waker));
     }
-}
-
-/// Runs a user's code. `None` if it panics: a task is not woken then, or a figure not recorded.
-#[inline]
-pub(crate) fn caught<T>(run: impl FnOnce() -> T) -> Option<T> {
-    // The panic's payload is the user's too, and dropping it may panic.
-    catch_unwind(AssertUnwindSafe(run)).map_err(std::mem::forget).ok()
 }
 
 #[cfg(test)]

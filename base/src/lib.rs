@@ -11,4 +11,5 @@ pub mod checksum;
 pub mod error;
 pub mod fork;
 pub mod memory;
+pub mod panics;
 pub mod runtime;

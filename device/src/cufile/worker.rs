@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc, thread, time::Duration};
 
 use slab::Slab;
 
-use kvhoist_base::block::IO_ALIGN;
+use kvhoist_base::{block::IO_ALIGN, panics::caught};
 
 use super::{
     Buffer, Part,
@@ -224,7 +224,7 @@ impl Worker {
     /// Takes the worker out of service because libcufile no longer reports completions. The memory of its transfers is
     /// never freed.
     fn lose_all(&mut self, reason: &str) {
-        tracing::error!(reason, pieces = self.state.in_flight.len(), "libcufile keeps the memory of its transfers");
+        let pieces = self.state.in_flight.len();
         // Destroying the batch would wait for transfers that never end.
         std::mem::forget(self.submission.take());
         for piece in std::mem::take(&mut self.state.in_flight) {
@@ -237,6 +237,7 @@ impl Worker {
         std::mem::take(&mut self.handles).into_iter().for_each(std::mem::forget);
         std::mem::take(&mut self.ranges.registered).into_iter().for_each(std::mem::forget);
         self.refuse_all();
+        _ = caught(|| tracing::error!(reason, pieces, "libcufile keeps the memory of its transfers"));
     }
 
     /// Fails all requests that libcufile does not hold.
@@ -335,9 +336,10 @@ impl Ranges {
         match unsafe { Registration::new(driver, std::ptr::with_exposed_provenance_mut(start), bytes) } {
             Ok(registration) => self.registered[at] = Some(registration),
             Err(fault) => {
-                let registered = self.registered.iter().flatten().count();
-                tracing::warn!(%fault, registered, "libcufile goes through its own buffers for the other slots");
                 self.refused = true;
+                let registered = self.registered.iter().flatten().count();
+                let text = "libcufile goes through its own buffers for the other slots";
+                _ = caught(|| tracing::warn!(%fault, registered, text));
             }
         }
     }

@@ -105,8 +105,8 @@ impl Inner {
         let reason = format!("nothing has completed for {:?}", self.stuck_after);
         let mut finished = self.finished.take();
         self.queue.borrow_mut().fail(&reason, &mut finished);
-        self.failed(reason);
         self.answer(&mut finished);
         self.finished.set(finished);
+        self.failed(reason);
     }
 }

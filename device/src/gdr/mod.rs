@@ -62,6 +62,8 @@ enum Phase {
     Draining {
         since: Instant,
         reason: String,
+        /// The device did not release the memory.
+        refused: bool,
     },
     /// The connection was reset and its self-test runs.
     Testing,
@@ -231,11 +233,11 @@ impl Inner {
             match made {
                 (region, Ok(made)) => give_back(self.regions.enter(&region, made)).await,
                 (region, Err(reason)) => {
+                    self.regions.refuse(&region);
                     tracing::warn!(
                         reason,
                         "a region could not be registered with the RDMA device; its copies use another engine"
                     );
-                    self.regions.refuse(&region);
                 }
             }
         }
@@ -280,11 +282,11 @@ impl Inner {
             }
         }
         drop(queue);
+        self.answer(&mut finished);
+        self.finished.set(finished);
         if let Err(reason) = result {
             self.failed(reason);
         }
-        self.answer(&mut finished);
-        self.finished.set(finished);
         any
     }
 
@@ -324,8 +326,8 @@ impl Drop for Inner {
             std::thread::yield_now();
         }
         if let Err(fault) = queue.destroy(&mut finished) {
-            tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked");
             queue.leak();
+            tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked");
         }
     }
 }

@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvhoist_base::panics::caught;
+
 use super::{
     super::{GdrState, Offered},
     DRAIN, Inner, Phase,
@@ -22,22 +24,23 @@ impl Inner {
         if matches!(*phase, Phase::Draining { .. }) {
             return;
         }
-        tracing::warn!(reason, device = self.device, "copies through the RDMA device failed");
         self.status.set(GdrState::Recovering(reason.clone()));
-        *phase = Phase::Draining { since: Instant::now(), reason };
+        *phase = Phase::Draining { since: Instant::now(), reason: reason.clone(), refused: false };
+        drop(phase);
+        _ = caught(|| tracing::warn!(reason, device = self.device, "copies through the RDMA device failed"));
     }
 
     /// While draining: resets the connection once all work is flushed or the time is over. Returns the failure's reason
     /// when the NIC no longer holds memory, `None` before.
     pub(super) fn ended(&self) -> Option<String> {
-        let (since, reason) = match &*self.phase.borrow() {
-            Phase::Draining { since, reason } => (*since, reason.clone()),
+        let (since, reason, refused) = match &*self.phase.borrow() {
+            Phase::Draining { since, reason, refused } => (*since, reason.clone(), *refused),
             _ => return None,
         };
         let mut finished = self.finished.take();
         let mut queue = self.queue.borrow_mut();
         let mut ended = None;
-        if queue.drained() || since.elapsed() > DRAIN {
+        if queue.drained() && !refused || since.elapsed() > DRAIN {
             // Only a reset or a destroyed queue pair guarantees that the device no longer touches the memory.
             let gone = match queue.reset(&mut finished) {
                 Ok(()) => Ok(()),
@@ -46,8 +49,9 @@ impl Inner {
             match gone {
                 Ok(()) => ended = Some(reason),
                 Err(fault) => {
-                    tracing::error!(fault, "the RDMA device does not release memory; it stays reserved");
-                    *self.phase.borrow_mut() = Phase::Draining { since: Instant::now(), reason };
+                    *self.phase.borrow_mut() = Phase::Draining { since: Instant::now(), reason, refused: true };
+                    let log = || tracing::error!(fault, "the RDMA device does not release memory; it stays reserved");
+                    _ = caught(log);
                 }
             }
         }
@@ -78,21 +82,21 @@ impl Inner {
         };
         match tested {
             Ok(()) => {
-                tracing::info!(device = self.device, "the RDMA device copies again");
                 *self.phase.borrow_mut() = Phase::Up;
                 self.status.set(GdrState::On(self.detail.clone()));
+                _ = caught(|| tracing::info!(device = self.device, "the RDMA device copies again"));
             }
             Err(fault) => self.retire(format!("it failed ({reason}), and then failed its self-test: {fault}")),
         }
     }
 
     pub(super) fn retire(&self, reason: String) {
-        tracing::warn!(reason, device = self.device, "the RDMA device is retired");
         self.retired.set(true);
         if !matches!(*self.phase.borrow(), Phase::Draining { .. }) {
             *self.phase.borrow_mut() = Phase::Retired;
         }
-        self.status.set(GdrState::Retired(reason));
+        self.status.set(GdrState::Retired(reason.clone()));
+        _ = caught(|| tracing::warn!(reason, device = self.device, "the RDMA device is retired"));
     }
 
     pub(super) async fn self_test(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {

@@ -8,6 +8,7 @@ use tokio::sync::oneshot;
 use kvhoist_base::{
     block::Segment,
     error::{Error, Result},
+    panics::caught,
 };
 
 use super::ended::{Ended, Silence, silent, stopped};
@@ -126,10 +127,10 @@ impl Checksums {
 
     /// Never frees the memory of a launch, which may still run, and answers nobody.
     fn leak(&self, launch: Launch) {
-        tracing::error!("the driver does not say whether a checksum has ended; its memory is leaked");
         let Launch { event, buffer, jobs, .. } = launch;
         jobs.into_iter().for_each(|job| std::mem::forget(job.owner));
         std::mem::forget((event, buffer, Rc::clone(&self.kernel)));
+        _ = caught(|| tracing::error!("the driver does not say whether a checksum has ended; its memory is leaked"));
     }
 
     fn launch(&self, state: &mut State) {

@@ -32,6 +32,7 @@ use kvhoist_base::{
     block::{CopyOp, Direction, Segment},
     error::{Error, Result},
     memory::Arena,
+    panics::caught,
 };
 
 use self::{
@@ -377,10 +378,10 @@ fn answer(batches: impl IntoIterator<Item = (CopyBatch, Answer)>, result: &Resul
 impl Launch {
     /// Never frees the memory of the launch, which may still run, nor unpins the arena; answers nobody.
     fn leak(self, launcher: &Launcher, pins: &Rc<Vec<HostPin>>) {
-        tracing::error!("the driver does not say whether a copy has ended; its memory is leaked");
         launcher.leak(self.launched);
         std::mem::forget(Rc::clone(pins));
         self.batches.into_iter().for_each(|(batch, _)| std::mem::forget(batch));
+        _ = caught(|| tracing::error!("the driver does not say whether a copy has ended; its memory is leaked"));
     }
 }
 

@@ -1,0 +1,10 @@
+//! Panics of users' code.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Runs a user's code, such as a waker or a subscriber of the log. `None` if it panics.
+#[inline]
+pub fn caught<T>(run: impl FnOnce() -> T) -> Option<T> {
+    // The panic's payload is the user's too, and dropping it may panic.
+    catch_unwind(AssertUnwindSafe(run)).map_err(std::mem::forget).ok()
+}
