@@ -12,7 +12,7 @@ use crate::{
         stripe::{PageId, Stripe},
     },
     error::{Error, Result},
-    io::{Storage, transfer_owned},
+    io::{Storage, is_shortage, transfer_owned},
     memory::AlignedBuf,
 };
 
@@ -151,7 +151,8 @@ async fn read_pages<S: Storage, P: PageVisitor>(
         (result, page_buffer) = transfer_owned(storage, OpKind::Read, chunk.file, offset, page_buffer.into_io()).await;
         match result {
             Ok(()) => page.copy_from_slice(&page_buffer),
-            Err(error) if unreadable == P::UNREADABLE_MAX => return Err(error),
+            // A page that could be read with more memory or another descriptor has its records.
+            Err(error) if unreadable == P::UNREADABLE_MAX || is_shortage(&error) => return Err(error),
             Err(_) => {
                 page.fill(0);
                 pages.unreadable(PageId(chunk.page.0 + at as u32));

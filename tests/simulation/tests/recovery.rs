@@ -284,15 +284,18 @@ fn what_is_recovered_does_not_depend_on_threads() {
 }
 
 #[test]
-fn an_unreadable_page_costs_its_own_records_only() {
+fn an_unreadable_page_costs_its_own_records_only_and_a_shortage_of_memory_none() {
     let config = config(&[100]);
     let stripe = Stripe::new(&config);
     let mut files = created(&config);
     (0..100).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
     let sim = Sim::new(1, files, SimOptions::default());
-    // Read 0 is the superblocks, 1 the whole table, 2 to 5 its pages.
-    sim.script(OpKind::Read, 1, Fault::Error(libc::EIO));
-    sim.script(OpKind::Read, 3, Fault::Error(libc::EIO));
+    // Read 0 is the superblocks, 1 the whole table, 2 to 5 its pages; the second open begins with read 4.
+    for (read, errno) in [(1, libc::ENOMEM), (3, libc::ENOMEM), (5, libc::EIO), (7, libc::EIO)] {
+        sim.script(OpKind::Read, read, Fault::Error(errno));
+    }
+    let error = block_on(open(&sim, &members(&config, true), &config, UUID)).expect_err("a shortage");
+    assert!(error.to_string().starts_with("read the record table of disk0"), "{error}");
     let store = block_on(open(&sim, &members(&config, true), &config, UUID)).expect("a store");
     assert_eq!((store.counts.valid, store.counts.bad), (68, 32));
     assert_eq!(stale(&store), [PageId(1)]);
