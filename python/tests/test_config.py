@@ -246,6 +246,7 @@ def test_stores_of_earlier_versions_are_found():
 
 def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
     extra = {"backend_name": "kvhoist", "module_path": "m", "class_name": "c", "interface_v1": 1, "capacity": "1GiB"}
+    extra["file_storage_path"] = "/of/sglangs/own/backend"
     environ = {
         "KVHOIST_PATH": "/a:/b",
         "KVHOIST_CAPACITY": "9GiB",

@@ -10,7 +10,7 @@ from .._values import config_error, whole
 #: Keys of extra_config that are SGLang's own.
 SGLANG_KEYS = frozenset(
     "backend_name module_path class_name interface_v1 allocator prefetch_threshold prefetch_timeout_base "
-    "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys tp_lcm_size".split()
+    "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys tp_lcm_size file_storage_path".split()
 )
 
 #: Who has the same keys for the same pages: each rank of one topology, or SGLang's unified coordinates.
