@@ -56,7 +56,9 @@ class Geometry:
         else:
             page_bytes = sum(sizes)
         layout, dtype = str(getattr(pool, "layout", "unknown")), str(getattr(pool, "dtype", "unknown"))
-        return cls(page_bytes, page_tokens, len(sizes), layout, dtype)
+        # A pool of recurrent states names the type of its convolutions alone.
+        states = str(getattr(pool, "temporal_dtype", dtype))
+        return cls(page_bytes, page_tokens, len(sizes), layout, dtype if states == dtype else f"{dtype}, {states}")
 
 
 def _page_indices(page_tokens: int) -> Any:

@@ -81,6 +81,19 @@ def test_nothing_is_shared_between_formats(change, store_dir):
     second.close()
 
 
+def test_states_of_another_type_are_another_format():
+    from types import SimpleNamespace
+
+    from kvhoist.sglang.pools import Geometry
+
+    def geometry(**more):
+        page = torch.zeros(4096, dtype=torch.uint8)
+        return Geometry.of(SimpleNamespace(dtype=torch.bfloat16, get_dummy_flat_data_page=lambda: page, **more), 16)
+
+    assert geometry(temporal_dtype=torch.bfloat16) == geometry()
+    assert geometry(temporal_dtype=torch.float16) != geometry(temporal_dtype=torch.float32) != geometry()
+
+
 def test_one_store_has_one_server(store_dir):
     pool = filled(sgl.MHA)
     first = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
