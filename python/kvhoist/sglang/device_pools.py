@@ -22,6 +22,10 @@ def pools_of(kvcache: Any, params: Any, components: set) -> Any:
     SGLang itself has none for pools of plain MHA and MLA, and for MHA with sliding windows: they are made of its own
     entries here. Raises ConfigError for pools that neither knows.
     """
+    for pool in (kvcache, getattr(kvcache, "full_kv_pool", None), getattr(kvcache, "swa_kv_pool", None)):
+        # Elsewhere a row of a buffer is a page of heads, and not a token.
+        if (layout := getattr(pool, "kv_cache_layout", "nhd")) != "nhd":
+            raise config_error("kv_cache_layout", layout, "'nhd' (without SGLANG_USE_HND_KVCACHE)")
     page, group = params.page_size, None
     drafts = getattr(params, "mtp_draft_device_pools", ()) or getattr(params, "sidecar_draft_device_pools", ())
     if components == {ComponentType.FULL} and type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool) and not drafts:

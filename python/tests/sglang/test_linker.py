@@ -351,6 +351,16 @@ def test_offloads_come_behind_their_events_and_in_order(ranks, monkeypatch):
     rank.tree.linker._release_pending_offloads()
 
 
+def test_pools_whose_rows_are_pages_of_heads_are_refused():
+    from types import SimpleNamespace
+
+    from kvhoist.sglang.device_pools import pools_of
+
+    for pool in (SimpleNamespace(kv_cache_layout="hnd"), SimpleNamespace(swa_kv_pool=SimpleNamespace(kv_cache_layout="hnd"))):
+        with pytest.raises(ConfigError, match="^kv_cache_layout: found 'hnd', expected 'nhd'"):
+            pools_of(pool, SimpleNamespace(page_size=64), set())
+
+
 def test_wrong_settings_are_refused_by_name(store_dir):
     other = "simulated" if sgl.DEVICE == "cuda" else "auto"
     for wrong, name in (
