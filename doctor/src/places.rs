@@ -177,11 +177,15 @@ fn lies_on(path: &Path, kernel: &Kernel<'_>, plan: &Plan) -> Finding {
 /// A drive that /etc/fstab mounts at the path or above it, and that is not mounted.
 fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
     let (table, mounts) = (kernel.read("etc/fstab")?, kernel.read("proc/self/mountinfo").unwrap_or_default());
-    let is_mounted = |point: &str| mounts.lines().any(|line| line.split(' ').nth(4) == Some(point));
+    let is_mounted = |point: &Path| mounts.lines().any(|line| line.split(' ').nth(4).map(Path::new) == Some(point));
+    // What is mounted at the path or nearer to it hides what is farther up.
+    let under = mount_of(path, kernel).map(|mount| mount.point);
     let wanted = table.lines().filter(|line| !line.trim_start().starts_with('#')).filter_map(|line| {
         let mut fields = line.split_whitespace();
         let (source, point) = (fields.next()?, fields.next()?);
-        (point != "/" && path.starts_with(point) && !is_mounted(point)).then_some((source, point))
+        let at = Path::new(point);
+        let is_nearest = under.as_ref().is_none_or(|under| at.starts_with(under));
+        (point != "/" && path.starts_with(at) && is_nearest && !is_mounted(at)).then_some((source, point))
     });
     let (source, point) = wanted.max_by_key(|(_, point)| point.len())?;
     let found = format!("{}: /etc/fstab has {source} for {point}, and it is not mounted", path.display());

@@ -124,6 +124,13 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
     assert_eq!(found.iter().map(|it| it.0).collect::<Vec<_>>(), ["mount", "path"], "and no space: {found:?}");
     assert!(found[0].1.ends_with(&format!("-> mount {}", point.display())), "{found:?}");
     assert!(found[1].1.contains("mkdir -p -m 700"), "{found:?}");
+    // Mounted there under another spelling; and what is farther up would hide what is mounted.
+    let at = dir.path().canonicalize().expect("there");
+    for point in [format!("{}/", at.display()), at.parent().expect("one").display().to_string()] {
+        let fstab = format!("/dev/nvme9n1 {point} ext4 nofail 0 2");
+        let found = of(&at.join("there"), &[("etc/fstab", &fstab), ("proc/self/mountinfo", &mounts("ext4", "rw"))]);
+        assert!(found.iter().all(|it| it.0 != "mount"), "{point}: {found:?}");
+    }
     for (kind, options, said) in [
         ("tmpfs", "rw", "take memory"),
         ("overlay", "rw", "docker -v"),
