@@ -305,16 +305,20 @@ fn a_store_is_wiped_only_if_it_is_one_and_nobody_uses_it_and_that_is_meant() {
     let dir = directory();
     let config = stored(dir.path());
     let (a, b) = (dir.path().join("a"), dir.path().join("b"));
-    let foreign = dir.path().join("foreign");
+    let (foreign, damaged) = (dir.path().join("foreign"), dir.path().join("damaged"));
     fs::write(&foreign, "not a store").expect("written");
+    let mut bytes = fs::read(&a).expect("read");
+    [100, 4196].into_iter().for_each(|at| bytes[at] ^= 1);
+    fs::write(&damaged, bytes).expect("written");
     let state = || [&a, &b, &foreign].map(|path| fs::read(path).ok());
     let before = state();
     let both = ["wipe", "--yes", shown(&a), shown(&b)];
-    let cases: [(&[&str], &str); 5] = [
+    let cases: [(&[&str], &str); 6] = [
         (&["wipe", shown(&a), shown(&b)], "add --yes"),
         (&["wipe", "--yes", shown(&a)], "a store of 2 members"),
         (&["wipe", "--yes", shown(&foreign)], "kvhoist did not write"),
         (&["wipe", "--yes", shown(&a), shown(&b), shown(&foreign)], "kvhoist did not write"),
+        (&["wipe", "--yes", shown(&damaged), shown(&a), shown(&b)], "a store of 2 members"),
         (&["wipe", "--yes", "/dev/null"], "character device"),
     ];
     for (args, wanted) in cases {

@@ -113,12 +113,12 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
             }
         }
     }
+    members.sort_by_key(|(superblock, _)| superblock.member);
+    check_complete(&members, lost.len())?;
     if !lost.is_empty() {
         lost.extend(members.into_iter().map(|(_, file)| file));
         return Ok(Opened::Lost { files: lost, faults });
     }
-    members.sort_by_key(|(superblock, _)| superblock.member);
-    check_complete(&members)?;
     let config = settings(&members)?;
     let stripe = Stripe::new(&config);
     let cut = cut_short(&members, &stripe);
@@ -178,9 +178,10 @@ fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
     damaged.map(|copy| fault(file, SUPERBLOCK_OFFSETS[copy], FaultKind::SuperblockCopy)).collect()
 }
 
-/// Checks that the members, which are sorted, are those of one store, each once.
-fn check_complete(members: &[(Superblock, ReadOnlyFile)]) -> Result<()> {
-    let (first, first_file) = &members[0];
+/// Checks that the members, which are sorted, are those of one store, each once, but for so many that are `lost`.
+fn check_complete(members: &[(Superblock, ReadOnlyFile)], lost: usize) -> Result<()> {
+    let Some((first, first_file)) = members.first() else { return Ok(()) };
+    let mut numbers = 0..first.members;
     for (at, (superblock, file)) in members.iter().enumerate() {
         if superblock.uuid != first.uuid {
             return Err(refuse(
@@ -189,14 +190,16 @@ fn check_complete(members: &[(Superblock, ReadOnlyFile)]) -> Result<()> {
                 format!("one of {}", first_file.path.display()),
             ));
         }
-        if usize::from(superblock.member) != at {
+        let is_next = if lost == 0 { numbers.next() } else { numbers.find(|number| *number == superblock.member) };
+        if is_next != Some(superblock.member) {
             let found = format!("member {} of a store of {}", superblock.member, superblock.members);
             return Err(refuse(&file.path, found, format!("member {at}, which is missing or here twice")));
         }
     }
-    if usize::from(first.members) != members.len() {
+    let named = members.len() + lost;
+    if usize::from(first.members) != named {
         let found = format!("a store of {} members", first.members);
-        return Err(refuse(&first_file.path, found, format!("one of {}, as many as paths are named", members.len())));
+        return Err(refuse(&first_file.path, found, format!("one of {named}, as many as paths are named")));
     }
     Ok(())
 }
