@@ -39,7 +39,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         ));
     }
     refuse_what_is_above(&args.paths)?;
-    if let Some(path) = args.paths.iter().find(|path| path.join(SPACE).is_file()) {
+    // A space's folder, or its store there.
+    let is_space =
+        |path: &PathBuf| path.join(SPACE).is_file() || path.is_file() && path.with_file_name(SPACE).is_file();
+    if let Some(path) = args.paths.iter().find(|path| is_space(path)) {
         return Err(Failure::usage(format!(
             "{}: found a space of a service, expected a store of an engine or a program; remove it by `kvhoist space \
              rm` while the service runs",

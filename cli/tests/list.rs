@@ -103,7 +103,10 @@ fn a_space_of_a_service_is_listed_and_not_wiped_behind_its_back() {
     server.wait().expect("ended");
     let list: Value = serde_json::from_slice(&kvhoist(&["ls", "--json", shown(dir.path())]).stdout).expect("JSON");
     let folder = list[0]["paths"][0].as_str().expect("a folder");
-    let refused = kvhoist(&["wipe", "--yes", folder]);
-    assert!(text(&refused.stderr).contains("`kvhoist space rm`"), "{}", text(&refused.stderr));
-    assert!(Path::new(folder).join("kvhoist.store").exists());
+    let file = Path::new(folder).join("kvhoist.store");
+    for path in [folder, shown(&file)] {
+        let refused = kvhoist(&["wipe", "--yes", path]);
+        assert!(text(&refused.stderr).contains("`kvhoist space rm`"), "{}", text(&refused.stderr));
+        assert!(file.exists());
+    }
 }
