@@ -151,7 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// The job is boxed, and what seldom happens: every block has a future, which is the smaller for it.
     pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad<S, C>) -> Result<bool> {
         let started = Instant::now();
-        let (mut job, mut step) = (job, step?);
+        let (mut job, mut step) = (job, step);
         loop {
             let block = match self.ready(&mut trip, step).await? {
                 Step::OnDisk(block) => block,
@@ -164,7 +164,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let Some(again) = left else { return Ok(true) };
             job = again;
             trip.rule_out();
-            step = self.plan(&mut self.shared.lock(), &mut trip)?;
+            step = self.plan(&mut self.shared.lock(), &mut trip);
         }
     }
 

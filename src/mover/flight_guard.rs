@@ -7,7 +7,7 @@ use crate::{
     block::{BlockKey, Tier},
     device::CopyEngine,
     io::Storage,
-    state::{Started, State, verify::panicked},
+    state::{Started, verify::panicked},
 };
 
 /// Fails the flight of a movement that panics. The first value of the movement, so that it is dropped last.
@@ -19,20 +19,19 @@ pub(super) struct FlightGuard<S: Storage, C: CopyEngine> {
     mover: Rc<Mover<S, C>>,
     key: BlockKey,
     tier: Tier,
-    /// `None` until the movement is taken on.
-    started: Cell<Option<Started>>,
+    started: Started,
     /// The disk slot that it writes to.
     slot: Cell<Option<u32>>,
 }
 
 impl<S: Storage, C: CopyEngine> FlightGuard<S, C> {
-    pub(super) fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier, started: Option<Started>) -> Self {
-        FlightGuard { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started), slot: Cell::new(None) }
+    pub(super) fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier, started: Started) -> Self {
+        FlightGuard { mover: Rc::clone(mover), key: *key, tier, started, slot: Cell::new(None) }
     }
 
     /// As [`new`](Self::new), of a write to a disk slot.
     pub(super) fn of_write(mover: &Rc<Mover<S, C>>, key: &BlockKey, started: Started, slot: u32) -> Self {
-        let guard = FlightGuard::new(mover, key, Tier::Disk, Some(started));
+        let guard = FlightGuard::new(mover, key, Tier::Disk, started);
         guard.writes_to(slot);
         guard
     }
@@ -45,18 +44,15 @@ impl<S: Storage, C: CopyEngine> FlightGuard<S, C> {
     pub(super) fn writes_to(&self, slot: u32) {
         self.slot.set(Some(slot));
     }
-
-    /// Takes on the movement that has begun; false if there is none, or if another task has taken it on.
-    pub(super) fn start(&self, state: &mut State) -> bool {
-        self.started.set(state.flights.start(&self.key, self.tier));
-        self.started.get().is_some()
-    }
 }
 
 impl<S: Storage, C: CopyEngine> Drop for FlightGuard<S, C> {
     fn drop(&mut self) {
-        let Some(started) = self.started.get().filter(|_| std::thread::panicking()) else { return };
-        let (mover, key, tier, slot) = (Rc::clone(&self.mover), self.key, self.tier, self.slot.get());
+        if !std::thread::panicking() {
+            return;
+        }
+        let (mover, key, tier) = (Rc::clone(&self.mover), self.key, self.tier);
+        let (started, slot) = (self.started, self.slot.get());
         // Not while it unwinds: a second panic would end the process.
         self.mover.spawn(async move {
             crate::io::yield_now().await;

@@ -168,11 +168,11 @@ pub(super) struct Flight<S: Storage, C: CopyEngine> {
     pub(super) begun: Option<Box<Fill<S, C>>>,
 }
 
-/// A fill of a host slot that has begun.
+/// A fill of a slot that a task has taken on.
 pub(super) struct Fill<S: Storage, C: CopyEngine> {
     pub(super) guard: FlightGuard<S, C>,
     pub(super) trip: Trip,
-    pub(super) step: Step<S, C>,
+    pub(super) step: Result<Step<S, C>>,
 }
 
 impl<S: Storage, C: CopyEngine> From<Source> for Step<S, C> {
@@ -286,8 +286,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
-    pub(super) async fn ready(self: &Rc<Self>, trip: &mut Trip, step: Step<S, C>) -> Result<Step<S, C>> {
-        let mut step = step;
+    pub(super) async fn ready(self: &Rc<Self>, trip: &mut Trip, step: Result<Step<S, C>>) -> Result<Step<S, C>> {
+        let mut step = step?;
         while let Step::Wait(missing) = step {
             // Boxed: every movement would have room for it.
             Box::pin(self.wait_for(missing, &mut trip.taken, purpose(&trip.key, trip.flight))).await?;
@@ -333,21 +333,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         // Also a flight that a caller began: its command may be queued behind movements like this one. A movement in
         // flight to a block that was stored since is carried out by its command.
-        let begun = state.flights.start(key, Tier::Host).map(|started| {
-            let guard = FlightGuard::new(self, key, Tier::Host, Some(started));
-            let mut trip = Trip::to_slot(key, Tier::Host);
-            let step = self.begin_fill(state, &mut trip);
-            Box::new(Fill { guard, trip, step })
-        });
+        let begun = self.take_on(state, key, Tier::Host).map(Box::new);
         Ok(Step::Flight(Flight { outcome, is_joined, begun }))
     }
 
-    /// Plans the fill of a host slot.
-    pub(super) fn begin_fill(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Step<S, C> {
-        match self.choose(state, trip) {
-            Some(row) => trip.begin(state, row).into(),
-            None => Step::Gone,
-        }
+    /// Takes on the promotion of a block whose flight has begun, and plans it. `None` if another task has taken it on.
+    pub(super) fn take_on(self: &Rc<Self>, state: &mut Locked<'_>, key: &BlockKey, tier: Tier) -> Option<Fill<S, C>> {
+        let guard = FlightGuard::new(self, key, tier, state.flights.start(key, tier)?);
+        let mut trip = Trip::to_slot(key, tier);
+        let step = self.plan(state, &mut trip);
+        Some(Fill { guard, trip, step })
     }
 
     /// Begins a write by `begin`, under the lock under which it has taken all that it needs beside what it had. `begin`

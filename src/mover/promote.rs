@@ -7,8 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     block_memory::Buffer,
-    flight_guard::FlightGuard,
-    plan::{Flight, Step, Trip},
+    plan::{Fill, Flight, Step, Trip},
     read::Verifier,
     speculative_copy::{Offer, Target},
 };
@@ -23,23 +22,16 @@ use crate::{
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes a block resident on the device, and answers its waiters.
     pub(super) async fn promote_to_device(self: Rc<Self>, key: BlockKey) {
-        let guard = FlightGuard::new(&self, &key, Tier::Device, None);
-        let mut trip = Trip::to_slot(&key, Tier::Device);
-        let step = {
-            let mut state = self.shared.lock();
-            // If it cannot start, a movement that could not wait for this command has started it.
-            if !guard.start(&mut state) {
-                return;
-            }
-            self.plan(&mut state, &mut trip)
-        };
+        let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Device);
+        // Otherwise a movement that could not wait for this command has taken it on.
+        let Some(Fill { guard: _guard, trip, step }) = fill else { return };
         let outcome = self.fill_device(trip, step).await;
         self.end_flight(&key, Tier::Device, outcome);
     }
 
     async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step<S, C>>) -> Outcome {
         let started = Instant::now();
-        let mut step = self.ready(&mut trip, step?).await?;
+        let mut step = self.ready(&mut trip, step).await?;
         if let Step::OnDisk(block) = step {
             let (id, checksum, route) = (block.pin.id(), block.checksum, trip.row().route);
             if let Some((pin, filling)) = self.read_by_cufile(&mut trip, block).await? {

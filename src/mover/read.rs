@@ -31,17 +31,11 @@ pub(super) type Verifier = Option<Rc<SpeculativeCopy>>;
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Fills a host slot for the waiters of a flight.
     pub(super) async fn promote_to_host(self: Rc<Self>, key: BlockKey) {
-        let guard = FlightGuard::new(&self, &key, Tier::Host, None);
-        let mut trip = Trip::to_slot(&key, Tier::Host);
-        let step = {
-            let mut state = self.shared.lock();
-            // If it cannot start, a movement that could not wait for this command has started it.
-            if !guard.start(&mut state) {
-                return;
-            }
-            self.begin_fill(&mut state, &mut trip)
-        };
-        self.fill_host(Fill { guard, trip, step }, None).await;
+        let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Host);
+        // Otherwise a movement that could not wait for this command has taken it on.
+        if let Some(fill) = fill {
+            self.fill_host(fill, None).await;
+        }
     }
 
     /// Fills a host slot, and ends its flight.
@@ -68,9 +62,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Ends a read that a caller had submitted: by what came of it, or reads the block again.
     pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Summed) {
         let PlannedRead { mut trip, started, block, began } = *read;
-        let guard = FlightGuard::new(&self, &trip.key, Tier::Host, Some(started));
+        let guard = FlightGuard::new(&self, &trip.key, Tier::Host, started);
         let Some(result) = result else {
-            return self.fill_host(Fill { guard, trip, step: Step::OnDisk(block) }, None).await;
+            return self.fill_host(Fill { guard, trip, step: Ok(Step::OnDisk(block)) }, None).await;
         };
         drop(trip.taken.permit());
         match self.read_ended(block.file, block.checksum, (result.map(Some), block.pin, trip.taken.slot()), began) {

@@ -33,7 +33,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
         let PendingWrite { key, pin, started } = write;
-        let guard = FlightGuard::new(&self, &key, Tier::Disk, Some(started));
+        let guard = FlightGuard::new(&self, &key, Tier::Disk, started);
         let began = Instant::now();
         let (id, pin) = (pin.id(), Arc::new(pin));
         let (written, route) = self.write_pinned(&guard, &pin).await;
