@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    plan::{Step, Trip},
+    plan::{Flight, Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::of_task,
     route::{Checked, Hop, Shape},
@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// A load, and its first step.
-pub(super) type BegunLoad<S, C> = (Trip, Result<Step<S, C>>);
+pub(super) type BegunLoad<S, C> = (Trip, Result<Step<Flight<S, C>>>);
 
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 const BEGUN_PER_TURN: usize = 32;
@@ -172,7 +172,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         job: Box<Job>,
         trip: &Trip,
-        step: Step<S, C>,
+        step: Step<Flight<S, C>>,
         started: Instant,
     ) -> Result<bool> {
         let key = &trip.key;

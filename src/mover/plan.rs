@@ -131,23 +131,11 @@ impl OnDisk {
     }
 }
 
-/// What the first transfer of a way reads, once all that it needs is taken.
-pub(super) enum Source {
-    /// Something is not to be had at once.
-    Missing(Missing),
-    /// The tier has the block no longer.
-    Gone,
-    /// It is in memory, pinned.
-    Pinned(Pin),
-    /// It is on disk, pinned.
-    OnDisk(OnDisk),
-}
-
-/// The next step of a movement.
-pub(super) enum Step<S: Storage, C: CopyEngine> {
+/// The next step of a movement, which may wait for an `F`: the [`Flight`] of another one.
+pub(super) enum Step<F> {
     /// Something is not to be had at once.
     Wait(Missing),
-    /// No tier in service has the block.
+    /// No tier in service has the block, or its tier has it no longer.
     Gone,
     /// No tier of the node has the block, and the remote tier offers it. Whether it is counted as a use.
     Remote(Use),
@@ -156,7 +144,7 @@ pub(super) enum Step<S: Storage, C: CopyEngine> {
     /// It is on disk, pinned.
     OnDisk(OnDisk),
     /// It is on its way to a host slot.
-    Flight(Flight<S, C>),
+    Flight(F),
 }
 
 /// A movement to a host slot that another one waits for.
@@ -172,18 +160,7 @@ pub(super) struct Flight<S: Storage, C: CopyEngine> {
 pub(super) struct Fill<S: Storage, C: CopyEngine> {
     pub(super) guard: FlightGuard<S, C>,
     pub(super) trip: Trip,
-    pub(super) step: Result<Step<S, C>>,
-}
-
-impl<S: Storage, C: CopyEngine> From<Source> for Step<S, C> {
-    fn from(source: Source) -> Self {
-        match source {
-            Source::Missing(missing) => Step::Wait(missing),
-            Source::Gone => Step::Gone,
-            Source::Pinned(pin) => Step::Pinned(pin),
-            Source::OnDisk(block) => Step::OnDisk(block),
-        }
-    }
+    pub(super) step: Result<Step<Flight<S, C>>>,
 }
 
 impl Trip {
@@ -220,13 +197,13 @@ impl Trip {
 
     /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to: of a
     /// call, or of a movement whose flight has begun. Under the lock under which the way was chosen.
-    pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Source {
+    pub(super) fn begin<F>(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Step<F> {
         let key = self.key;
         self.begin_for(state, row, purpose(&key, self.flight))
     }
 
     /// As [`begin`](Self::begin), for this purpose.
-    pub(super) fn begin_for(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Source {
+    pub(super) fn begin_for<F>(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Step<F> {
         let (needs, tier) = match row.hops.first() {
             None => (Needs(None, None), Tier::Host),
             Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
@@ -236,20 +213,20 @@ impl Trip {
             Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
         };
         if let Some(missing) = self.taken.take(state, needs, purpose) {
-            return Source::Missing(missing);
+            return Step::Wait(missing);
         }
         let pin = self.id.and_then(|id| state.pin(id, tier, row.route));
-        let Some(pin) = pin else { return Source::Gone };
+        let Some(pin) = pin else { return Step::Gone };
         // Without a hop nothing is filled.
         let filled = self.flight.filter(|_| !row.hops.is_empty());
         if filled.is_some_and(|tier| !state.index.begin_fill(pin.id(), tier)) {
             assert!(filled == Some(Tier::Device), "flights are single, and stores publish in one step");
             pin.release(state);
-            return Source::Gone;
+            return Step::Gone;
         }
         match tier {
-            Tier::Disk => Source::OnDisk(OnDisk::of(state, pin)),
-            _ => Source::Pinned(pin),
+            Tier::Disk => Step::OnDisk(OnDisk::of(state, pin)),
+            _ => Step::Pinned(pin),
         }
     }
 
@@ -276,17 +253,21 @@ fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Chooses the way of a block that is read or promoted, takes what its first transfer needs, and pins its source.
-    pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step<S, C>> {
+    pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step<Flight<S, C>>> {
         let Some(row) = self.choose(state, trip) else { return Ok(Step::Gone) };
         if row.hops.first() == Some(&Hop::ToHost) {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
             return self.begin_to_host(state, &trip.key, Class::Awaited, usage);
         }
-        Ok(trip.begin(state, row).into())
+        Ok(trip.begin(state, row))
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
-    pub(super) async fn ready(self: &Rc<Self>, trip: &mut Trip, step: Result<Step<S, C>>) -> Result<Step<S, C>> {
+    pub(super) async fn ready(
+        self: &Rc<Self>,
+        trip: &mut Trip,
+        step: Result<Step<Flight<S, C>>>,
+    ) -> Result<Step<Flight<S, C>>> {
         let mut step = step?;
         while let Step::Wait(missing) = step {
             // Boxed: every movement would have room for it.
@@ -312,7 +293,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         key: &BlockKey,
         class: Class,
         usage: Use,
-    ) -> Result<Step<S, C>> {
+    ) -> Result<Step<Flight<S, C>>> {
         let begin = |state: &mut Locked<'_>, id, waiter| {
             state.flights.begin((key, Tier::Host), id, class, Few::one(waiter), false);
             Some(())

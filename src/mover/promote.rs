@@ -29,7 +29,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.end_flight(&key, Tier::Device, outcome);
     }
 
-    async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step<S, C>>) -> Outcome {
+    async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step<Flight<S, C>>>) -> Outcome {
         let started = Instant::now();
         let mut step = self.ready(&mut trip, step).await?;
         if let Step::OnDisk(block) = step {
@@ -93,7 +93,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         key: &BlockKey,
         class: Class,
-        step: Step<S, C>,
+        step: Step<Flight<S, C>>,
         verifier: Verifier,
     ) -> Outcome {
         let (mut step, mut was_asked) = (step, false);

@@ -5,7 +5,7 @@
 //! answers its waiters: the reactor never hears of it. All else is a movement on the reactor: what must wait, what
 //! takes another way, and what is left of a read that failed.
 
-use std::sync::Arc;
+use std::{convert::Infallible, sync::Arc};
 
 use tokio::{
     sync::{mpsc, oneshot},
@@ -14,7 +14,7 @@ use tokio::{
 
 use super::{
     Command, Urgent,
-    plan::{OnDisk, Source, Trip},
+    plan::{OnDisk, Step, Trip},
     route::Hop,
 };
 use crate::{
@@ -151,9 +151,9 @@ impl Submitter {
         if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
             return None;
         }
-        match trip.begin_for(state, row, Purpose::NewMovement(class)) {
-            Source::OnDisk(block) => Some((trip, block)),
-            Source::Missing(_) => None,
+        match trip.begin_for::<Infallible>(state, row, Purpose::NewMovement(class)) {
+            Step::OnDisk(block) => Some((trip, block)),
+            Step::Wait(_) => None,
             _ => unreachable!("the disk has the block, and nothing else fills a host slot with it"),
         }
     }
