@@ -254,7 +254,7 @@ class PrefixCache:
         """
         if unknown := sorted(name for name, value in more.items() if value is not None):
             raise errors.ArgumentError(f"{unknown[0]}: found a value, expected tokens only: a key does not tell it")
-        if model_state(self.model) != self._state:
+        if self._is_changed():
             raise errors.ArgumentError(
                 "model: found other weights or adapters than at the start, expected those; make another PrefixCache"
             )
@@ -264,11 +264,14 @@ class PrefixCache:
         cache: Any = _DynamicPrefixCache(self._config)
         if max_length is not None:
             cache = _StaticPrefixCache(self._config, max_length)
-        cache.record = PromptRecord(cache, self.store, known)
+        cache.record = PromptRecord(cache, self.store, known, self._is_changed)
         if not self.model.training and not torch.is_autocast_enabled(input_ids.device.type):
             cache.record.load(layerwise)
             cache.record.prepare(self.model, input_ids)
         return cache
+
+    def _is_changed(self) -> bool:
+        return model_state(self.model) != self._state
 
     def _record(self, inputs: Mapping[str, Any]) -> PromptRecord | None:
         """That of the cache among a forward's inputs, if it is one of this object's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
@@ -78,8 +78,10 @@ class Known:
 class PromptRecord:
     """What a cache of `PrefixCache` knows of itself. It stops storing as soon as it cannot tell what KV belongs to."""
 
-    def __init__(self, cache: Any, store: PrefixStore, known: Known) -> None:
+    def __init__(self, cache: Any, store: PrefixStore, known: Known, is_changed: Callable[[], bool]) -> None:
         self.cache, self.store, self.known = cache, store, known
+        #: Whether the model has other weights or adapters than those that its identity tells.
+        self._is_changed = is_changed
         #: Columns that were loaded, columns that the model need not be given, and columns whose tokens are known.
         self.loaded = self.prepared = self.columns = 0
         self._stores = True
@@ -233,6 +235,8 @@ class PromptRecord:
             why = "tokens were computed that were not seen"
         elif model.training or torch.is_autocast_enabled(ids.device.type):
             why = "the model is in training or under autocast"
+        elif (ids.shape[1] > 1 or self._ends_block(start + 1)) and self._is_changed():
+            why = "the model has other weights or adapters than at the start"
         if why is not None:
             if self.prepared and start == self.prepared:
                 raise ArgumentError(f"found {self.prepared} loaded tokens, expected none: {why}")
@@ -247,6 +251,10 @@ class PromptRecord:
         if (why := self._unlike_known(model, inputs, ids, start)) is not None:
             self.forget(why)
         self._ids = ids
+
+    def _ends_block(self, columns: int) -> bool:
+        """Whether a block of a row ends at so many columns."""
+        return any((columns - row.pad) % self.store.block_tokens == 0 for row in self.known.rows)
 
     def _check_tokens(self, ids: torch.Tensor, start: int) -> None:
         declared = self.known.input_ids[:, start : start + ids.shape[1]]

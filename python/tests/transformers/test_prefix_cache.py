@@ -356,6 +356,34 @@ def test_what_an_adapter_counts_belongs_to_its_identity(store_dir):
     assert found == [0, 0, 96]
 
 
+@torch.no_grad()
+def test_what_is_computed_under_another_adapter_is_not_stored(store_dir):
+    ids, model = tiny.prompt(100), tiny.model("llama")
+    longer = torch.cat([ids, tiny.prompt(13, seed=8)], 1)
+    layer = model.model.layers[1].self_attn.q_proj
+    layer.active_adapters, layer.disable_adapters, layer.scaling = ["law"], False, {"law": 2.0}
+    with opened(model, store_dir) as prefixes:
+        past = prefixes(ids)
+        layer.scaling["law"] = 4.0
+        model(ids[:, :70], past_key_values=past)
+        layer.scaling["law"] = 2.0
+        model(ids[:, 70:], past_key_values=past)
+        assert answer(model, prefixes, ids)[1] == 0, "its first tokens have KV of the other"
+        # Token by token, from one that was stored.
+        past = prefixes(ids)
+        assert past.prefix_length == 96
+        layer.scaling["law"] = 4.0
+        with pytest.raises(ArgumentError, match="96 loaded tokens.*or adapters"):
+            model(ids[:, 96:], past_key_values=past)
+        layer.scaling["law"] = 2.0
+        past = prefixes(ids)
+        for at in range(96, 112):
+            layer.scaling["law"] = 2.0 if at < 111 else 4.0
+            model(longer[:, at : at + 1], past_key_values=past)
+        layer.scaling["law"] = 2.0
+        assert answer(model, prefixes, longer)[1] == 96
+
+
 def test_a_drive_that_is_not_mounted_is_named(store_dir):
     with pytest.raises(StoreError, match="found no folder .*mount the missing drive"):
         opened(tiny.model("llama"), store_dir / "mnt" / "kv")
