@@ -320,10 +320,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Takes on the promotion of a block whose flight has begun, and plans it. `None` if another task has taken it on.
     pub(super) fn take_on(self: &Rc<Self>, state: &mut Locked<'_>, key: &BlockKey, tier: Tier) -> Option<Fill<S, C>> {
-        let guard = FlightGuard::new(self, key, tier, state.flights.start(key, tier)?);
+        let started = state.flights.start(key, tier)?;
         let mut trip = Trip::to_slot(key, tier);
         let step = self.plan(state, &mut trip);
-        Some(Fill { guard, trip, step })
+        // Not before: after a panic under the lock there is nothing to guard.
+        Some(Fill { guard: FlightGuard::new(self, key, tier, started), trip, step })
     }
 
     /// Begins a write by `begin`, under the lock under which it has taken all that it needs beside what it had. `begin`
