@@ -34,7 +34,7 @@ use std::{
 
 use tokio::sync::{Mutex, Notify, oneshot};
 
-use kvhoist_base::{block::Direction, error::Result};
+use kvhoist_base::{block::Direction, error::Result, panics::caught};
 
 use self::{
     calibrate::TimesByWay,
@@ -327,7 +327,7 @@ impl Drop for Inner {
         }
         if let Err(fault) = queue.destroy(&mut finished) {
             queue.leak();
-            tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked");
+            _ = caught(|| tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked"));
         }
     }
 }

@@ -9,6 +9,8 @@ use std::{
     sync::Arc,
 };
 
+use kvhoist_base::panics::caught;
+
 use super::{
     library::Library,
     sys::{self, RawContext, RawCq, RawMr, RawPd},
@@ -64,7 +66,7 @@ pub(super) fn non_null<T>(call: &'static str, pointer: *mut T) -> Result<NonNull
 /// Logs an object that could not be destroyed; nothing else can be done about it.
 pub(super) fn log_failure(given: Result<(), VerbsError>) {
     if let Err(fault) = given {
-        tracing::debug!(%fault, "a verbs object was not destroyed");
+        _ = caught(|| tracing::debug!(%fault, "a verbs object was not destroyed"));
     }
 }
 

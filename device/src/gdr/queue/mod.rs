@@ -13,7 +13,10 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use kvhoist_base::error::{Error, Result};
+use kvhoist_base::{
+    error::{Error, Result},
+    panics::caught,
+};
 
 use super::regions::{RegionRefs, Regions};
 use crate::{
@@ -259,7 +262,7 @@ impl Queue {
     pub(super) fn fail(&mut self, reason: &str, finished: &mut Finished) {
         self.failed = true;
         if let Err(fault) = self.qp.fail() {
-            tracing::debug!(%fault, "the queue pair did not go to its error state");
+            _ = caught(|| tracing::debug!(%fault, "the queue pair did not go to its error state"));
         }
         self.unposted = 0..0;
         if let Some(entering) = self.entering.take() {
