@@ -1,6 +1,6 @@
-//! A layer-first load: one block's layers land far apart in a pool of device memory.
+//! A layer-first load: one block's layers land far apart in a pool of device memory, which host memory plays here.
 
-use kvhoist::{BlockGeometry, Cache, Memory, PrefixChain, Segment, block_on};
+use kvhoist::{BlockGeometry, Cache, DeviceKind, Memory, PrefixChain, Segment, block_on};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // A small model: 4 layers, 2 KV heads of 64, 16 tokens a block, 2-byte elements.
@@ -12,6 +12,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .block_bytes(block_bytes)
             .host_bytes(1 << 20)
             .device_bytes(1 << 20)
+            .device(DeviceKind::Simulated)
             .device_layout(layout.clone())
             .open(),
     )?;
@@ -23,8 +24,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pool: Vec<Vec<u8>> = layout.segments().iter().map(|len| vec![0xff; len * keys.len()]).collect();
     let mut regions = Vec::new();
     for buffer in &mut pool {
-        // SAFETY: the pool outlives the cache's use of it, which ends with `unregister` below; nothing
-        // touches it while it is loaded.
+        // SAFETY: a simulated device has host addresses, and a GPU its own. The pool outlives the cache's use of it,
+        // which ends with `unregister` below; nothing touches it while it is loaded.
         let memory = unsafe { Memory::device(buffer.as_mut_ptr(), buffer.len()) };
         regions.push(block_on(cache.register(memory))?);
     }
