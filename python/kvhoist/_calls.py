@@ -129,8 +129,8 @@ class Calls(_Native):
         Raises IoError where its record on disk could not be cleared, or the flush failed, and DeadlineError where that
         takes too long. The block is forgotten all the same, but it may be back at the next start.
 
-        A copy in a remote store stays there, for other nodes. This cache offers it again once it is opened anew, or
-        another node has written it again.
+        A copy in a remote store stays there, for other nodes. This cache offers it again once it has written the block
+        anew, or is opened anew.
         """
         return super().remove(key, bool(durable))
 
