@@ -107,13 +107,10 @@ fn make_temporary(path: &Path, name: &OsStr) -> Result<(PathBuf, File)> {
         hidden.push(format!(".{}-{number}.tmp", process::id()));
         let temporary = path.with_file_name(hidden);
         match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&temporary) {
+            Ok(file) => return Ok((temporary, file)),
             // Of a process that was killed: in containers many have the same number.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            made => {
-                return made
-                    .map(|file| (temporary.clone(), file))
-                    .map_err(|error| Error::io("create", &temporary, error));
-            }
+            Err(error) => return Err(Error::io("create", &temporary, error)),
         }
     }
 }

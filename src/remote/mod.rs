@@ -14,6 +14,7 @@ mod store;
 mod tier;
 mod uploads;
 mod wanted;
+mod writes;
 
 pub use buffer::ReadBuffer;
 pub use store::{Capabilities, Created, Object, Page, RemoteError, RemoteFuture, RemoteStore};

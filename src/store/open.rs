@@ -181,7 +181,6 @@ fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
 /// Checks that the members, which are sorted, are those of one store, each once, but for so many that are `lost`.
 fn check_complete(members: &[(Superblock, ReadOnlyFile)], lost: usize) -> Result<()> {
     let Some((first, first_file)) = members.first() else { return Ok(()) };
-    let mut numbers = 0..first.members;
     for (at, (superblock, file)) in members.iter().enumerate() {
         if superblock.uuid != first.uuid {
             return Err(refuse(
@@ -190,8 +189,8 @@ fn check_complete(members: &[(Superblock, ReadOnlyFile)], lost: usize) -> Result
                 format!("one of {}", first_file.path.display()),
             ));
         }
-        let is_next = if lost == 0 { numbers.next() } else { numbers.find(|number| *number == superblock.member) };
-        if is_next != Some(superblock.member) {
+        let is_twice = at > 0 && members[at - 1].0.member == superblock.member;
+        if is_twice || lost == 0 && usize::from(superblock.member) != at {
             let found = format!("member {} of a store of {}", superblock.member, superblock.members);
             return Err(refuse(&file.path, found, format!("member {at}, which is missing or here twice")));
         }

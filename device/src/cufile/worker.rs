@@ -338,8 +338,9 @@ impl Ranges {
             Err(fault) => {
                 self.refused = true;
                 let registered = self.registered.iter().flatten().count();
-                let text = "libcufile goes through its own buffers for the other slots";
-                _ = caught(|| tracing::warn!(%fault, registered, "{text}"));
+                _ = caught(|| {
+                    tracing::warn!(%fault, registered, "libcufile goes through its own buffers for the other slots");
+                });
             }
         }
     }

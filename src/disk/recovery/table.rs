@@ -151,7 +151,7 @@ async fn read_pages<S: Storage, P: PageVisitor>(
         (result, page_buffer) = transfer_owned(storage, OpKind::Read, chunk.file, offset, page_buffer.into_io()).await;
         match result {
             Ok(()) => page.copy_from_slice(&page_buffer),
-            // A page that could be read with more memory or another descriptor has its records.
+            // A shortage says nothing about the page.
             Err(error) if unreadable == P::UNREADABLE_MAX || is_shortage(&error) => return Err(error),
             Err(_) => {
                 page.fill(0);
