@@ -120,7 +120,7 @@ fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Region>) -> Re
                 "registered memory",
             ));
         };
-        if held.values().next().is_some_and(|first| first.memory() != region.memory) {
+        if held.values().next().is_some_and(|first| first.memory != region.memory) {
             return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
         }
         // A lent one has no addresses, and there is one at most.

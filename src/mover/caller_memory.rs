@@ -53,7 +53,6 @@ pub(super) async fn in_turns<T, R>(items: impl IntoIterator<Item = T>, mut begin
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Registers a region with the storage, if the kernel allows it.
     pub(super) fn register(&self, region: &RegionUse) {
-        let region = &region.0;
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(region.start)).expect("no region begins at 0");
         if region.memory == RegionMemory::Host && !region.is_fixed() {
             // SAFETY: the owner of the region promised at its registration to keep it mapped until `Cache::unregister`
@@ -70,7 +69,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Unregisters a region that no movement uses any more.
     pub(super) fn unregister(&self, region: &RegionUse) {
-        let region = &region.0;
         if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
             // As in `register`: what is left to do for the region must not depend on a subscriber.
             _ = caught(|| self.storage.unregister(first, region.len));

@@ -274,7 +274,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Urgent::Write(write) => self.spawn(this.write(write)),
             Urgent::GiveBack { region } => self.spawn(async move {
                 this.unregister(&region);
-                if let Some(known) = region.lasting() {
+                if let Some(known) = region.lasting {
                     this.copy.forget(&known).await;
                 }
                 drop(region);

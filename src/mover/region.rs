@@ -1,6 +1,7 @@
 //! Memory of callers, and the blocks that they ask to be copied from or to it.
 
 use std::{
+    ops::Deref,
     pin::pin,
     sync::{
         Arc,
@@ -65,7 +66,7 @@ const ENDED: usize = 1 << (usize::BITS - 1);
 
 /// A hold on a region, by a movement or by a request about the region: its owner does not get it back before the hold
 /// is dropped.
-pub(crate) struct RegionUse(pub(super) Arc<CallerMemory>);
+pub(crate) struct RegionUse(Arc<CallerMemory>);
 
 impl CallerMemory {
     pub(crate) fn new(
@@ -107,6 +108,7 @@ impl CallerMemory {
         })
     }
 
+    /// Whether the segment lies in this memory. Never in memory that is lent for a call.
     pub(crate) fn contains(&self, segment: &Segment) -> bool {
         #[cfg(test)]
         COMPARED.set(COMPARED.get() + 1);
@@ -163,36 +165,25 @@ impl CallerMemory {
     }
 }
 
+impl Deref for RegionUse {
+    type Target = CallerMemory;
+
+    fn deref(&self) -> &CallerMemory {
+        &self.0
+    }
+}
+
 impl RegionUse {
-    pub(crate) fn memory(&self) -> RegionMemory {
-        self.0.memory
-    }
-
-    /// Whether it is registered with the storage.
-    pub(super) fn is_fixed(&self) -> bool {
-        self.0.is_fixed()
-    }
-
-    /// Whether the segment lies in this memory. Never in memory that is lent for a call.
-    pub(crate) fn contains(&self, segment: &Segment) -> bool {
-        self.0.contains(segment)
-    }
-
     /// The last of these regions that does not begin behind the segment; they are in the order of their addresses.
     pub(crate) fn place_of(regions: &[RegionUse], segment: &Segment) -> usize {
-        regions.partition_point(|region| region.0.start <= segment.ptr as usize).saturating_sub(1)
-    }
-
-    /// How copy engines know the region.
-    pub(crate) fn lasting(&self) -> Option<CopyRegion> {
-        self.0.lasting
+        regions.partition_point(|region| region.start <= segment.ptr as usize).saturating_sub(1)
     }
 }
 
 impl Drop for RegionUse {
     fn drop(&mut self) {
-        if self.0.users.fetch_sub(1, Ordering::AcqRel) & !ENDED == 1 {
-            self.0.unused.notify_waiters();
+        if self.users.fetch_sub(1, Ordering::AcqRel) & !ENDED == 1 {
+            self.unused.notify_waiters();
         }
     }
 }
@@ -212,22 +203,22 @@ pub(crate) struct Job {
 
 impl Job {
     pub(crate) fn memory(&self) -> RegionMemory {
-        self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
+        self.regions.first().map_or(RegionMemory::Host, |region| region.memory)
     }
 
     /// Whose memory its bytes lie in. Segments in memory of several lenders count as the first one's.
     pub(super) fn origin(&self) -> Origin {
-        self.regions.first().map_or(Origin::UNKNOWN, |region| region.0.lender.origin)
+        self.regions.first().map_or(Origin::UNKNOWN, |region| region.lender.origin)
     }
 
     /// False where too many blocks of this memory were changed while they were stored from it.
     pub(super) fn is_kept_unchanged(&self) -> bool {
-        self.regions.iter().all(|region| region.0.lender.is_trusted())
+        self.regions.iter().all(|region| region.lender.is_trusted())
     }
 
     /// Refuses memory that was taken away: there are zeros in its place, which nobody wants stored.
     pub(super) fn check_is_there(&self) -> Result<()> {
-        let is_spoiled = |region: &RegionUse| region.0.guard.as_ref().is_some_and(Guard::is_spoiled);
+        let is_spoiled = |region: &RegionUse| region.guard.as_ref().is_some_and(Guard::is_spoiled);
         match self.regions.iter().any(is_spoiled) {
             true => Err(Error::argument("region", "memory that was taken away", "memory that stays there")),
             false => Ok(()),
@@ -236,7 +227,7 @@ impl Job {
 
     /// Its regions, as copy engines know them.
     pub(crate) fn copy_regions(&self) -> Vec<CopyRegion> {
-        self.regions.iter().filter_map(RegionUse::lasting).collect()
+        self.regions.iter().filter_map(|region| region.lasting).collect()
     }
 
     /// True where direct I/O can read and write all segments, and is not slower for it. Their lengths add up to offsets
@@ -265,6 +256,6 @@ impl Job {
     /// The region that one of its segments lies in; `None` for memory that is lent for the call.
     fn region_of(&self, segment: &Segment) -> Option<&CallerMemory> {
         let region = self.regions.get(RegionUse::place_of(&self.regions, segment))?;
-        region.contains(segment).then_some(&*region.0)
+        region.contains(segment).then_some(&**region)
     }
 }
