@@ -11,9 +11,10 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
+    load::Numbered,
     plan::{Flight, Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
-    results::of_task,
+    results::{CallResults, of_task},
     route::{Checked, Hop, Shape},
     speculative_copy::{Offer, Target},
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
@@ -81,39 +82,35 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.registered.store(self.storage.registered(), Ordering::Release);
     }
 
-    /// Copies each block into its segments; `false` for a block that is resident nowhere.
-    pub(super) async fn load(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        self.each(
-            jobs,
-            |state, job| self.begin_load(state, job),
-            |this, job, begun| this.load_begun(Box::new(job), begun),
-        )
-        .await
+    /// Copies blocks of a call into their segments; `false` for a block that is resident nowhere.
+    pub(super) async fn load(self: Rc<Self>, jobs: Vec<Numbered>, results: Arc<CallResults>) {
+        let begin = |state: &mut Locked<'_>, job: &Job| self.begin_load(state, job);
+        let run = |this: Rc<Self>, (_, job): Numbered, begun| this.load_begun(Box::new(job), begun);
+        results.settle(self.each(jobs, begin, run).await);
     }
 
     /// Stores blocks of a call from their segments.
-    pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<(usize, Job)>, call: Arc<StoreCall>) {
-        let numbers: Vec<usize> = jobs.iter().map(|&(number, _)| number).collect();
-        let begin = |state: &mut Locked<'_>, (_, job): &(usize, Job)| self.begin_store(state, job);
-        let run =
-            |this: Rc<Self>, (number, job), step| this.store_begun(Arc::clone(&call), (number, Box::new(job)), step);
+    pub(super) async fn store_from(self: Rc<Self>, jobs: Vec<Numbered>, call: Arc<StoreCall>) {
+        let begin = |state: &mut Locked<'_>, job: &Job| self.begin_store(state, job);
+        let run = |this: Rc<Self>, (number, job): Numbered, step| {
+            this.store_begun(Arc::clone(&call), (number, Box::new(job)), step)
+        };
         let results = self.each(jobs, begin, run).await;
         // I/O threads have the others.
-        let ended = |(number, result): (usize, Result<Option<bool>>)| Some((number, result.transpose()?));
-        call.settle(numbers.into_iter().zip(results).filter_map(ended));
+        let is_ended = |(_, result): &(usize, Result<bool>)| !matches!(result, Ok(false));
+        call.results.settle(results.into_iter().filter(is_ended));
     }
 
     /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight. Jobs begin under one
     /// lock, a few at a time.
-    async fn each<J, B, T, F>(
+    async fn each<B, F>(
         self: &Rc<Self>,
-        jobs: Vec<J>,
-        begin: impl Fn(&mut Locked<'_>, &J) -> B,
-        run: impl Fn(Rc<Self>, J, B) -> F,
-    ) -> Vec<Result<T>>
+        jobs: Vec<Numbered>,
+        begin: impl Fn(&mut Locked<'_>, &Job) -> B,
+        run: impl Fn(Rc<Self>, Numbered, B) -> F,
+    ) -> Vec<(usize, Result<bool>)>
     where
-        T: 'static,
-        F: Future<Output = Result<T>> + 'static,
+        F: Future<Output = Result<bool>> + 'static,
     {
         let mut tasks = Vec::with_capacity(jobs.len());
         let mut jobs = jobs.into_iter();
@@ -121,18 +118,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if !tasks.is_empty() {
                 crate::io::yield_now().await;
             }
-            let turn: Vec<J> = jobs.by_ref().take(BEGUN_PER_TURN).collect();
+            let turn: Vec<Numbered> = jobs.by_ref().take(BEGUN_PER_TURN).collect();
             let mut begun = Vec::with_capacity(turn.len());
             for jobs in turn.chunks(BEGUN_PER_LOCK) {
                 let mut state = self.shared.lock();
-                begun.extend(jobs.iter().map(|job| begin(&mut state, job)));
+                begun.extend(jobs.iter().map(|(_, job)| begin(&mut state, job)));
             }
-            let run = |(job, begun)| task::spawn(run(Rc::clone(self), job, begun));
+            let run = |(job, begun): (Numbered, B)| (job.0, task::spawn(run(Rc::clone(self), job, begun)));
             tasks.extend(turn.into_iter().zip(begun).map(run));
         }
         let mut results = Vec::with_capacity(tasks.len());
-        for task in tasks {
-            results.push(of_task(task.await));
+        for (number, task) in tasks {
+            results.push((number, of_task(task.await)));
         }
         results
     }
@@ -213,30 +210,30 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         begin_store(state, job, bypasses && job.is_kept_unchanged(), self.cufile.get().is_some())
     }
 
-    /// Boxes as [`load_begun`](Self::load_begun). Without a result: I/O threads have it.
+    /// Boxes as [`load_begun`](Self::load_begun). `false`: an I/O thread has it, and settles its result.
     async fn store_begun(
         self: Rc<Self>,
         call: Arc<StoreCall>,
         (number, job): (usize, Box<Job>),
         step: Result<StoreStep>,
-    ) -> Result<Option<bool>> {
+    ) -> Result<bool> {
         let begun = match step? {
-            StoreStep::Known(Committed::Done) => return Ok(Some(true)),
+            StoreStep::Known(Committed::Done) => return Ok(true),
             StoreStep::Known(committed) => {
                 drop(job);
-                return Box::pin(self.finish_store(committed)).await.map(|()| Some(true));
+                return Box::pin(self.finish_store(committed)).await.map(|()| true);
             }
             StoreStep::Begun(begun) => Some(begun),
             StoreStep::Waits(taken) => Box::pin(self.begin_region_write(&job, taken, None)).await?,
             StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => None,
             StoreStep::Planned(_) => match Box::pin(self.store_by_cufile(job)).await? {
-                None => return Ok(Some(true)),
-                Some(left) => return Box::pin(self.store_by_copy(left)).await.map(|()| Some(true)),
+                None => return Ok(true),
+                Some(left) => return Box::pin(self.store_by_copy(left)).await.map(|()| true),
             },
         };
         match begun {
             Some(begun) => self.store_in_place(&call, PlannedStore::new(number, job, Instant::now(), begun)).await,
-            None => Box::pin(self.store_by_copy(job)).await.map(|()| Some(true)),
+            None => Box::pin(self.store_by_copy(job)).await.map(|()| true),
         }
     }
 

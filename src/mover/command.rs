@@ -5,8 +5,10 @@ use std::sync::Arc;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::{
+    load::Numbered,
     progress::LayerJobs,
-    region::{Job, RegionUse},
+    region::RegionUse,
+    results::CallResults,
     store::{FailedStore, StoreCall},
     submit::PlannedRead,
 };
@@ -22,12 +24,12 @@ use crate::{
 pub(crate) enum Command {
     /// Make `key` resident in `to`. Its flight has begun.
     Promote { key: BlockKey, to: Tier },
-    /// Copy blocks into foreign memory: true for each that was copied.
-    Load { jobs: Vec<Job>, reply: Reply },
+    /// Copy blocks of a call into foreign memory, each with its number there: true for each that was copied.
+    Load { jobs: Vec<Numbered>, results: Arc<CallResults> },
     /// Copy blocks into foreign memory, layer by layer.
     LoadLayers(LayerJobs),
     /// Store blocks of a call from foreign memory, each with its number there.
-    StoreFrom { jobs: Vec<(usize, Job)>, call: Arc<StoreCall> },
+    StoreFrom { jobs: Vec<Numbered>, call: Arc<StoreCall> },
     /// Register a region with the storage; the answer says whether the kernel has pinned it.
     Register { region: RegionUse, reply: oneshot::Sender<bool> },
     /// Copy to and from memory of this GPU, too.
@@ -54,7 +56,7 @@ pub(crate) enum Urgent {
     /// End a store whose write by an I/O thread has failed, or was lost.
     EndStore { call: Arc<StoreCall>, store: Box<FailedStore> },
     /// Load blocks whose reads to their caller's memory have failed.
-    Load { jobs: Vec<Job>, reply: Reply },
+    Load { jobs: Vec<Numbered>, results: Arc<CallResults> },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
     /// Finish the movements in flight, write dirty blocks, flush, and end. The caller waits for the end itself, and

@@ -52,9 +52,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     self.end_flight(&key, to, Err(error));
                 }
             }
-            Command::Load { jobs, reply } => reply(jobs.iter().map(|_| Err(error.clone())).collect()),
+            Command::Load { jobs, results } => {
+                results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
+            }
             Command::StoreFrom { jobs, call } => {
-                call.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
+                call.results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
             }
             Command::LoadLayers(load) => load.refuse(&error),
             Command::Register { .. } | Command::AddGpu { .. } => self.start(command),

@@ -64,12 +64,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(None)
     }
 
-    /// Stores a block from its place. Without a result: an I/O thread has it.
-    pub(super) async fn store_in_place(
-        self: &Rc<Self>,
-        call: &Arc<StoreCall>,
-        planned: PlannedStore,
-    ) -> Result<Option<bool>> {
+    /// Stores a block from its place. `false`: an I/O thread has it.
+    pub(super) async fn store_in_place(self: &Rc<Self>, call: &Arc<StoreCall>, planned: PlannedStore) -> Result<bool> {
         // A block in several segments is written by the reactor.
         let (bytes, is_one) = (self.shared.config.slot_bytes() as u64, planned.job.segments.len() == 1);
         if let Some((pool, file)) = self.workers.pool().zip(self.storage.file(planned.place.file))
@@ -77,9 +73,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             && self.is_worth_a_transfer(bytes, self.bytes_in_flight())
         {
             call.queue(planned, pool, file).wake();
-            return Ok(None);
+            return Ok(false);
         }
-        Box::pin(self.store_here(planned)).await.map(|()| Some(true))
+        Box::pin(self.store_here(planned)).await.map(|()| true)
     }
 
     /// Stores a block from its place: first its checksum, then the write and its record at once.
@@ -113,7 +109,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(results) => results,
             Err(error) => numbers.into_iter().map(|number| (number, Err(error.clone()))).collect(),
         };
-        call.settle(results.into_iter().map(|(number, result)| (number, result.map(|()| true))));
+        call.results.settle(results.into_iter().map(|(number, result)| (number, result.map(|()| true))));
     }
 
     async fn record(self: &Rc<Self>, (page, stores): (PageId, Vec<SummedStore>)) -> Result<()> {
@@ -178,7 +174,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.end_alone(planned, failed).await
         };
         let result = or_panicked(end).await;
-        call.settle([(number, result.map(|()| true))].into_iter());
+        call.results.settle([(number, result.map(|()| true))]);
     }
 
     fn guard_of(self: &Rc<Self>, planned: &PlannedStore) -> FlightGuard<S, C> {

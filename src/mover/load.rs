@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     block::{OpKind, Route, Tier},
-    error::{Error, Result},
+    error::Error,
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
     shield::caught,
@@ -41,11 +41,12 @@ const ENDED_PER_LOCK: usize = 16;
 /// A call, some of whose blocks the I/O threads read.
 struct Load {
     ends: Arc<Ends>,
+    results: Arc<CallResults>,
     progress: Mutex<Progress>,
 }
 
+#[derive(Default)]
 struct Progress {
-    results: CallResults,
     /// Blocks that are being read.
     reading: usize,
     /// Blocks that were read, still pinned.
@@ -70,7 +71,7 @@ enum Ended {
 }
 
 /// A block of a call, with its number there.
-pub(super) type Numbered = (usize, Job);
+pub(crate) type Numbered = (usize, Job);
 
 /// Begins the blocks of a call, a few at a time, for as long as `begin` says so, and no more than its caller has time
 /// for. Returns those that it does not take.
@@ -91,10 +92,12 @@ pub(super) fn begin_in_parts(
 impl Submitter {
     /// Begins a load. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
-        let this = this.filter(|this| this.is_worth_waking(&jobs, Kind::Read));
-        let Some(this) = this else { return Some(Command::Load { jobs, reply }) };
-        let progress = Progress { results: CallResults::new(jobs.len(), reply), reading: 0, ended: Vec::new() };
-        let load = Arc::new(Load { ends: Arc::clone(&this.ends), progress: Mutex::new(progress) });
+        let results = Arc::new(CallResults::new(jobs.len(), reply));
+        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, Kind::Read)) else {
+            return Some(Command::Load { jobs: jobs.into_iter().enumerate().collect(), results });
+        };
+        let (ends, progress) = (Arc::clone(&this.ends), Mutex::new(Progress::default()));
+        let load = Arc::new(Load { ends, results: Arc::clone(&results), progress });
         let rest = begin_in_parts(jobs, |part, rest| {
             let planned = this.plan_loads(part, rest);
             load.progress.lock().reading += planned.len();
@@ -105,12 +108,7 @@ impl Submitter {
             }
             is_going_on
         });
-        if rest.is_empty() {
-            return None;
-        }
-        let (numbers, jobs): (Vec<_>, Vec<_>) = rest.into_iter().unzip();
-        let reply = Box::new(move |results: Vec<_>| load.settle(numbers.into_iter().zip(results)));
-        Some(Command::Load { jobs, reply })
+        (!rest.is_empty()).then_some(Command::Load { jobs: rest, results })
     }
 
     /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over, and may have blocks
@@ -213,23 +211,12 @@ impl Load {
             // A subscriber that panics must not take the results with it.
             let blocks = again.len();
             _ = caught(|| tracing::debug!(blocks, "reads into a caller's memory failed; they are made by host slots"));
-            let (numbers, jobs): (Vec<_>, Vec<_>) = again.into_iter().unzip();
-            let this = Arc::clone(self);
-            let reply = Box::new(move |results: Vec<_>| this.settle(numbers.into_iter().zip(results)));
             // Where the reactor is gone, the call ends as closed.
-            drop(self.ends.urgent.send(Urgent::Load { jobs, reply }));
+            drop(self.ends.urgent.send(Urgent::Load { jobs: again, results: Arc::clone(&self.results) }));
         }
         let submitted = pins.len();
         self.ends.shared.end_loads(Route::DiskToRegion, pins, submitted);
-        self.settle(results.into_iter());
-    }
-
-    /// Notes results. The last one answers the call.
-    fn settle(&self, results: impl Iterator<Item = (usize, Result<bool>)>) {
-        let answer = self.progress.lock().results.note(results);
-        if let Some((reply, results)) = answer {
-            reply(results);
-        }
+        self.results.settle(results);
     }
 }
 

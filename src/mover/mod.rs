@@ -244,11 +244,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Promote { key, to: Tier::Host } => self.spawn(this.promote_to_host(key)),
             Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
             Command::Promote { to: Tier::Disk | Tier::Remote, .. } => unreachable!("copies to disk are writes"),
-            Command::Load { jobs, reply } => self.spawn(async move {
-                reply(this.load(jobs).await);
-            }),
+            Command::Load { jobs, results } => self.spawn(this.load(jobs, results)),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
-            Command::StoreFrom { jobs, call } => self.spawn(async move { this.store_from(jobs, call).await }),
+            Command::StoreFrom { jobs, call } => self.spawn(this.store_from(jobs, call)),
             // If its caller is gone, the memory may be unmapped.
             Command::Register { reply, .. } if reply.is_closed() => {}
             Command::Register { region, reply } => {
@@ -284,9 +282,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(permit);
                 drop(reply.send(result));
             }),
-            Urgent::Load { jobs, reply } => self.spawn(async move {
-                reply(this.load(jobs).await);
-            }),
+            Urgent::Load { jobs, results } => self.spawn(this.load(jobs, results)),
             Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
             Urgent::EndStores { call, group } => self.spawn(this.end_stores(call, group)),
             Urgent::EndStore { call, store } => self.spawn(this.end_store(call, store)),

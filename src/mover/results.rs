@@ -9,10 +9,13 @@ use super::command::Reply;
 use crate::{
     error::{Error, Result},
     state::verify::panicked,
+    sync::Mutex,
 };
 
 /// The results of a call, one of each block, and who gets them.
-pub(super) struct CallResults {
+pub(crate) struct CallResults(Mutex<Unanswered>);
+
+struct Unanswered {
     results: Vec<Option<Result<bool>>>,
     /// Blocks without a result.
     left: usize,
@@ -23,22 +26,22 @@ pub(super) struct CallResults {
 impl CallResults {
     pub(super) fn new(blocks: usize, reply: Reply) -> Self {
         let results = std::iter::repeat_with(|| None).take(blocks).collect();
-        CallResults { results, left: blocks, reply: Some(reply) }
+        CallResults(Mutex::new(Unanswered { results, left: blocks, reply: Some(reply) }))
     }
 
-    /// Notes results. After the last one: all of them, and who gets them, without a lock.
-    pub(super) fn note(
-        &mut self,
-        results: impl Iterator<Item = (usize, Result<bool>)>,
-    ) -> Option<(Reply, Vec<Result<bool>>)> {
+    /// Notes results of blocks with their numbers. The last one answers the call.
+    pub(super) fn settle(&self, results: impl IntoIterator<Item = (usize, Result<bool>)>) {
+        let mut unanswered = self.0.lock();
         for (number, result) in results {
-            let earlier = self.results[number].replace(result);
+            let earlier = unanswered.results[number].replace(result);
             assert!(earlier.is_none(), "a block has one result");
-            self.left -= 1;
+            unanswered.left -= 1;
         }
-        let reply = if self.left == 0 { self.reply.take() } else { None }?;
-        let results = std::mem::take(&mut self.results).into_iter();
-        Some((reply, results.map(|result| result.expect("none is left")).collect()))
+        let reply = if unanswered.left == 0 { unanswered.reply.take() } else { None };
+        let Some(reply) = reply else { return };
+        let results = std::mem::take(&mut unanswered.results);
+        drop(unanswered);
+        reply(results.into_iter().map(|result| result.expect("none is left")).collect());
     }
 }
 

@@ -38,14 +38,9 @@ use crate::{
 pub(crate) struct StoreCall {
     shared: Arc<Shared>,
     urgent: mpsc::UnboundedSender<Urgent>,
-    /// Its lock may be taken under the state's, never around it.
-    progress: Mutex<Progress>,
-}
-
-struct Progress {
-    results: CallResults,
-    /// Those of its blocks that I/O threads write.
-    pages: CallPages<SummedStore, PlannedStore>,
+    pub(super) results: CallResults,
+    /// Those of its blocks that I/O threads write. Its lock may be taken under the state's, never around it.
+    pages: Mutex<CallPages<SummedStore, PlannedStore>>,
 }
 
 /// The first step of a store.
@@ -161,21 +156,13 @@ impl StoreCall {
         blocks: usize,
         reply: Reply,
     ) -> Arc<Self> {
-        let progress = Progress { results: CallResults::new(blocks, reply), pages: CallPages::new() };
-        Arc::new(StoreCall { shared: Arc::clone(shared), urgent: urgent.clone(), progress: Mutex::new(progress) })
-    }
-
-    /// Notes results. The last one answers the call.
-    pub(super) fn settle(&self, results: impl Iterator<Item = (usize, Result<bool>)>) {
-        let answer = self.progress.lock().results.note(results);
-        if let Some((reply, results)) = answer {
-            reply(results);
-        }
+        let (results, pages) = (CallResults::new(blocks, reply), Mutex::new(CallPages::new()));
+        Arc::new(StoreCall { shared: Arc::clone(shared), urgent: urgent.clone(), results, pages })
     }
 
     /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
     pub(super) fn queue(self: &Arc<Self>, planned: PlannedStore, pool: &Pool, file: OpenFile) -> Asleep {
-        let group = self.progress.lock().pages.enter(planned.place.page);
+        let group = self.pages.lock().enter(planned.place.page);
         // SAFETY: nothing is written to it. The plan, in the waiter, keeps the disk slot.
         let buf = unsafe { planned.job.lend_place() };
         let transfer = Transfer { kind: OpKind::Write, file, offset: planned.place.offset, buf };
@@ -198,12 +185,12 @@ impl StoreCall {
 
     /// The page of blocks that are checksummed, and their records.
     pub(super) fn record(&self, group: usize) -> (PageId, Vec<SummedStore>) {
-        self.progress.lock().pages.record(group)
+        self.pages.lock().record(group)
     }
 
     /// Waits for the payloads of blocks whose records are written.
     pub(super) async fn written(&self, group: usize) -> Vec<PlannedStore> {
-        let written = self.progress.lock().pages.end(group);
+        let written = self.pages.lock().end(group);
         match written {
             Ok(written) => written,
             Err(written) => written.await.expect("the call has the sender"),
@@ -215,7 +202,7 @@ impl TransferHandler for QueuedStore {
     fn summed(&mut self, checksum: u64) {
         let PlannedStore { number, job, write: DiskWrite { id, filling }, .. } = &self.planned;
         let summed = SummedStore { id: *id, slot: filling.slot(), checksum, origin: job.origin() };
-        let next = self.call.progress.lock().pages.summed(self.group, *number, summed);
+        let next = self.call.pages.lock().summed(self.group, *number, summed);
         self.is_summed = true;
         self.call.follow(next);
     }
@@ -231,13 +218,13 @@ impl TransferHandler for QueuedStore {
             Some(Ok(_)) => {
                 shared.account(&shared.failures, planned.place.file, OpKind::Write, &Ok(()));
                 shared.metrics.work_done.add(1);
-                let next = call.progress.lock().pages.written(group, planned);
+                let next = call.pages.lock().written(group, planned);
                 return call.follow(next);
             }
             Some(Err(error)) => Some(error),
             None => None,
         };
-        let next = call.progress.lock().pages.give_up(group, planned.number, is_summed);
+        let next = call.pages.lock().give_up(group, planned.number, is_summed);
         call.follow(next);
         let store = Box::new((planned, failed));
         drop(call.urgent.send(Urgent::EndStore { call: Arc::clone(&call), store }));
@@ -251,11 +238,11 @@ impl Submitter {
             return Some(Command::StoreFrom { jobs: jobs.into_iter().enumerate().collect(), call });
         };
         let mut known = Vec::new();
-        call.progress.lock().pages.hold();
+        call.pages.lock().hold();
         let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
-        let complete = call.progress.lock().pages.release();
+        let complete = call.pages.lock().release();
         complete.into_iter().for_each(|group| call.hand_over(group));
-        call.settle(known.into_iter());
+        call.results.settle(known);
         (!rest.is_empty()).then_some(Command::StoreFrom { jobs: rest, call })
     }
 
