@@ -87,12 +87,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (id, began) = (write.id, Instant::now());
         let fault = match self.write_slot((permit, write, place), slot).await {
             Ok(written) => {
-                if self.end_write(&job.key, id, None, written).await? {
-                    self.shared.metrics.stores.add(1);
-                    self.shared.note_stored(&job.key);
-                    self.shared.metrics.moved(Route::DeviceToDisk, began.elapsed());
-                }
-                return Ok(None);
+                let end = self.end_caller_write(&job.key, id, Route::DeviceToDisk, began, written);
+                return end.await.map(|()| None);
             }
             Err(fault) => fault,
         };

@@ -97,7 +97,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // It was removed meanwhile, or is not written.
             other => self.written(write, other.map(drop)),
         };
-        self.end_in_place(&key, id, began, written).await
+        self.end_caller_write(&key, id, Route::RegionToDisk, began, written).await
     }
 
     /// Records blocks of one page that I/O threads write, and makes those visible whose payload is written.
@@ -152,7 +152,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(state);
         ends.into_iter().for_each(|end| self.answer_all(end));
         for (number, job, began) in stored {
-            self.count_stored(&job.key, began);
+            self.count_stored(&job.key, Route::RegionToDisk, began);
             results.push((number, Ok(())));
         }
         for planned in others {
@@ -186,26 +186,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let PlannedStore { job, write, began, .. } = planned;
         let id = write.id;
         let written = self.written(write, result);
-        self.end_in_place(&job.key, id, began, written).await
+        self.end_caller_write(&job.key, id, Route::RegionToDisk, began, written).await
     }
 
-    async fn end_in_place(
+    /// Ends the write of a block from its caller's memory, and its flight. Counts its store by this route.
+    pub(super) async fn end_caller_write(
         self: &Rc<Self>,
         key: &BlockKey,
         id: EntryId,
+        route: Route,
         began: Instant,
         written: Result<Option<DiskWrite>>,
     ) -> Result<()> {
         if self.end_write(key, id, None, written).await? {
-            self.count_stored(key, began);
+            self.count_stored(key, route, began);
         }
         Ok(())
     }
 
-    fn count_stored(&self, key: &BlockKey, began: Instant) {
+    fn count_stored(&self, key: &BlockKey, route: Route, began: Instant) {
         self.shared.metrics.stores.add(1);
         self.shared.note_stored(key);
-        self.shared.metrics.moved(Route::RegionToDisk, began.elapsed());
+        self.shared.metrics.moved(route, began.elapsed());
     }
 
     /// Takes what the write of a block from a caller's memory needs beside what it has taken, and begins the write and
