@@ -91,7 +91,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let error = panicked();
         if tier == Tier::Disk {
             self.shared.metrics.writes_refused.add(1);
-            self.shared.note_refused(key, id, &error);
+            self.shared.lock().note_written(key, id, Some(&error));
         }
         self.end_flight(key, tier, Err(error));
     }

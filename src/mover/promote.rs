@@ -128,9 +128,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// As [`to_host`](Self::to_host), from its beginning, for a step of another movement.
-    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class, verifier: Verifier) -> Outcome {
+    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
         let step = self.begin_to_host(&mut self.shared.lock(), key, class, Use::Counted)?;
-        self.to_host(key, class, step, verifier).await
+        self.to_host(key, class, step, None).await
     }
 
     /// Copies a device block to `buf`, for a caller on the host.

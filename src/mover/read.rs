@@ -44,10 +44,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Fill { guard: _guard, mut trip, step } = fill;
         let (key, started) = (trip.key, Instant::now());
         let outcome = match self.ready(&mut trip, step).await {
-            Ok(Step::OnDisk(block)) => match self.read_to_host(block, &mut trip, &verifier, started).await {
-                Ok(unverified) => return self.verify(&key, unverified, verifier).await,
-                Err(error) => Err(error),
-            },
+            Ok(Step::OnDisk(block)) => {
+                match (self.read_to_host(block, &mut trip, &verifier, started).await, verifier) {
+                    (Ok(unverified), Some(copy)) => return self.verify_on_device(&key, unverified, &copy).await,
+                    (Ok(unverified), None) => return self.verify_here(&key, unverified).await,
+                    (Err(error), _) => Err(error),
+                }
+            }
             // Boxed: every read would have room for it.
             Ok(Step::Pinned(pin)) if pin.tier() == Tier::Device => {
                 Box::pin(self.copy_from_device(pin, trip.taken.slot(), started)).await
@@ -111,14 +114,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
                 Err(Error::io("read", self.path_of(file), source))
             }
-        }
-    }
-
-    /// Has a block in a host slot verified, makes it visible or gives it up, and ends its flight.
-    async fn verify(self: &Rc<Self>, key: &BlockKey, unverified: Unverified, verifier: Verifier) {
-        match verifier {
-            Some(copy) => self.verify_on_device(key, unverified, &copy).await,
-            None => self.verify_here(key, unverified).await,
         }
     }
 

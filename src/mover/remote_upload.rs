@@ -221,7 +221,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// A block's bytes and checksum, from whichever tier of the node has it: a copy, so that a store holds no slot.
     async fn copy_of(self: &Rc<Self>, key: &BlockKey) -> Option<(u64, Bytes)> {
-        let pin = self.obtain_host(key, Class::Background, None).await.ok()??;
+        let pin = self.obtain_host(key, Class::Background).await.ok()??;
         let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
         let bytes = self.shared.config.block_bytes as u64;
         let copy = move || Bytes::copy_from_slice(pin.bytes());

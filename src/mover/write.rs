@@ -122,7 +122,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn write_through_host(self: &Rc<Self>, guard: &FlightGuard<S, C>) -> Result<Option<DiskWrite>> {
         let key = guard.key();
         let class = self.shared.lock().flights.class(key, Tier::Disk);
-        match self.obtain_host(key, class, None).await? {
+        match self.obtain_host(key, class).await? {
             Some(host) => self.write_block(guard, &Arc::new(host)).await,
             None => Ok(None),
         }

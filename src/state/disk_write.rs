@@ -1,8 +1,6 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
-use std::sync::Arc;
-
-use super::{Filling, Pin, Shared, State};
+use super::{Filling, Pin, State};
 use crate::{
     block::{BlockKey, FileId, Tier},
     disk::{Origin, PageId},
@@ -21,13 +19,6 @@ pub(crate) struct DiskPlace {
 pub(crate) struct DiskWrite {
     pub(crate) id: EntryId,
     pub(crate) filling: Filling,
-}
-
-impl Shared {
-    /// Notes a refusal for a block whose write was lost.
-    pub(crate) fn note_refused(self: &Arc<Self>, key: &BlockKey, id: EntryId, error: &Error) {
-        self.lock().note_written(key, id, Some(error));
-    }
 }
 
 impl State {
