@@ -8,11 +8,13 @@
 
 use std::{
     future::{Future, poll_fn},
+    panic::AssertUnwindSafe,
     pin::pin,
     sync::Arc,
     task::{Context, Wake, Waker},
 };
 
+use futures_util::FutureExt;
 pub(crate) use kvhoist_base::panics::caught;
 
 /// Polls `future` with a waker that catches panics of the caller's waker. Costs one allocation per poll: for futures
@@ -49,6 +51,11 @@ impl Drop for Shield {
         let waker = self.waker.take();
         _ = caught(|| drop(waker));
     }
+}
+
+/// As [`caught`], of a future in which a user's code runs.
+pub(crate) async fn caught_future<T>(future: impl Future<Output = T>) -> Option<T> {
+    AssertUnwindSafe(future).catch_unwind().await.map_err(std::mem::forget).ok()
 }
 
 #[cfg(test)]

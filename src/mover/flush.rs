@@ -11,6 +11,7 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Lent,
+    shield::caught_future,
     state::{Class, Committed, Outcome, State},
 };
 
@@ -131,15 +132,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let this = Rc::clone(self);
         // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
-            let flushing = Flushing { mover: &this, file, has_ended: false };
-            let result = this.flush_repeatedly(file).await;
-            // First: a subscriber of the log may panic.
-            flushing.end(&result);
-            this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);
+            let flushed = caught_future(this.flush_repeatedly(file)).await;
+            // Before the log, whose subscriber may panic.
+            match &flushed {
+                Some(Ok(())) => {}
+                Some(Err(source)) => this.note_failed_flush(file, source),
+                None => this.note_failed_flush(file, &io::Error::other("the flush panicked, which is a defect")),
+            }
+            if let Some(result) = flushed {
+                this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);
+            }
             drop((turn, ended));
         });
         // The other end is dropped when it is done.
         drop(end.await);
+    }
+
+    /// Notes the failure of a flush, for good.
+    fn note_failed_flush(&self, file: FileId, source: &io::Error) {
+        let doubt = "what was written before may not survive a power cut, and no later flush can tell";
+        let source = io::Error::new(source.kind(), format!("{source}; {doubt}: open the cache anew"));
+        let error = Error::io("sync", self.path_of(file), source);
+        *self.flushes[usize::from(file.0)].failed.borrow_mut() = Some(error);
     }
 
     /// Flushes, and again where the flush did not begin.
@@ -162,38 +176,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 /// may be that of a write before it, whose pages the kernel has marked as clean.
 fn has_not_begun(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|errno| [libc::EAGAIN, libc::ENOBUFS, libc::EINTR].contains(&errno))
-}
-
-/// A flush in flight. One that panics has failed.
-struct Flushing<'a, S: Storage, C: CopyEngine> {
-    mover: &'a Mover<S, C>,
-    file: FileId,
-    has_ended: bool,
-}
-
-impl<S: Storage, C: CopyEngine> Flushing<'_, S, C> {
-    /// Notes the failure of a flush, for good.
-    fn end(mut self, result: &io::Result<()>) {
-        self.has_ended = true;
-        if let Err(source) = result {
-            self.fail(source);
-        }
-    }
-
-    fn fail(&self, source: &io::Error) {
-        let doubt = "what was written before may not survive a power cut, and no later flush can tell";
-        let source = io::Error::new(source.kind(), format!("{source}; {doubt}: open the cache anew"));
-        let error = Error::io("sync", self.mover.path_of(self.file), source);
-        *self.mover.flushes[usize::from(self.file.0)].failed.borrow_mut() = Some(error);
-    }
-}
-
-impl<S: Storage, C: CopyEngine> Drop for Flushing<'_, S, C> {
-    fn drop(&mut self) {
-        if !self.has_ended {
-            self.fail(&io::Error::other("the flush panicked, which is a defect"));
-        }
-    }
 }
 
 #[cfg(test)]

@@ -3,9 +3,9 @@
 //! What a read does not bring, which fails or takes longer than its deadline, is a miss for all who wait for it. A read
 //! waits longer for its turn, as long as others bring blocks.
 
-use std::{cell::Cell, panic::AssertUnwindSafe, pin::pin, rc::Rc, sync::Arc, time::Duration};
+use std::{cell::Cell, pin::pin, rc::Rc, sync::Arc, time::Duration};
 
-use futures_util::{FutureExt, StreamExt, future::select, stream, stream::FuturesUnordered};
+use futures_util::{StreamExt, future::select, stream, stream::FuturesUnordered};
 use tokio::{
     sync::{Semaphore, SemaphorePermit},
     task::JoinHandle,
@@ -18,7 +18,7 @@ use crate::{
     device::CopyEngine,
     io::Storage,
     remote::{Batch, FAILURES_MAX, ReadBlock, ReadBuffer, Remote, RemoteError},
-    shield::caught,
+    shield::{caught, caught_future},
     state::{Committed, Filling, Purpose},
     task,
 };
@@ -289,10 +289,8 @@ fn ranges(blocks: &[ReadBlock]) -> impl Iterator<Item = &[ReadBlock]> {
 
 /// What becomes of a future in which the store's code runs, which is users': its panic is an error, and no more.
 pub(super) async fn of_store<T>(future: impl Future<Output = Result<T, RemoteError>>) -> Result<T, RemoteError> {
-    AssertUnwindSafe(future).catch_unwind().await.unwrap_or_else(|panic| {
-        std::mem::forget(panic);
-        Err(RemoteError::Unavailable("the store's code panicked".into()))
-    })
+    let panicked = || Err(RemoteError::Unavailable("the store's code panicked".into()));
+    caught_future(future).await.unwrap_or_else(panicked)
 }
 
 /// A request, and its repetitions.
