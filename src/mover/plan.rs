@@ -66,28 +66,14 @@ impl Taken {
         self.permit.take().expect("its plan has taken one")
     }
 
-    /// Takes what a transfer needs, as far as it is to be had now; what is missing then.
-    ///
-    /// A slot before bytes to be read, which a movement may wait for with its slot: it is as urgent as the callers that
-    /// wait for a host slot. Bytes to be written before a disk slot: background writes get none while awaited reads
-    /// wait, and must not hold a slot that a store waits for. So where a flight is about to begin, which waits for
-    /// nothing.
-    pub(super) fn take(
-        &mut self,
-        state: &mut Locked<'_>,
-        Needs(tier, kind): Needs,
-        purpose: Purpose<'_>,
-    ) -> Option<Missing> {
-        let mut wanted = [tier.map(Missing::Slot), kind.map(Missing::Permit)];
-        if kind == Some(Kind::Write) || matches!(purpose, Purpose::NewMovement(_)) {
-            wanted.reverse();
-        }
-        let is_missing = |missing: &Missing| match *missing {
-            Missing::Slot(tier) => {
+    /// Takes what a transfer needs, in this order, as far as it is to be had now; what is missing then.
+    pub(super) fn take(&mut self, state: &mut Locked<'_>, needs: &[Need], purpose: Purpose<'_>) -> Option<Need> {
+        let is_missing = |need: &Need| match *need {
+            Need::Slot(tier) => {
                 self.slot = self.slot.take().or_else(|| state.acquire(tier));
                 self.slot.is_none()
             }
-            Missing::Permit(kind) => {
+            Need::Permit(kind) => {
                 let (urgency, shared) = (state.holder_urgency(purpose), state.shared());
                 let bytes = shared.config.slot_bytes() as u64;
                 let take = || shared.in_flight.take_now(kind, urgency, bytes);
@@ -95,23 +81,26 @@ impl Taken {
                 self.permit.is_none()
             }
         };
-        wanted.into_iter().flatten().find(is_missing)
+        needs.iter().copied().find(is_missing)
     }
 }
 
-/// What a transfer needs: a slot to fill, and bytes in flight.
+/// What a transfer needs: a slot to fill, bytes in flight.
 #[derive(Clone, Copy)]
-pub(super) struct Needs(pub(super) Option<Tier>, pub(super) Option<Kind>);
-
-/// What a write to disk needs.
-pub(super) const WRITE: Needs = Needs(Some(Tier::Disk), Some(Kind::Write));
-
-/// What must be waited for.
-#[derive(Clone, Copy)]
-pub(super) enum Missing {
+pub(super) enum Need {
     Slot(Tier),
     Permit(Kind),
 }
+
+/// What a write to disk needs. Its bytes first: background writes get none while awaited reads wait, and must not hold
+/// a slot that a store waits for.
+pub(super) const WRITE: [Need; 2] = [Need::Permit(Kind::Write), Need::Slot(Tier::Disk)];
+
+const READ: Need = Need::Permit(Kind::Read);
+
+/// What a read to a host slot needs. The slot first: with it, a movement that waits for bytes is as urgent as the
+/// callers that wait for a host slot.
+pub(super) const READ_TO_HOST: [Need; 2] = [Need::Slot(Tier::Host), READ];
 
 /// A block on disk, pinned to be read.
 pub(super) struct OnDisk {
@@ -134,7 +123,7 @@ impl OnDisk {
 /// The next step of a movement, which may wait for an `F`: the [`Flight`] of another one.
 pub(super) enum Step<F> {
     /// Something is not to be had at once.
-    Wait(Missing),
+    Wait(Need),
     /// No tier in service has the block, or its tier has it no longer.
     Gone,
     /// No tier of the node has the block, and the remote tier offers it. Whether it is counted as a use.
@@ -204,12 +193,16 @@ impl Trip {
 
     /// As [`begin`](Self::begin), for this purpose.
     pub(super) fn begin_for<F>(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Step<F> {
-        let (needs, tier) = match row.hops.first() {
-            None => (Needs(None, None), Tier::Host),
-            Some(Hop::DiskToHost) => (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Disk),
-            Some(Hop::DiskToDevice) => (Needs(Some(Tier::Device), Some(Kind::Read)), Tier::Disk),
-            Some(Hop::DiskToCaller) => (Needs(None, Some(Kind::Read)), Tier::Disk),
-            Some(Hop::DeviceToHost) => (Needs(Some(Tier::Host), None), Tier::Device),
+        let (needs, tier): (&[Need], _) = match row.hops.first() {
+            None => (&[], Tier::Host),
+            // Its flight is about to begin, and waits for nothing: without bytes it takes no slot.
+            Some(Hop::DiskToHost) if matches!(purpose, Purpose::NewMovement(_)) => {
+                (&[READ, Need::Slot(Tier::Host)], Tier::Disk)
+            }
+            Some(Hop::DiskToHost) => (&READ_TO_HOST, Tier::Disk),
+            Some(Hop::DiskToDevice) => (&[Need::Slot(Tier::Device), READ], Tier::Disk),
+            Some(Hop::DiskToCaller) => (&[READ], Tier::Disk),
+            Some(Hop::DeviceToHost) => (&[Need::Slot(Tier::Host)], Tier::Device),
             Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
         };
         if let Some(missing) = self.taken.take(state, needs, purpose) {
@@ -339,7 +332,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             let missing = {
                 let mut state = self.shared.lock();
-                match taken.take(&mut state, WRITE, purpose) {
+                match taken.take(&mut state, &WRITE, purpose) {
                     Some(missing) => missing,
                     None => return Ok(begin(&mut state, taken.permit(), taken.slot())),
                 }
@@ -350,10 +343,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Waits for something that a transfer needs.
-    async fn wait_for(&self, missing: Missing, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
+    async fn wait_for(&self, missing: Need, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
         match missing {
-            Missing::Slot(tier) => taken.slot = Some(self.shared.acquire(tier, purpose).await?),
-            Missing::Permit(kind) => {
+            Need::Slot(tier) => taken.slot = Some(self.shared.acquire(tier, purpose).await?),
+            Need::Permit(kind) => {
                 // Read here: a movement that is raised later is in the queue by then.
                 let urgency = self.shared.lock().holder_urgency(purpose);
                 let bytes = self.shared.config.slot_bytes() as u64;

@@ -121,7 +121,7 @@ pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, 
     }
     job.check_is_there()?;
     let mut taken = Taken::default();
-    match taken.take(state, WRITE, Purpose::Call) {
+    match taken.take(state, &WRITE, Purpose::Call) {
         Some(_) => Ok(StoreStep::Waits(taken)),
         None => Ok(StoreStep::Begun(begin_caller_write(state, job, (taken.permit(), taken.slot()), None))),
     }

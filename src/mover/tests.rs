@@ -7,7 +7,7 @@ use tokio::task::LocalSet;
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    plan::{Missing, Needs, Taken, WRITE},
+    plan::{Need, READ_TO_HOST, Taken, WRITE},
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Tier},
@@ -58,12 +58,10 @@ fn a_write_waits_for_its_bytes_without_a_disk_slot_and_a_read_with_its_host_slot
     let shared = Arc::clone(&mover.shared);
     let in_flight = [Kind::Read, Kind::Write].map(|kind| shared.in_flight.take_now(kind, Urgency::Awaited, 1 << 20));
     assert!(in_flight.iter().all(Option::is_some), "all bytes are in flight");
-    for (needs, tier, slots_left) in
-        [(WRITE, Tier::Disk, 2), (Needs(Some(Tier::Host), Some(Kind::Read)), Tier::Host, 1)]
-    {
+    for (needs, tier, slots_left) in [(WRITE, Tier::Disk, 2), (READ_TO_HOST, Tier::Host, 1)] {
         let (mut state, mut taken) = (shared.lock(), Taken::default());
-        let missing = taken.take(&mut state, needs, Purpose::Call);
-        assert!(matches!(missing, Some(Missing::Permit(_))), "{tier}");
+        let missing = taken.take(&mut state, &needs, Purpose::Call);
+        assert!(matches!(missing, Some(Need::Permit(_))), "{tier}");
         assert_eq!(state.free_slots(tier), slots_left, "{tier}");
         drop(state);
     }
