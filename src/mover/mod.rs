@@ -382,14 +382,3 @@ impl Drop for Ended {
         drop(flights);
     }
 }
-
-/// Answers the waiters for a page of records if the task that writes it panics.
-struct Serving<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>, PageId);
-
-impl<S: Storage, C: CopyEngine> Drop for Serving<S, C> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.give_up_page(self.1);
-        }
-    }
-}

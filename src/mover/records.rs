@@ -8,7 +8,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{Mover, Serving, pages::Waiters, results::of_task};
+use super::{Mover, pages::Waiters, results::of_task};
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     device::CopyEngine,
@@ -17,6 +17,7 @@ use crate::{
     index::{EntryId, Used},
     io::{Storage, transfer_owned},
     memory::AlignedBuf,
+    shield::caught_future,
     state::{Locked, verify::panicked},
     task,
 };
@@ -38,7 +39,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Entry::Occupied(mut present) => present.get_mut().next.push(sender),
             Entry::Vacant(vacant) => {
                 vacant.insert(Waiters { next: vec![sender], ..Waiters::default() });
-                task::spawn(Rc::clone(self).serve_page(page));
+                let this = Rc::clone(self);
+                task::spawn(async move {
+                    if caught_future(this.serve_page(page)).await.is_none() {
+                        this.give_up_page(page);
+                    }
+                });
             }
         }
         receiver.await.unwrap_or(Err(Error::Closed))
@@ -63,8 +69,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Writes `page` for as long as there are waiters.
-    async fn serve_page(self: Rc<Self>, page: PageId) {
-        let _serving = Serving(Rc::clone(&self), page);
+    async fn serve_page(&self, page: PageId) {
         let mut buf = AlignedBuf::zeroed(IO_ALIGN);
         loop {
             // Records that come in the same turn get into the same write.
@@ -81,8 +86,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// The task that wrote the page has panicked: the page must be written again.
-    pub(super) fn give_up_page(&self, page: PageId) {
+    /// The write of the page has panicked: the page must be written again.
+    fn give_up_page(&self, page: PageId) {
         let waiters = self.records.borrow_mut().0.remove(&page);
         if let Some(state) = self.shared.lock_unless_broken() {
             self.noted(state).disk_slots().page_failed(page);
