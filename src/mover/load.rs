@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     block::{OpKind, Route, Tier},
-    error::Error,
+    error::{Error, Result},
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
     shield::caught,
@@ -49,8 +49,9 @@ struct Load {
 struct Progress {
     /// Blocks that are being read.
     reading: usize,
-    /// Blocks that were read, still pinned.
-    ended: Vec<(PlannedLoad, Ended)>,
+    /// Blocks that were read, still pinned, and whether they are right. A wrong one proves nothing about the disk,
+    /// because the memory is the caller's: the block goes through a host slot.
+    ended: Vec<(PlannedLoad, Result<bool>)>,
 }
 
 /// A block of a call that is read to its caller's memory, with all that it needs.
@@ -60,14 +61,6 @@ struct PlannedLoad {
     job: Job,
     block: OnDisk,
     began: Instant,
-}
-
-/// What came of a read.
-enum Ended {
-    Right,
-    /// It proves nothing about the disk, because the memory is the caller's: the block goes through a host slot.
-    Again,
-    Failed(Error),
 }
 
 /// A block of a call, with its number there.
@@ -175,20 +168,20 @@ impl Load {
             Some(Ok(sum)) => {
                 shared.account(&shared.failures, file, OpKind::Read, &Ok(()));
                 shared.metrics.work_done.add(1);
-                if sum == planned.block.checksum { Ended::Right } else { Ended::Again }
+                Ok(sum == planned.block.checksum)
             }
             // The memory is not mapped writable: the processor could not write to it either.
             Some(Err(source)) if source.raw_os_error() == Some(libc::EFAULT) => {
                 shared.metrics.looked_up(Some(Tier::Disk));
                 let path = shared.config.disk.paths[usize::from(file.0)].path.clone();
-                Ended::Failed(Error::io("read into the caller's memory from", path, source))
+                Err(Error::io("read into the caller's memory from", path, source))
             }
-            Some(Err(_)) | None => Ended::Again,
+            Some(Err(_)) | None => Ok(false),
         };
         self.end(planned, ended);
     }
 
-    fn end(self: &Arc<Self>, planned: PlannedLoad, ended: Ended) {
+    fn end(self: &Arc<Self>, planned: PlannedLoad, ended: Result<bool>) {
         let ended = {
             let mut progress = self.progress.lock();
             progress.reading -= 1;
@@ -200,11 +193,10 @@ impl Load {
         };
         let (mut results, mut again, mut pins) = (Vec::new(), Vec::new(), Vec::new());
         for (PlannedLoad { number, job, block, began }, ended) in ended {
-            pins.push((block.pin, matches!(ended, Ended::Right).then_some(began)));
+            pins.push((block.pin, matches!(ended, Ok(true)).then_some(began)));
             match ended {
-                Ended::Right => results.push((number, Ok(true))),
-                Ended::Failed(error) => results.push((number, Err(error))),
-                Ended::Again => again.push((number, Job { through_host: true, ..job })),
+                Ok(false) => again.push((number, Job { through_host: true, ..job })),
+                result => results.push((number, result)),
             }
         }
         if !again.is_empty() {
