@@ -42,7 +42,7 @@ impl Index {
     /// As [`victim`](Self::victim); with `spares_dirty` no copy that is dirty, and released.
     pub fn victim_unless(&mut self, tier: Tier, spares_dirty: bool) -> Option<EntryId> {
         let is_taking_back = self.take_back_some();
-        let is_spared = |id: &EntryId| spares_dirty && self.entry(*id).has(tier, DIRTY);
+        let is_spared = |id: &EntryId| spares_dirty && self.is_dirty(*id, tier);
         let released = self.coldest(List::Released, tier).filter(|id| !is_spared(id));
         if released.is_some() && !is_taking_back {
             return released;
@@ -57,7 +57,7 @@ impl Index {
         if let Some(leaf) = leaf.or(released) {
             return Some(leaf);
         }
-        self.last_resort(tier).filter(|id| !spares_dirty || !self.entry(*id).has(tier, DIRTY))
+        self.last_resort(tier).filter(|id| !spares_dirty || !self.is_dirty(*id, tier))
     }
 
     /// At most `most` blocks whose copies in `tier` are evicted next, as far as that can be told now: leaves in the
@@ -106,6 +106,11 @@ impl Index {
     /// A demotion pins its source, which takes it out of this list.
     pub fn demotable(&self, tier: Tier) -> Option<EntryId> {
         self.coldest(List::Dirty, tier)
+    }
+
+    /// The released copy that is evicted next from `tier`, if it is dirty.
+    pub fn released_dirty(&self, tier: Tier) -> Option<EntryId> {
+        self.coldest(List::Released, tier).filter(|id| self.is_dirty(*id, tier))
     }
 
     /// The copy of a list in order of last use that was used longest ago.

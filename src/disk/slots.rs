@@ -329,9 +329,10 @@ impl DiskSlots {
         self.leftovers.pages(key)
     }
 
-    /// Pages whose records on the medium differ from the table, ascending.
-    pub fn stale_pages(&self) -> impl Iterator<Item = PageId> + '_ {
-        self.stale.iter().map(PageId)
+    /// Pages from this one on whose records on the medium differ from the table, ascending.
+    pub fn stale_pages(&self, from: PageId) -> impl Iterator<Item = PageId> + '_ {
+        let next = |page: u32| self.stale.next(page);
+        std::iter::successors(next(from.0), move |page| next(page + 1)).map(PageId)
     }
 
     /// The index entries of the blocks in the slots of a record page.

@@ -54,7 +54,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             for _ in 0..AT_ONCE {
                 let mut state = self.shared.lock();
-                if !state.write_queue.is_empty() {
+                if state.dirty.queued() > 0 {
                     return true;
                 }
                 let Some((id, key)) = self.coldest_dirty(&state) else { return false };
@@ -77,7 +77,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 if wanted.contains(key) || !state.dirty.contains(key) {
                     continue;
                 }
-                if state.write_queue.contains(key) || state.flights.contains(key, Tier::Disk) {
+                if state.dirty.is_queued(key) || state.flights.contains(key, Tier::Disk) {
                     wanted.insert(*key);
                 } else if let Some(id) = state.index.find(key) {
                     let decided = self.decide(&mut state, id, *key, &wanted);
@@ -113,7 +113,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut wanted = Vec::new();
         chain.retain(|&above| {
             let above = state.index.key(above);
-            let is_decided = state.write_queue.contains(&above);
+            let is_decided = state.dirty.is_queued(&above);
             if is_decided {
                 wanted.push(above);
             }
@@ -136,7 +136,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 state.index.decided(above);
             }
             state.set_dirty(above, &above_key);
-            state.write_queue.push_back(above_key);
+            state.dirty.enqueue(above_key);
             wanted.push(above_key);
         }
         if taken < chain.len() {
@@ -147,18 +147,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl State {
-    /// Forgets which blocks were found to be worth a write and are not dirty any more.
-    pub(super) fn forget_written(&mut self) {
-        let State { write_queue, dirty, .. } = self;
-        write_queue.retain(|key| dirty.contains(key));
-    }
-
     /// The next block that was found to be worth a write, and waits for it.
     pub(super) fn next_write(&mut self) -> Option<(EntryId, BlockKey)> {
-        while let Some(key) = self.write_queue.pop_front() {
-            // Or it was removed, or is being written.
-            if self.dirty.contains(&key)
-                && !self.flights.contains(&key, Tier::Disk)
+        while let Some(key) = self.dirty.dequeue() {
+            // Or it is being written.
+            if !self.flights.contains(&key, Tier::Disk)
                 && let Some(id) = self.index.find(&key)
             {
                 return Some((id, key));

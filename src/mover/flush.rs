@@ -1,6 +1,6 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{collections::BTreeSet, io, ops::Bound, rc::Rc, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, io, rc::Rc, sync::Arc, time::Duration};
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
@@ -21,14 +21,6 @@ const LISTED_PER_LOCK: usize = 256;
 /// How often a flush is tried that does not begin, and the pause in between.
 const FLUSH_TRIES: u32 = 10;
 const FLUSH_PAUSE: Duration = Duration::from_millis(50);
-
-impl State {
-    /// The next dirty blocks after this one, in the order of their keys. Empty after the last.
-    fn dirty_after(&self, last: Option<BlockKey>) -> Vec<BlockKey> {
-        let from = last.map_or(Bound::Unbounded, Bound::Excluded);
-        self.dirty.range((from, Bound::Unbounded)).take(LISTED_PER_LOCK).copied().collect()
-    }
-}
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes every block that is dirty, waits for those that are being written, writes the record pages that are out
@@ -59,11 +51,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
             }
         }
-        {
-            let mut state = self.shared.lock();
-            state.forget_written();
-            state.refusals.flush_begins();
-        }
+        self.shared.lock().refusals.flush_begins();
         self.write_stale_records().await?;
         self.flush().await?;
         transient.map_or(Ok(()), Err)
@@ -75,7 +63,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             {
                 let state = self.shared.lock();
-                let page = state.dirty_after(last);
+                let page = state.dirty.after(last, LISTED_PER_LOCK);
                 last = page.last().copied();
                 found.extend(page.into_iter().map(|key| look(&state, key)));
             }
@@ -176,37 +164,4 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 /// may be that of a write before it, whose pages the kernel has marked as clean.
 fn has_not_begun(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|errno| [libc::EAGAIN, libc::ENOBUFS, libc::EINTR].contains(&errno))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::LISTED_PER_LOCK;
-    use crate::{block::BlockKey, config::Config, index::Index, memory::Arena, metrics::Metrics, state::Shared};
-
-    #[test]
-    fn dirty_blocks_are_listed_some_at_a_time_and_each_once() {
-        let config = Config::default().block_bytes(4096).host_blocks(2);
-        let arena = std::sync::Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared =
-            std::sync::Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)));
-        let mut state = shared.lock();
-        let keys = (0..3 * LISTED_PER_LOCK as u64 + 1).map(|n| {
-            let mut key = [0; 32];
-            key[..8].copy_from_slice(&n.to_be_bytes());
-            BlockKey::new(key)
-        });
-        let keys: Vec<BlockKey> = keys.collect();
-        state.dirty.extend(&keys);
-        let (mut found, mut last) = (Vec::new(), None);
-        loop {
-            let page = state.dirty_after(last);
-            assert!(page.len() <= LISTED_PER_LOCK, "{} blocks under one lock", page.len());
-            last = page.last().copied();
-            found.extend(page);
-            if last.is_none() {
-                break;
-            }
-        }
-        assert_eq!(found, keys);
-    }
 }

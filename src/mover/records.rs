@@ -150,14 +150,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.settle_pages(&pages).await
     }
 
-    /// Writes the pages that are out of date, and waits for the writes of pages in flight.
+    /// Writes the pages that are out of date, and waits for the writes of pages in flight: some at a time, in the order
+    /// of the table. Until its records are on the medium a page is one or the other, so none is passed over.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
-        let mut pages: BTreeMap<PageId, bool> = self.records.borrow().0.keys().map(|page| (*page, false)).collect();
-        match &self.lock().disk {
-            Some(slots) => pages.extend(slots.stale_pages().map(|page| (page, true))),
-            None => return Ok(()),
+        let mut from = PageId(0);
+        loop {
+            let pages = self.unwritten_pages(from);
+            let Some((last, _)) = pages.last() else { return Ok(()) };
+            from = PageId(last.0 + 1);
+            self.settle_pages(&pages).await?;
         }
-        self.settle_pages(&pages.into_iter().collect::<Vec<_>>()).await
+    }
+
+    /// The next pages that are in flight, or out of date (true).
+    fn unwritten_pages(&self, from: PageId) -> Vec<(PageId, bool)> {
+        let mut pages: BTreeMap<PageId, bool> =
+            self.records.borrow().0.range(from..).take(STALE_BATCH).map(|(page, _)| (*page, false)).collect();
+        if let Some(slots) = &self.lock().disk {
+            pages.extend(slots.stale_pages(from).take(STALE_BATCH).map(|page| (page, true)));
+        }
+        pages.into_iter().take(STALE_BATCH).collect()
     }
 
     /// Waits until pages on the medium are up to date. True: the last image of the page is out of date.

@@ -205,7 +205,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if !state.write_back_is_due(self.demoting.get(), self.shared.config.host.high_watermark) {
             return None;
         }
-        let id = state.index.demotable(Tier::Host)?;
+        let id = state.demotable()?;
         let key = state.index.key(id);
         // A removed block of this key is still being written: the end of that write frees a slot.
         (!state.flights.contains(&key, Tier::Disk)).then_some((id, key))

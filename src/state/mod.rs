@@ -3,11 +3,12 @@
 //!
 //! The types of this file refer to each other (the state holds flights, these hold pins, and a pin holds the shared
 //! state). So they are defined here together, and what they do is in the files beside, which import nothing of each
-//! other but pure data: `flights`, `requests`, `refusals`, `write_queue`, `health`.
+//! other but pure data: `flights`, `requests`, `refusals`, `dirty`, `health`.
 
 mod commit;
 mod deadline;
 mod deferred;
+mod dirty;
 mod disk_write;
 mod few;
 mod flights;
@@ -27,7 +28,6 @@ mod retire;
 mod slots;
 mod spare;
 pub(crate) mod verify;
-mod write_queue;
 
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
@@ -45,7 +45,6 @@ pub(crate) use lookup::{LookedUp, LookedUpFor, Promotion, Removed, TierMiss, Use
 pub(crate) use slots::Purpose;
 
 use std::{
-    collections::BTreeSet,
     ptr::NonNull,
     sync::{
         Arc,
@@ -55,7 +54,7 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-use self::{deferred::Deferred, refusals::Refusals, requests::SlotRequests, write_queue::WriteQueue};
+use self::{deferred::Deferred, dirty::DirtyBlocks, refusals::Refusals, requests::SlotRequests};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -98,9 +97,7 @@ pub(crate) struct State {
     pub(crate) disk_service: Health,
     pub(crate) device_service: Health,
     /// Blocks of the host tier that are written to disk before they may be evicted.
-    pub(crate) dirty: BTreeSet<BlockKey>,
-    /// Dirty blocks that were found to be worth a write.
-    pub(crate) write_queue: WriteQueue,
+    pub(crate) dirty: DirtyBlocks,
     /// Blocks that the disk tier refused, and whose refusal no caller got.
     pub(crate) refusals: Refusals,
     follow_ups: lock::FollowUps,
@@ -188,8 +185,7 @@ impl Shared {
             raised: Raised::default(),
             disk_service: Health::default(),
             device_service: Health::default(),
-            dirty: BTreeSet::new(),
-            write_queue: WriteQueue::default(),
+            dirty: DirtyBlocks::default(),
             refusals: Refusals::default(),
             follow_ups: lock::FollowUps::default(),
             files: Vec::new(),
@@ -265,14 +261,16 @@ impl Locked<'_> {
     /// True if too few host slots are available, and write-back could make more so. `demoting`: write-backs in flight.
     pub(crate) fn write_back_is_due(&self, demoting: u32, watermark: f64) -> bool {
         let config = &self.shared().config;
-        if !config.writes_back() || self.index.demotable_len(Tier::Host) == 0 {
+        if !config.writes_back() || self.demotable().is_none() {
             return false;
         }
         let free = self.free[Tier::Host as usize].len();
         let evictable = self.index.evictable(Tier::Host);
         let available = match config.values_writes() && free + evictable > 0 {
+            // What could be evicted is spared.
+            _ if self.spares_released() && self.has_waiters(Tier::Host) => 0,
             // A later decision knows more. The blocks of a chain can be evicted one after the other.
-            true => free + self.index.resident(Tier::Host).saturating_sub(self.dirty.len()) + self.write_queue.len(),
+            true => free + self.index.resident(Tier::Host).saturating_sub(self.dirty.len()) + self.dirty.queued(),
             false => free + evictable,
         };
         let available = available + demoting as usize;

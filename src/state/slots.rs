@@ -11,6 +11,7 @@ use super::{
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, HeldSlots, Result},
+    index::EntryId,
     shield::shield,
     urgency::Urgency,
 };
@@ -130,7 +131,11 @@ impl Shared {
                 let waiters_max = u64::from(self.config.limits.waiters_max);
                 return Err(state.busy("waiters for a slot", waiters_max, "waiters_max"));
             }
-            SlotWait::begin(&mut state, tier, purpose, urgency)
+            let waiting = SlotWait::begin(&mut state, tier, purpose, urgency);
+            if tier == Tier::Host && state.spares_released() {
+                state.ask_for_write_back();
+            }
+            waiting
         };
         self.watch.notify_one();
         shield(waiting.wait()).await
@@ -239,6 +244,18 @@ impl Locked<'_> {
         }
     }
 
+    /// True while released blocks that are dirty are not evicted: a sync in flight covers them.
+    pub(super) fn spares_released(&self) -> bool {
+        self.refusals.is_sync_in_flight() && !self.shared().config.values_writes()
+    }
+
+    /// The next block of host memory to be written, so that it can be evicted: a dirty one, or a released one that is
+    /// spared while a request waits for a slot.
+    pub(crate) fn demotable(&self) -> Option<EntryId> {
+        let is_spared = || self.spares_released() && self.has_waiters(Tier::Host);
+        self.index.demotable(Tier::Host).or_else(|| self.index.released_dirty(Tier::Host).filter(|_| is_spared()))
+    }
+
     fn free_or_evicted(&mut self, tier: Tier) -> Option<u32> {
         if let Some(free) = self.pop_free(tier) {
             return Some(free);
@@ -247,8 +264,7 @@ impl Locked<'_> {
             let now_ms = self.shared().now_ms();
             self.index.expire(now_ms);
         }
-        // A released block may be evicted unwritten, but not while a sync is in flight, which covers it.
-        let spares_dirty = self.refusals.is_sync_in_flight() && !self.shared().config.values_writes();
+        let spares_dirty = self.spares_released();
         let victim = self.index.victim_unless(tier, spares_dirty)?;
         let key = self.index.key(victim);
         let slot = self.index.evict(victim, tier);

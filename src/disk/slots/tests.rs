@@ -71,12 +71,12 @@ fn a_page_that_changes_while_it_is_written_stays_stale() {
     let page = slots.page_of(a);
     let mut bytes = [0xFF; PAGE_BYTES];
     slots.encode_page(page, &mut bytes, describe).seal();
-    assert_eq!(slots.stale_pages().next(), None);
+    assert_eq!(slots.stale_pages(PageId(0)).next(), None);
     slots.commit(b, 2, 2, 4);
-    assert!(slots.stale_pages().eq([page]), "the image in flight does not know of b");
+    assert!(slots.stale_pages(PageId(0)).eq([page]), "the image in flight does not know of b");
     slots.encode_page(page, &mut bytes, describe).seal();
     slots.page_failed(page);
-    assert!(slots.stale_pages().eq([page]), "the write failed");
+    assert!(slots.stale_pages(PageId(0)).eq([page]), "the write failed");
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn check_medium(
             prop_assert!(is_there || slots.pages_naming(&record.key).any(|(other, _)| other == page));
         }
     }
-    for page in slots.stale_pages().collect::<Vec<_>>() {
+    for page in slots.stale_pages(PageId(0)).collect::<Vec<_>>() {
         slots.encode_page(page, &mut medium[page.0 as usize], describe).seal();
     }
     let mut found = BTreeMap::new();
@@ -241,7 +241,7 @@ proptest! {
                     quarantined += 1;
                 }
                 (Op::Write, ..) => {
-                    let page = slots.stale_pages().next();
+                    let page = slots.stale_pages(PageId(0)).next();
                     if let Some(page) = page {
                         let mut image = medium[page.0 as usize];
                         slots.encode_page(page, &mut image, describe).seal();

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Error, Tier, WritePolicy};
-use kvhoist_simulation::sim::{self, FaultRates};
+use kvhoist::{BlockKey, Config, DiskPath, Error, Tier, WritePolicy, internals::block::OpKind};
+use kvhoist_simulation::sim::{self, Fault, FaultRates};
 
 fn config(waiters_max: u32) -> Config {
     Config::default()
@@ -102,6 +102,50 @@ fn a_block_that_is_released_after_a_sync_began_stays_until_the_sync_has_written_
         for block in 0..BLOCKS {
             assert!(after.contains(&key(block)), "block {block} was synced");
         }
+        cache.close().await.expect("closed");
+        reactor.ended().await;
+    });
+}
+
+/// A sync spares released blocks, which are written for a store that waits for a slot.
+#[test]
+fn a_store_does_not_wait_for_a_sync_because_blocks_were_released() {
+    // The sync writes so many at a time.
+    const FIRST: u8 = 64;
+    const BLOCKS: u8 = 80;
+    let config = config(65_536).host_blocks(u32::from(BLOCKS) + 1).disks(vec![DiskPath::with_blocks("simulated", 256)]);
+    let config = config.low_watermark(0.0).high_watermark(0.0);
+    let world = sim::World::new(5, sim::blank_files(&config));
+    let key = |block| BlockKey::new([block; 32]);
+    sim::block_on(async {
+        let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("a new store");
+        let mut leases = Vec::new();
+        for block in 0..BLOCKS {
+            cache.store(&key(block), None, &[block; 4096]).await.expect("stored");
+            if block < FIRST {
+                leases.push(cache.fetch(&key(block)).await.expect("fetched"));
+            }
+        }
+        world.storage.script_next(OpKind::Write, Fault::Stall);
+        let syncing = tokio::task::spawn_local({
+            let cache = cache.clone();
+            async move { cache.sync().await }
+        });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        for block in FIRST..BLOCKS {
+            assert_eq!(cache.release(&[key(block)]), 1);
+        }
+        for block in 200..204 {
+            let (key, bytes) = (key(block), [block; 4096]);
+            let stored = tokio::time::timeout(Duration::from_secs(1), cache.store(&key, None, &bytes)).await;
+            stored.expect("not behind the sync").expect("stored");
+            cache.release(&[key]);
+        }
+        assert!(!syncing.is_finished());
+        assert_eq!(cache.stats().released_unwritten, 0);
+        world.storage.release();
+        syncing.await.expect("no panic").expect("a sound disk");
+        drop(leases);
         cache.close().await.expect("closed");
         reactor.ended().await;
     });
