@@ -24,6 +24,8 @@ use crate::error::{Error, Result};
 /// The name of a space's file, in its folder below the first path.
 pub(super) const FILE_NAME: &str = "space";
 pub(super) const FOLDER_PREFIX: &str = "space-";
+/// The name of a store's file in such a folder.
+const STORE_NAME: &str = "kvhoist.store";
 
 /// How often memory is unmapped that the kernel refuses to unmap, and the pause between.
 const UNMAP_TRIES: u32 = 10;
@@ -50,6 +52,9 @@ pub trait System {
     /// Removes the folders of a space that could not be made, but never a store. False if there is one: it takes its
     /// disk, and is a space at the next start.
     fn forget_space(&self, folders: &[PathBuf]) -> bool;
+
+    /// What the stores in the folders of a space take, bytes.
+    fn store_bytes(&self, folders: &[PathBuf]) -> u64;
 
     /// Removes the folders of a space with all they hold, in this order.
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>>;
@@ -137,7 +142,7 @@ impl System for Machine {
     }
 
     fn forget_space(&self, folders: &[PathBuf]) -> bool {
-        if folders.iter().any(|folder| folder.join("kvhoist.store").exists()) {
+        if folders.iter().any(|folder| folder.join(STORE_NAME).exists()) {
             return false;
         }
         for folder in folders {
@@ -145,6 +150,11 @@ impl System for Machine {
             drop(fs::remove_dir(folder));
         }
         true
+    }
+
+    fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
+        let bytes = |folder: &PathBuf| fs::metadata(folder.join(STORE_NAME)).map_or(0, |store| store.len());
+        folders.iter().map(bytes).sum()
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {

@@ -45,12 +45,13 @@ impl State {
         let is_visible = match error {
             None => self.index.complete_fill(id, Tier::Disk, slot),
             Some(error) => {
-                // Only while the entry exists: the refusal of a removed block is not reported, and a later removal
-                // forgets it.
-                if self.index.find(&key) == Some(id) {
+                let was_there = self.index.find(&key) == Some(id);
+                self.index.abort_fill(id, Tier::Disk);
+                // The refusal of a removed block is not reported. That of a block which is still there is noted at the
+                // end of its flight, and once.
+                if was_there && self.index.find(&key) != Some(id) {
                     self.refusals.add(key, error.clone());
                 }
-                self.index.abort_fill(id, Tier::Disk);
                 false
             }
         };

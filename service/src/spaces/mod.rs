@@ -126,13 +126,13 @@ impl Spaces {
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
+        let mut damaged = Vec::new();
         for (path, folder, manifest) in manifests(&*system, &config)? {
             let manifest = match manifest {
                 Ok(manifest) => manifest,
                 Err(error) => {
                     tracing::error!(%error, "a space is not served; the others are");
-                    let (manifest, state) = (SpaceManifest::unknown(&folder), State::Damaged(Failure::from(&error)));
-                    entries.insert(folder, Entry { manifest, state });
+                    damaged.push((folder, error));
                     continue;
                 }
             };
@@ -146,6 +146,15 @@ impl Spaces {
                 )
             })?;
             entries.insert(folder, Entry { manifest, state: State::Closed });
+        }
+        for (folder, error) in damaged {
+            let mut manifest = SpaceManifest::unknown(&folder);
+            // What its stores take, so that it finds its place once its file is put back.
+            let bytes = system.store_bytes(&folders(&config, &folder)).min(disk.available(manifest.of()));
+            if bytes > 0 {
+                manifest.capacity_bytes = disk.take(manifest.of(), bytes).expect("no more than is available");
+            }
+            entries.insert(folder, Entry { manifest, state: State::Damaged(Failure::from(&error)) });
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
@@ -237,7 +246,7 @@ impl Spaces {
 
     /// The folders of a space, below every path.
     fn folders(&self, folder: &str) -> Vec<PathBuf> {
-        self.config.paths.iter().map(|path| path.join(folder)).collect()
+        folders(&self.config, folder)
     }
 
     /// Closes the caches of all spaces, which write and flush their blocks. Removals end before. Returns the first
@@ -293,6 +302,10 @@ impl Spaces {
         };
         self.entries.borrow().iter().map(status).collect()
     }
+}
+
+fn folders(config: &ServerConfig, folder: &str) -> Vec<PathBuf> {
+    config.paths.iter().map(|path| path.join(folder)).collect()
 }
 
 /// The share of the host memory's slots that clients may pin.

@@ -23,8 +23,11 @@ impl Spaces {
     fn begin_removal(self: &Rc<Self>, wanted: Wanted) -> Result<oneshot::Receiver<Result<(), Failure>>, Failure> {
         let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
         let manifest = SpaceManifest::new(namespace, uid, shared, block_bytes);
-        let folder = manifest.folder();
         let mut entries = self.entries.borrow_mut();
+        // One that is damaged is known by the name of its folder only, which says nothing about its user.
+        let is_unknown = |entry: &Entry| matches!(entry.state, State::Damaged(_)) && block_bytes == 0;
+        let by_folder = entries.get(&manifest.namespace).is_some_and(is_unknown);
+        let folder = if by_folder { manifest.namespace.clone() } else { manifest.folder() };
         if !entries.contains_key(&folder) {
             return Err(Failure::new(
                 ServiceFault::Argument,
@@ -33,7 +36,7 @@ impl Spaces {
         }
         let entry = entries.get_mut(&folder).expect("it was found above, and the entries are borrowed since");
         // The folder of a space that is not shared is named after its user.
-        let is_its = uid == entry.manifest.uid || matches!(entry.state, State::Damaged(_)) && !shared;
+        let is_its = uid == entry.manifest.uid || matches!(entry.state, State::Damaged(_)) && !shared && !by_folder;
         if !is_its && uid != own_uid() {
             let maker = entry.manifest.uid;
             let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");

@@ -51,6 +51,10 @@ impl System for Gated {
         Machine.forget_space(folders)
     }
 
+    fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
+        Machine.store_bytes(folders)
+    }
+
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
         let deletions = Rc::clone(&self.deletions);
         Box::pin(async move {

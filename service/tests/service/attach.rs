@@ -124,8 +124,14 @@ fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
         assert!(refused.to_string().contains(&of_damaged), "{refused}");
         let shown = space(&socket, &of_damaged).stats.expect("what is wrong");
         assert!(shown.disk_trouble().is_some_and(|text| text.contains("space")), "{shown:?}");
-        // Its user may remove it, and make it anew.
-        remove_space(&socket, "damaged", BLOCK_BYTES as u64, false).expect("removed");
+        let taken = connect(&socket, "other", 2 * disk(SLOTS), 0).expect_err("its disk is its");
+        assert!(matches!(taken, Error::Service { fault: ServiceFault::Capacity, .. }), "{taken}");
+        // Its user may remove it, also by the name that is shown, and make it anew.
+        match damage.is_empty() {
+            true => remove_space(&socket, &of_damaged, 0, false),
+            false => remove_space(&socket, "damaged", BLOCK_BYTES as u64, false),
+        }
+        .expect("removed");
         assert!(!folder.path().join(&of_damaged).exists());
         let again = PoolClient::of(connect(&socket, "damaged", disk(SLOTS), 0).expect("made anew"));
         store(&again, POOL_BLOCKS);

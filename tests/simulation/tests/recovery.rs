@@ -117,7 +117,7 @@ fn superblock(file: &[u8]) -> Option<Superblock> {
 }
 
 fn stale(store: &Recovered) -> Vec<PageId> {
-    store.slots.stale_pages().collect()
+    store.slots.stale_pages(PageId(0)).collect()
 }
 
 #[test]

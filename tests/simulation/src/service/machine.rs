@@ -281,6 +281,13 @@ impl System for Handle {
         !has_store
     }
 
+    fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
+        let state = self.0.state.borrow();
+        let name = folders.first().and_then(|folder| folder.file_name()).unwrap_or_default();
+        let files = state.files.get(&*name.to_string_lossy());
+        files.map_or(0, |files| files.iter().map(|file| file.len() as u64).sum())
+    }
+
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<(), Error>> {
         let machine = Rc::clone(&self.0);
         let pause = Duration::from_millis(machine.rng.borrow_mut().below(20));
