@@ -16,7 +16,7 @@ use kvhoist::{
             format::{
                 PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
                 record::{COUNTER_MAX, Record, RecordSeal},
-                stripe::Stripe,
+                stripe::{PageId, Stripe},
                 superblock::{StoreState, Superblock},
             },
             recovery::{Counts, Recovered, RecoveredRecord, open},
