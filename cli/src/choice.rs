@@ -27,12 +27,17 @@ pub fn word<T: Choice>(choice: &T) -> String {
 
 /// Reads the word of a choice; also with `-` for `_`.
 pub fn choice<T: Choice>() -> impl TypedValueParser<Value = T> {
+    one_of(T::ALL)
+}
+
+/// As [`choice`], of some of them.
+pub fn one_of<T: Choice>(choices: &'static [T]) -> impl TypedValueParser<Value = T> {
     let known = |choice: &T| {
         let name = word(choice);
         let hyphens = name.replace('_', "-");
         let value = PossibleValue::new(name.clone());
         if hyphens == name { value } else { value.alias(hyphens) }
     };
-    PossibleValuesParser::new(T::ALL.iter().map(known))
+    PossibleValuesParser::new(choices.iter().map(known))
         .map(|word| serde_json::from_value(word.replace('-', "_").into()).expect("one of the words"))
 }

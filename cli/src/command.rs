@@ -44,7 +44,7 @@ enum Command {
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Ls(ls::Args),
     /// Run one cache for all processes of this node. SIGTERM drains the service, a second one ends it at once.
-    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    #[command(after_help = serve::EXIT_STATUS, arg_required_else_help = true)]
     Serve(serve::Args),
     /// Print the spaces, the clients and the figures of a running service.
     #[command(after_help = EXIT_STATUS)]

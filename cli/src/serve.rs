@@ -22,9 +22,23 @@ use signal_hook::{
 };
 
 use crate::{
-    choice::choice, failure::Failure, found, http, output::emit, remote_store::open_remote, settings::Settings,
-    shown::shown, size::parse_bytes,
+    choice::{choice, one_of},
+    failure::Failure,
+    found, http,
+    output::emit,
+    remote_store::open_remote,
+    settings::Settings,
+    shown::shown,
+    size::parse_bytes,
 };
+
+/// What the exit statuses mean: the first signal is no failure.
+pub const EXIT_STATUS: &str = "\
+Exit status:
+  0    ended by a signal (Ctrl-C, SIGTERM, SIGHUP) or --linger, with all blocks written
+  1    failure
+  2    wrong or missing flag, input or store: correct it and try again
+  130  interrupted a second time, without waiting for the blocks";
 
 /// Flags of `kvhoist serve`.
 #[derive(clap::Args)]
@@ -99,7 +113,7 @@ pub struct Args {
     no_pin: bool,
     /// When blocks are written to disk: write_through, when they are stored; by_value, when host memory needs their
     /// slots, and only blocks that are likely to be requested again [default: write_through]
-    #[arg(long, value_name = "POLICY", value_parser = choice::<WritePolicy>())]
+    #[arg(long, value_name = "POLICY", value_parser = one_of(&[WritePolicy::WriteThrough, WritePolicy::ByValue]))]
     write_policy: Option<WritePolicy>,
     /// Bytes a day that by_value may write to disk, for all spaces together. A space has the same share of it as of the
     /// capacity.
@@ -137,6 +151,14 @@ impl Args {
         if config.paths.is_empty() {
             return Err(Failure::usage("--config: found no path, expected `path`, or --path"));
         }
+        // Whoever reads its figures may be in another folder.
+        let absolute = |path: &PathBuf| std::path::absolute(path);
+        config.paths = config
+            .paths
+            .iter()
+            .map(absolute)
+            .collect::<Result<_, _>>()
+            .map_err(|error| Failure::usage(format!("--path: {error}, expected the folder of a drive's stores")))?;
         config.shares = match &file {
             Some(file) if self.shares.is_empty() => file.shares.clone(),
             _ => self.shares.clone(),
