@@ -51,36 +51,63 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if let Some(path) = args.paths.iter().find(|path| !path.is_dir()) {
         return Err(Failure::usage(format!("{}: found no folder, expected one with stores below it", shown(path))));
     }
-    let stores: Vec<Listed> = below(&args.paths).into_values().map(look).collect();
-    if args.json {
-        return emit(&format!("{:#}\n", Value::Array(stores.iter().map(object).collect())));
+    let Below { stores, unread } = below(&args.paths, FOLDERS_MAX);
+    let stores: Vec<Listed> = stores.into_values().map(look).collect();
+    emit(&match (args.json, stores.is_empty()) {
+        (true, _) => format!("{:#}\n", Value::Array(stores.iter().map(object).collect())),
+        (false, true) => "no stores\n".into(),
+        (false, false) => {
+            let head = ["size", "full", "last written", "in use"];
+            let [size, full, written, in_use] = head;
+            let rows: String = stores.iter().map(lines).collect();
+            format!("{size:>11}{full:>8}  {written:16}{in_use:8}namespace (model, rank, pool)\n{rows}")
+        }
+    })?;
+    match &unread[..] {
+        [] => Ok(()),
+        [(first, why), ..] => {
+            let (count, first) = (unread.len(), shown(first));
+            Err(Failure::run(format!(
+                "ls: stores may be missing: found folders that were not read ({count}), such as {first}: {why}"
+            )))
+        }
     }
-    if stores.is_empty() {
-        return emit("no stores\n");
-    }
-    let mut text =
-        format!("{:>11}{:>8}  {:16}{:8}namespace (model, rank, pool)\n", "size", "full", "last written", "in use");
-    stores.iter().for_each(|store| text.push_str(&lines(store)));
-    emit(&text)
 }
 
-/// The folders with a store below some paths, by where they lie below: a store has the same place below each.
-pub fn below(paths: &[PathBuf]) -> BTreeMap<PathBuf, Vec<PathBuf>> {
-    let mut found: BTreeMap<PathBuf, Vec<PathBuf>> = BTreeMap::new();
-    let mut looked_at = 0;
+/// What lies below some paths.
+struct Below {
+    /// The folders with a store, by where they lie below: a store has the same place below each path.
+    stores: BTreeMap<PathBuf, Vec<PathBuf>>,
+    /// Folders that were not looked into, and why.
+    unread: Vec<(PathBuf, String)>,
+}
+
+/// Looks into at most so many folders below each path.
+fn below(paths: &[PathBuf], folders_max: usize) -> Below {
+    let mut found = Below { stores: BTreeMap::new(), unread: Vec::new() };
     for root in paths {
-        let mut folders = vec![(root.clone(), 0)];
+        let (mut folders, mut looked_at) = (vec![(root.clone(), 0)], 0);
         while let Some((folder, depth)) = folders.pop() {
-            looked_at += 1;
             if folder.join(STORE).is_file() {
                 let place = folder.strip_prefix(root).unwrap_or(Path::new("")).to_owned();
-                found.entry(place).or_default().push(folder.clone());
+                found.stores.entry(place).or_default().push(folder.clone());
             }
-            let entries = if depth < DEPTH { fs::read_dir(&folder).ok() } else { None };
-            for entry in entries.into_iter().flatten().flatten() {
-                if entry.file_type().is_ok_and(|kind| kind.is_dir()) && looked_at + folders.len() < FOLDERS_MAX {
-                    folders.push((entry.path(), depth + 1));
+            if depth == DEPTH {
+                continue;
+            }
+            looked_at += 1;
+            if looked_at > folders_max {
+                let why = format!("below {} are more than the {folders_max} that are looked into", shown(root));
+                found.unread.push((folder, why));
+                break;
+            }
+            match fs::read_dir(&folder) {
+                Ok(entries) => {
+                    let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+                    let below = entries.flatten().filter(is_folder).map(|entry| (entry.path(), depth + 1));
+                    folders.extend(below);
                 }
+                Err(error) => found.unread.push((folder, error.to_string())),
             }
         }
     }
@@ -93,7 +120,7 @@ pub fn below(paths: &[PathBuf]) -> BTreeMap<PathBuf, Vec<PathBuf>> {
 /// [`Failure::USAGE`] with the first of them.
 pub fn refuse_what_is_above(paths: &[PathBuf]) -> Result<(), Failure> {
     for path in paths.iter().filter(|path| path.is_dir() && !path.join(STORE).exists()) {
-        let stores = below(std::slice::from_ref(path));
+        let Below { stores, .. } = below(std::slice::from_ref(path), FOLDERS_MAX);
         if let Some(first) = stores.values().flatten().next() {
             let (path, count, first) = (shown(path), stores.len(), shown(first));
             let counted = if count == 1 { "1 store below it".into() } else { format!("{count} stores below it") };
@@ -159,5 +186,31 @@ fn ago(time: SystemTime) -> String {
         60..3600 => format!("{} min ago", past / 60),
         3600..86_400 => format!("{} h ago", past / 3600),
         _ => format!("{} days ago", past / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_looked_into_is_said_for_each_path() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let roots = ["a", "b"].map(|name| folder.path().join(name));
+        for root in &roots {
+            fs::create_dir_all(root.join("model/rank")).expect("made");
+            fs::write(root.join("model/rank").join(STORE), "").expect("written");
+        }
+        let Below { stores, unread } = below(&roots, 3);
+        assert_eq!((stores.len(), unread.len()), (1, 0), "{unread:?}");
+        assert!(stores.values().all(|folders| folders.len() == roots.len()), "{stores:?}");
+        let Below { stores, unread } = below(&roots, 1);
+        assert_eq!((stores.len(), unread.len()), (0, 2));
+        assert!(
+            unread.iter().all(|(path, why)| path.ends_with("model") && why.contains("more than the 1 ")),
+            "{unread:?}"
+        );
+        let gone = below(&[folder.path().join("gone")], 3);
+        assert!(gone.unread[0].1.contains("No such file"), "{:?}", gone.unread);
     }
 }
