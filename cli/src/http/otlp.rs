@@ -10,7 +10,7 @@ use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response, hyper:
 use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::{
     Resource,
-    metrics::{PeriodicReader, SdkMeterProvider},
+    metrics::{Instrument, PeriodicReader, SdkMeterProvider, Stream},
 };
 use tokio::runtime::Runtime;
 
@@ -22,6 +22,9 @@ use crate::failure::Failure;
 
 /// All instruments of one export share what the service said within this time.
 const SAME_EXPORT: Duration = Duration::from_millis(50);
+
+/// Sets of labels of the buckets of a histogram. Room for them is reserved, a few megabytes.
+const BUCKETS_MAX: usize = 50_000;
 
 /// A collector that does not answer within this time has missed an export.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -54,6 +57,7 @@ impl Exporter {
             .map_err(|error| wrong(error.to_string()))?;
         let provider = SdkMeterProvider::builder()
             .with_reader(PeriodicReader::builder(exporter).build())
+            .with_view(every_bucket)
             .with_resource(Resource::builder().with_service_name("kvhoist").build())
             .build();
         instruments(&provider, source);
@@ -67,6 +71,13 @@ impl Drop for Exporter {
             tracing::warn!(%error, "--otlp: the last figures were not sent");
         }
     }
+}
+
+/// The buckets of a histogram are more sets of labels, with many spaces, than the 2,000 of which the SDK sends the
+/// figures.
+fn every_bucket(instrument: &Instrument) -> Option<Stream> {
+    let is_of_buckets = instrument.name().ends_with("_bucket");
+    is_of_buckets.then(|| Stream::builder().with_cardinality_limit(BUCKETS_MAX).build().ok()).flatten()
 }
 
 /// An observable instrument for every name of /metrics, with its labels. OpenTelemetry has no histogram that is
@@ -138,5 +149,64 @@ impl HttpClient for OnRuntime {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let client = self.client.clone();
         self.runtime.spawn(async move { client.send_bytes(request).await }).await?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        future::{Future, ready},
+        sync::atomic::{AtomicUsize, Ordering},
+    };
+
+    use opentelemetry_sdk::{
+        error::OTelSdkResult,
+        metrics::{
+            Temporality,
+            data::{AggregatedMetrics, MetricData, ResourceMetrics},
+            exporter::PushMetricExporter,
+        },
+    };
+
+    use super::*;
+
+    /// Counts the sets of labels that it gets.
+    struct Counting(Arc<AtomicUsize>);
+
+    impl PushMetricExporter for Counting {
+        fn export(&self, metrics: &ResourceMetrics) -> impl Future<Output = OTelSdkResult> + Send {
+            for metric in metrics.scope_metrics().flat_map(|scope| scope.metrics()) {
+                let AggregatedMetrics::F64(MetricData::Sum(sum)) = metric.data() else { panic!("{metric:?}") };
+                self.0.fetch_max(sum.data_points().count(), Ordering::Relaxed);
+            }
+            ready(Ok(()))
+        }
+
+        fn force_flush(&self) -> OTelSdkResult {
+            Ok(())
+        }
+
+        fn shutdown_with_timeout(&self, _timeout: Duration) -> OTelSdkResult {
+            Ok(())
+        }
+
+        fn temporality(&self) -> Temporality {
+            Temporality::Cumulative
+        }
+    }
+
+    #[test]
+    fn the_buckets_of_many_spaces_are_all_sent() {
+        let sets = Arc::new(AtomicUsize::new(0));
+        let provider = SdkMeterProvider::builder()
+            .with_reader(PeriodicReader::builder(Counting(Arc::clone(&sets))).build())
+            .with_view(every_bucket)
+            .build();
+        let meter = provider.meter("kvhoist");
+        let counter = meter.f64_observable_counter("kvhoist_movement_seconds_bucket");
+        let observe = |set: i64| KeyValue::new("cache", set.to_string());
+        counter.with_callback(move |to| (0..5000).for_each(|set| to.observe(1.0, &[observe(set)]))).build();
+        provider.force_flush().expect("exported");
+        assert_eq!(sets.load(Ordering::Relaxed), 5000);
     }
 }
