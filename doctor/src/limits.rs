@@ -80,6 +80,7 @@ fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
         loop {
             let limit = kernel.number(&format!("{folder}{at}/{limit_file}"));
             let used = kernel.number(&format!("{folder}{at}/{used_file}")).unwrap_or(0);
+            let used = used.saturating_sub(cached(kernel, &format!("{folder}{at}/memory.stat")));
             // Version 1 represents "no limit" by the largest number of pages.
             if let Some(limit) = limit.filter(|&limit| limit < 1 << 60) {
                 let left = limit.saturating_sub(used);
@@ -92,6 +93,18 @@ fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
         }
     }
     tightest
+}
+
+/// Bytes that a cgroup uses for files and gives up for other use.
+fn cached(kernel: &Kernel<'_>, stat: &str) -> u64 {
+    let stat = kernel.read(stat).unwrap_or_default();
+    // Version 1 has those of the cgroup alone too; `total_` are those with the cgroups below it, as in version 2.
+    let of = |name: &str| {
+        let value = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok();
+        stat.lines().find_map(value)
+    };
+    let file = |kind: &str| of(&format!("total_{kind}_file")).or_else(|| of(&format!("{kind}_file"))).unwrap_or(0u64);
+    file("active").saturating_add(file("inactive"))
 }
 
 /// What raises the limit on locked memory.

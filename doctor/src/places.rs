@@ -2,8 +2,12 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsString,
     fs, io,
-    os::unix::fs::{FileTypeExt, MetadataExt},
+    os::unix::{
+        ffi::OsStringExt,
+        fs::{FileTypeExt, MetadataExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -90,6 +94,10 @@ pub(crate) fn free_bytes(path: &Path) -> Option<(u64, u64)> {
 
 /// Bytes of the existing stores at a path and some directories below it: the file system counts them as used.
 fn store_bytes(path: &Path) -> u64 {
+    let allocated = |metadata: fs::Metadata| metadata.blocks() * 512;
+    if path.is_file() {
+        return fs::metadata(path).map_or(0, allocated);
+    }
     let (mut bytes, mut looked_at) = (0, 0);
     let mut folders = vec![(path.to_owned(), 0)];
     while let Some((folder, depth)) = folders.pop() {
@@ -101,7 +109,7 @@ fn store_bytes(path: &Path) -> u64 {
                     folders.push((entry.path(), depth + 1));
                 }
                 Ok(kind) if kind.is_file() && entry.file_name() == "kvhoist.store" => {
-                    bytes += entry.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+                    bytes += entry.metadata().map_or(0, allocated);
                 }
                 _ => {}
             }
@@ -126,13 +134,32 @@ fn mount_of(path: &Path, kernel: &Kernel<'_>) -> Option<Mount> {
     let mount = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
         let mut fields = left.split(' ').skip(4);
-        let point = PathBuf::from(fields.next()?.replace("\\040", " "));
+        let point = unescaped(fields.next()?);
         let read_only = fields.next()?.split(',').any(|option| option == "ro");
         let mut kind = right.split(' ');
         let (kind, source) = (kind.next()?.to_owned(), kind.next()?.to_owned());
         path.starts_with(&point).then_some(Mount { point, kind, source, read_only })
     };
     mounts.lines().filter_map(mount).max_by_key(|mount| mount.point.as_os_str().len())
+}
+
+/// A path as tables of mounts have it: white space and backslashes are three octal digits after a backslash.
+fn unescaped(field: &str) -> PathBuf {
+    let mut parts = field.split('\\');
+    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        match part.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                bytes.extend(&part.as_bytes()[3..]);
+            }
+            None => {
+                bytes.push(b'\\');
+                bytes.extend(part.as_bytes());
+            }
+        }
+    }
+    OsString::from_vec(bytes).into()
 }
 
 /// The file system of a path.
@@ -177,19 +204,21 @@ fn lies_on(path: &Path, kernel: &Kernel<'_>, plan: &Plan) -> Finding {
 /// A drive that /etc/fstab mounts at the path or above it, and that is not mounted.
 fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
     let (table, mounts) = (kernel.read("etc/fstab")?, kernel.read("proc/self/mountinfo").unwrap_or_default());
-    let is_mounted = |point: &Path| mounts.lines().any(|line| line.split(' ').nth(4).map(Path::new) == Some(point));
+    let is_mounted =
+        |point: &Path| mounts.lines().any(|line| line.split(' ').nth(4).map(unescaped).as_deref() == Some(point));
     // What is mounted at the path or nearer to it hides what is farther up.
     let under = mount_of(path, kernel).map(|mount| mount.point);
     let wanted = table.lines().filter(|line| !line.trim_start().starts_with('#')).filter_map(|line| {
         let mut fields = line.split_whitespace();
-        let (source, point) = (fields.next()?, fields.next()?);
-        let at = Path::new(point);
-        let is_nearest = under.as_ref().is_none_or(|under| at.starts_with(under));
-        (point != "/" && path.starts_with(at) && is_nearest && !is_mounted(at)).then_some((source, point))
+        let (source, point) = (fields.next()?, unescaped(fields.next()?));
+        let is_nearest = under.as_ref().is_none_or(|under| point.starts_with(under));
+        let is_wanted = point != Path::new("/") && path.starts_with(&point) && is_nearest && !is_mounted(&point);
+        is_wanted.then_some((source, point))
     });
-    let (source, point) = wanted.max_by_key(|(_, point)| point.len())?;
-    let found = format!("{}: /etc/fstab has {source} for {point}, and it is not mounted", path.display());
-    Some(Finding::trouble("mount", found, format!("mount {point}")))
+    let (source, point) = wanted.max_by_key(|(_, point)| point.as_os_str().len())?;
+    let (path, point) = (path.display(), point.display());
+    let found = format!("{path}: /etc/fstab has {source} for {point}, and it is not mounted");
+    Some(Finding::trouble("mount", found, format!("mount '{point}'")))
 }
 
 /// The drive under a path.

@@ -77,6 +77,11 @@ fn the_tightest_cgroup_above_the_process_counts() {
     let found = troubles(&plan(2, 1 << 30), &files);
     assert!(found.len() == 1 && found[0].1.contains("1.0 GiB of the limit of 2.0 GiB"), "{found:?}");
     assert_eq!(troubles(&plan(1, 1 << 30), &files), []);
+    // Files that the kernel keeps in memory give way.
+    for stat in ["inactive_file 536870912\nactive_file 536870912", "total_active_file 1073741824\nactive_file 1"] {
+        let files = [&files[..], &[("sys/fs/cgroup/pods/memory.stat", stat)]].concat();
+        assert_eq!(troubles(&plan(2, 1 << 30), &files), [], "{stat}");
+    }
     let old =
         [("proc/self/cgroup", "4:cpu:/x\n3:memory,misc:/x"), ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "4096")];
     assert_eq!(troubles(&plan(1, 1 << 30), &old).len(), 1);
@@ -103,6 +108,10 @@ fn space_is_summed_over_the_paths_and_ranks_of_a_file_system() {
     std::io::Write::write_all(&mut store, &vec![1; 3 << 20]).expect("written");
     store.sync_all().expect("allocated");
     assert!(space(1, 1 << 20).found.contains("(3.0 MiB of them in stores that are there)"), "{:?}", space(1, 1 << 20));
+    let file =
+        Plan { paths: vec![paths[1].join("kvhoist.store")], takes_files: true, disk_bytes: 1 << 20, ..plan(1, 0) };
+    let all = examine_at(&file, root.path());
+    assert!(all.iter().any(|finding| finding.found.contains("(3.0 MiB of them")), "a path that is a file: {all:?}");
 }
 
 #[test]
@@ -122,8 +131,13 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
     };
     let found = of(&missing, &[("etc/fstab", &fstab), ("proc/self/mountinfo", &mounts("ext4", "rw"))]);
     assert_eq!(found.iter().map(|it| it.0).collect::<Vec<_>>(), ["mount", "path"], "and no space: {found:?}");
-    assert!(found[0].1.ends_with(&format!("-> mount {}", point.display())), "{found:?}");
+    assert!(found[0].1.ends_with(&format!("-> mount '{}'", point.display())), "{found:?}");
     assert!(found[1].1.contains("mkdir -p -m 700"), "{found:?}");
+    let spaced = dir.path().join("a b/nvme");
+    let escaped = spaced.display().to_string().replace(' ', "\\040");
+    let fstab = format!("/dev/nvme9n1 {escaped} ext4 nofail 0 2");
+    let found = of(&spaced.join("kv"), &[("etc/fstab", &fstab), ("proc/self/mountinfo", &mounts("ext4", "rw"))]);
+    assert!(found[0].1.ends_with("a b/nvme'"), "{found:?}");
     // Mounted there under another spelling; and what is farther up would hide what is mounted.
     let at = dir.path().canonicalize().expect("there");
     for point in [format!("{}/", at.display()), at.parent().expect("one").display().to_string()] {

@@ -66,11 +66,11 @@ pub fn plan(args: &Args) -> Result<Planned, Failure> {
         settings.capacity_of_rank(args.ranks).unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
     if plan.paths.is_empty() {
         plan.takes_files = settings.paths.is_empty();
-        let of_disks = config.disk.paths.iter().map(|disk| disk.path.clone());
-        plan.paths = match plan.takes_files {
-            true => of_disks.collect(),
-            false => settings.paths().into_iter().map(made_in).collect(),
+        let paths = match plan.takes_files {
+            true => config.disk.paths.iter().map(|disk| disk.path.clone()).collect(),
+            false => settings.paths(),
         };
+        plan.paths = paths.into_iter().map(made_in).collect();
     }
     let has_device = !matches!(config.device.capacity, Capacity::Blocks(0) | Capacity::Bytes(0));
     let block_bytes = settings.has_block_bytes.then_some(config.block_bytes);
@@ -89,7 +89,7 @@ fn wanted(args: &Args, config: &Config) -> Vec<Want> {
     ring.into_iter().chain(direct).collect()
 }
 
-/// The folder that a path is, or that it will be made in: engines and services make its last part, and no other.
+/// The path, or the folder that it will be made in: engines and services make its last part, and no other.
 fn made_in(path: PathBuf) -> PathBuf {
     match path.parent() {
         Some(parent) if parent.is_dir() && fs::symlink_metadata(&path).is_err() => parent.to_owned(),
