@@ -50,6 +50,16 @@ fn valkey_is_a_store() {
 }
 
 #[test]
+fn a_user_without_a_password_is_not_the_default_user() {
+    let users = ["--requirepass", "hunter2", "--user", "reader", "on", "nopass", "~*", "+@all"];
+    let Some(server) = start("redis-server", &users) else { return };
+    let of = |user: &str| open(&format!("redis://{user}127.0.0.1:{}/1{QUICK}", server.port)).expect("opened");
+    let objects = ["a".to_owned()];
+    assert!(matches!(block_on(of("").delete(&objects)), Err(RemoteError::Refused(_))), "the default user has a password");
+    block_on(of("reader@").delete(&objects)).expect("logged in");
+}
+
+#[test]
 fn a_password_is_asked_for_and_told_to_nobody() {
     let Some(server) = start("redis-server", &["--requirepass", "hunter2"]) else { return };
     let folder = tempfile::tempdir().expect("a folder");

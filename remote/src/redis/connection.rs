@@ -60,9 +60,11 @@ impl Server {
             }
             other => other,
         };
-        if let Some(password) = &self.password {
+        // Without AUTH the connection would be the default user's. A user without a password takes any.
+        if self.password.is_some() || self.user.is_some() {
             let user = self.user.as_ref().map(String::as_bytes);
-            let words: Vec<&[u8]> = [&b"AUTH"[..]].into_iter().chain(user).chain([password.as_bytes()]).collect();
+            let password = self.password.as_deref().unwrap_or_default().as_bytes();
+            let words: Vec<&[u8]> = [&b"AUTH"[..]].into_iter().chain(user).chain([password]).collect();
             connection.run(&words).await.map_err(|error| refused("password", error))?;
         }
         if self.database != 0 {
