@@ -61,7 +61,7 @@ class HiCacheKvhoist(HiCacheStorage):
         refuse_adapters_without_keys(args)
         warn_of_salts()
         warn_of_copies(storage_config.extra_config)
-        in_service = wants_service(self.config, storage_config)
+        in_service = wants_service(self.config, storage_config, args)
         refuse_what_is_not_kept(storage_config, in_service)
         if in_service:
             self.config = self.config.for_ranks(self.identity.shared().groups())

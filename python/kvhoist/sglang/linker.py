@@ -21,7 +21,7 @@ from ..errors import UnavailableError
 from .device_pools import by_component, pools_of, rows_of
 from .hits import policy, trailing
 from .linker_pages import Batch, Figures, Offloads, Pages, Part
-from .linker_rank import identity_of, secret_of
+from .linker_rank import identity_of, refuse_replicas, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
 from .refusals import refuse_adapters_without_keys
@@ -91,6 +91,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         warn_of_keywords("KvhoistLinker", more)
         self.settings = LinkerSettings.load(extra_config)
         refuse_adapters_without_keys(server_args)
+        refuse_replicas(server_args, self.settings)
         self.forward_stream = forward_stream
         self._figures, self._failures = Figures(), Failures(logger, "pages")
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
@@ -263,14 +264,15 @@ class KvhoistLinker(UnifiedCacheLinker):
         failed = batch.finish()
         for held in self._begun.pop(counter_index, ()):
             held.release()
-        for pages, keys, why in failed:
-            missing = "evicted between lookup and load" if why is False else why
-            self._failures.failed("load", f"pages of component {pages.name}: {missing}", len(keys))
-            # A service that is away says nothing of its pages.
-            if why is not False and not isinstance(why, UnavailableError):
+        for pages, missing in failed:
+            why = missing[0][1] or "evicted between lookup and load"
+            self._failures.failed("load", f"pages of component {pages.name}: {why}", len(missing))
+            # Of a page that was evicted there is nothing, and a service that is away says nothing of its pages.
+            bad = [key for key, why in missing if why is not False and not isinstance(why, UnavailableError)]
+            if bad:
                 # Removed, they are a miss for the next request, and stored anew.
-                pages.not_read(keys)
-                self._offloads.run(lambda pages=pages, keys=keys: pages.remove(keys))
+                pages.not_read(bad)
+                self._offloads.run(lambda pages=pages, keys=bad: pages.remove(keys))
         if batch.error is not None:
             self._failures.failed("load", batch.error)
         if failed or batch.error is not None:

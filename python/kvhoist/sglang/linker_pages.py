@@ -196,15 +196,15 @@ class Batch:
                 count += 1
         return count
 
-    def finish(self) -> list[tuple[Pages, list[str], object]]:
-        """Waits for the end of all loads. Of each component with pages that are not there: their keys, and why."""
+    def finish(self) -> list[tuple[Pages, list[tuple[str, object]]]]:
+        """Waits for the end of all loads. Of each component with pages that are not there: their keys, and why each."""
         self._have_begun()
         failed = []
         for pages, keys, load in self._loads:
             results = load.blocks()
-            bad = [(key, result) for key, result in zip(keys, results) if result is not True]
-            if bad:
-                failed.append((pages, [key for key, _ in bad], bad[0][1]))
+            missing = [(key, result) for key, result in zip(keys, results) if result is not True]
+            if missing:
+                failed.append((pages, missing))
         return failed
 
 

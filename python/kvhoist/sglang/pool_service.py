@@ -18,11 +18,21 @@ logger = logging.getLogger(__name__)
 _BOUNCE_BYTES_MAX = 256 << 20
 
 
-def wants_service(config: StoreSettings, storage_config: Any) -> bool:
-    """Whether a service keeps a rank's pages: the setting `service`, or for `auto` whether ranks share pages."""
+def wants_service(config: StoreSettings, storage_config: Any, args: Any) -> bool:
+    """Whether a service keeps a rank's pages: the setting `service`, or for `auto` whether ranks share pages.
+
+    `args` are SGLang's arguments of the server, or `None`.
+    """
     if config.service != "auto":
         return config.service != "off"
-    return (storage_config.is_mla_model and storage_config.tp_size > 1) or _data_parallel_attention()
+    shares = storage_config.is_mla_model and storage_config.tp_size > 1
+    return shares or replicas(args) > 1 or _data_parallel_attention()
+
+
+def replicas(args: Any) -> int:
+    """How many times a server has the whole model: --dp-size, without data-parallel attention."""
+    size = getattr(args, "dp_size", None) or 1
+    return 1 if getattr(args, "enable_dp_attention", False) else size
 
 
 def _data_parallel_attention() -> bool:

@@ -211,7 +211,7 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_afterwards(ranks, layer, 
     load = pages.load
 
     class Fails:
-        """A load of which one layer of one page goes wrong."""
+        """A load of which one layer of one page goes wrong, and the first page, if it is another, was evicted."""
 
         def __init__(self, real) -> None:
             self._real = real
@@ -221,6 +221,7 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_afterwards(ranks, layer, 
 
         def blocks(self):
             results = self._real.blocks()
+            results[0] = False
             results[layer] = IoError(f"layer {layer}: on purpose")
             return results
 
@@ -232,7 +233,7 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_afterwards(ranks, layer, 
         rank.device.get_key_buffer(at)
     assert rank.finish(req) == [req]
     assert linker(rank)["requests_aborted"] == 1
-    assert rank.linker.stats()["failed"] == {"load": 1, "pages": 1}
+    assert rank.linker.stats()["failed"] == {"load": 1, "pages": 1 + (layer > 0)}
     assert not rank.pinned()
     monkeypatch.undo()
     # What came before the page that was bad is a hit, and no wrong byte of the rest is offered.
@@ -359,6 +360,28 @@ def test_pools_whose_rows_are_pages_of_heads_are_refused():
     for pool in (SimpleNamespace(kv_cache_layout="hnd"), SimpleNamespace(swa_kv_pool=SimpleNamespace(kv_cache_layout="hnd"))):
         with pytest.raises(ConfigError, match="^kv_cache_layout: found 'hnd', expected 'nhd'"):
             pools_of(pool, SimpleNamespace(page_size=64), set())
+
+
+@pytest.mark.parametrize("args", [{"dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}, {}])
+def test_replicas_need_a_service(store_dir, args):
+    from types import SimpleNamespace
+
+    from kvhoist._store_settings import StoreSettings
+    from kvhoist.sglang.linker_rank import refuse_replicas
+    from kvhoist.sglang.linker_settings import LinkerSettings
+    from kvhoist.sglang.pool_service import wants_service
+
+    has_replicas = args == {"dp_size": 2}
+    args, rank = SimpleNamespace(**args), SimpleNamespace(is_mla_model=False, tp_size=1)
+    auto = StoreSettings.load({"path": str(store_dir), "capacity": "1GiB", "host_bytes": "1MiB", "service": "auto"})
+    assert wants_service(auto, rank, args) == has_replicas
+    own, shared = (LinkerSettings.load(extra_config(store_dir, **more)) for more in ({}, {"service": "auto"}))
+    refuse_replicas(args, shared)
+    if has_replicas:
+        with pytest.raises(ConfigError, match="^service: found 'off', expected 'auto' or the socket of a service: the 2 rep"):
+            refuse_replicas(args, own)
+    else:
+        refuse_replicas(args, own)
 
 
 def test_wrong_settings_are_refused_by_name(store_dir):
