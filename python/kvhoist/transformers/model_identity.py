@@ -108,6 +108,13 @@ def _adapters(model: Any) -> Iterator[tuple]:
                 yield name, module.active_adapters, module.disable_adapters, merged, scaling
 
 
+def refuse_uncounted_changes(model: Any) -> None:
+    """Refuses weights that count no writes, so that a change would go unnoticed."""
+    if any(one.is_inference() for _, one in _tensors(model)):
+        expected = "weights whose changes PyTorch counts: load the model outside of torch.inference_mode()"
+        raise config_error("model", "weights made under torch.inference_mode()", expected)
+
+
 def model_state(model: Any) -> tuple:
     """Changes when weights or buffers are written to, replaced, or adapters switched or scaled. Reads no weights, so it
     does not see writes that go past autograd (`parameter.data`)."""

@@ -29,7 +29,7 @@ from .._stores import Place
 from .._values import config_error
 from .._versions import supported
 from ..cache import _paths
-from .model_identity import model_identity, model_state, refuse_rope_by_length
+from .model_identity import model_identity, model_state, refuse_rope_by_length, refuse_uncounted_changes
 from .prompt_record import Known, PromptRecord, cache_argument, cache_of, inputs_of
 from .shapes import Group, LayerShape, StateGroup, StateShape
 from .store import PrefixStore, block_tokens_of, chain, staging_device
@@ -143,6 +143,7 @@ class PrefixCache:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.block_tokens = block_tokens_of(block_tokens)
         refuse_rope_by_length(self.model.config)
+        refuse_uncounted_changes(self.model)
         self._config = self.model.config.get_text_config(decoder=True)
         groups, devices = self._probe()
         identity = model_identity(self.model, revision)

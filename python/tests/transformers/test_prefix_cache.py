@@ -331,6 +331,14 @@ def test_weights_that_change_are_noticed(store_dir):
             prefixes(tiny.prompt(20))
 
 
+def test_weights_whose_changes_go_unnoticed_are_refused(store_dir):
+    with torch.inference_mode():
+        model = tiny.model("llama")
+    with pytest.raises(ConfigError, match="^model: found 'weights made under torch.inference_mode"):
+        opened(model, store_dir)
+    assert not list(store_dir.iterdir())
+
+
 def test_buffers_that_change_are_noticed(store_dir):
     model = tiny.model("llama")
     with opened(model, store_dir) as prefixes:
