@@ -220,10 +220,10 @@ class DeviceChunks(ChunkJobs):
         with self._lock:
             return len({*self._waiting, *self.jobs.under_way})
 
-    def wait(self, job_ids: Collection[int]) -> None:
-        """Returns when these jobs no longer use the device's memory."""
+    def wait(self, job_ids: Collection[int] | None = None) -> None:
+        """Returns when these jobs, or all, no longer use the device's memory."""
         with self._lock:
-            waiting = [begun for job_id, begun in self._waiting.items() if job_id in job_ids]
+            waiting = [begun for job_id, begun in self._waiting.items() if job_ids is None or job_id in job_ids]
         for begun in waiting:
             begun.result()
         self.drain(job_ids)

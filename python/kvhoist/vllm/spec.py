@@ -187,6 +187,9 @@ class KvhoistManager(OffloadingManager):
     def _name(self, key: bytes) -> bytes:
         return self._salt + key
 
+    def _keys(self, keys: list[bytes], parents: Mapping[bytes, bytes | None] | None = None) -> Keys:
+        return Keys([self._name(key) for key in keys], self._opened.resets, parents)
+
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """HIT or MISS from the index, at once; HIT_PENDING while a store of the key is under way."""
         return self._answer(self._name(key), req_context)
@@ -224,7 +227,7 @@ class KvhoistManager(OffloadingManager):
         """Names the chunks. A chunk that is evicted before its load is a failed load."""
         keys = list(keys)
         self._guarded("prepare_load", None, lambda: self._note_load(keys, req_context))
-        return Keys([self._name(key) for key in keys])
+        return self._keys(keys)
 
     def _note_load(self, keys: list[bytes], context: Any) -> None:
         prefix = Prefix.of(context)
@@ -232,7 +235,7 @@ class KvhoistManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Names the chunks that are not stored yet, up to `store_bytes_queued_max`."""
-        nothing = PrepareStoreOutput(keys_to_store=[], store_spec=Keys([]), evicted_keys=[])
+        nothing = PrepareStoreOutput(keys_to_store=[], store_spec=self._keys([]), evicted_keys=[])
         return self._guarded("prepare_store", nothing, lambda: self._prepare_store(list(keys), req_context))
 
     def _prepare_store(self, keys: list[bytes], context: Any) -> PrepareStoreOutput:
@@ -244,7 +247,7 @@ class KvhoistManager(OffloadingManager):
         parents = {
             self._name(chain[0]): None if parent is None else self._name(parent) for parent, chain, _ in chains
         }
-        spec = Keys([self._name(key) for key in taken], parents)
+        spec = self._keys(taken, parents)
         for name in spec.names:
             self._storing.add(name)
             self._opened.known[name] = _PENDING
@@ -261,8 +264,11 @@ class KvhoistManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Hides all chunks for as long as this process runs: the weights may change from here on.
 
-        Jobs under way go on under the former names, which no lookup uses.
+        Waits for the jobs under way, which no lookup finds: a GPU that sleeps next unmaps their memory. Jobs that have
+        not begun fail.
         """
+        self._opened.resets += 1
+        self._guarded("reset_cache", None, self._store.wait)
         self._salt = secrets.token_bytes(32)
         self._storing.clear()
         self._opened.known.clear()

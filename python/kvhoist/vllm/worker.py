@@ -25,7 +25,9 @@ _MISS = LookupResult.MISS
 class Keys(LoadStoreSpec):
     """The chunks of a job, by their names in the store."""
 
-    def __init__(self, names: list[bytes], parents: Mapping[bytes, bytes | None] | None = None) -> None:
+    def __init__(self, names: list[bytes], resets: int, parents: Mapping[bytes, bytes | None] | None = None) -> None:
+        #: How often the cache had been reset when the job was made.
+        self.resets = resets
         #: In the order of the job's blocks.
         self.names = names
         #: For the first chunk of each group: the chunk before it in the prefix.
@@ -43,6 +45,9 @@ class Opened:
         #: Answers that override the index: HIT_PENDING for a name while it is stored, MISS after its load failed, until
         #: it is stored again.
         self.known: dict[bytes, LookupResult] = {}
+        #: How often the cache was reset. vLLM begins a store with the next step, and may sleep in between, after which
+        #: the blocks of a job from before hold anything.
+        self.resets = 0
         self.failures = Failures(logger, "chunks")
         self.misses = Misses(store.cache)
 
@@ -90,6 +95,8 @@ class KvhoistWorker(OffloadingWorker):
         return True
 
     def _begin(self, job_id: int, blocks: GPULoadStoreSpec, keys: Keys, is_load: bool) -> None:
+        if keys.resets != self._opened.resets:
+            raise RuntimeError("the cache was reset before the job began")
         parts = self._parts(blocks, keys)
         if is_load:
             self._targets[job_id] = (blocks.block_ids, parts)

@@ -252,6 +252,26 @@ def test_a_reset_hides_what_was_stored_until_the_restart(store_dir):
         assert served.serve(names) == 4, "what was stored under the first weights"
 
 
+def test_a_reset_leaves_no_job_that_reads_the_gpu_later(store_dir):
+    """vLLM sleeps after a reset: the KV cache is unmapped, and holds anything when it is back."""
+    given, begun, waiting = settings(store_dir), names_of("a", 4), names_of("b", 4)
+    with Served(given) as served:
+        served.compute(served.request(begun), served.take(5), begun, settle=False)
+        request, ids = served.request(waiting), served.take(5)
+        for block, name in zip(ids[0], waiting):
+            served.gpu.fill(block, name + b"\0")
+        served.step([SimpleNamespace(req_id=request.request_id, block_ids=tuple(ids))], {request.request_id: request.num_tokens})
+        assert served.worker.connector_worker._unsubmitted_store_jobs, "vLLM begins them with the next step"
+        assert served.scheduler.reset_cache()
+        assert not served.store.under_way
+        for block in range(served.gpu.config.num_blocks):
+            served.gpu.fill(block, b"what sleep left")
+        served.settle()
+    with Served(given) as served:
+        assert served.serve(begun) == 4
+        assert served.serve(waiting) == 0
+
+
 def test_the_disk_holds_its_capacity_and_no_more(store_dir):
     with Served(settings(store_dir, capacity="2MiB", host_bytes="1MiB")) as served:
         slots = served.store.cache.stats()["tiers"]["disk"]["slots"]
