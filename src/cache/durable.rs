@@ -27,7 +27,7 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
-    /// is forgotten all the same, and may be back at the next start.
+    /// is forgotten all the same, and may be back at the next start. [`Error::Closed`].
     ///
     /// # Cancel safety
     /// The block is forgotten at the first poll. Dropped after that, only its record may come back at the next start.
