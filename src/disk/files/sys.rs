@@ -1,6 +1,6 @@
 //! System calls that the standard library lacks.
 
-use std::{fs::File, io};
+use std::{fs::File, io, os::unix::fs::MetadataExt};
 
 use rustix::{
     fs::{self, AtFlags, FallocateFlags, OFlags, StatxFlags},
@@ -56,10 +56,11 @@ pub(super) fn file_bytes_max() -> u64 {
     getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX)
 }
 
-/// Bytes that an unprivileged process may still allocate on the file's file system.
+/// Bytes that the file of an unprivileged process may have on its file system: those that are available, and those that
+/// it has already, of a call that was killed.
 pub(super) fn available_bytes(file: &File) -> io::Result<u64> {
     let stat = fs::fstatvfs(file)?;
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize).saturating_add(file.metadata()?.blocks() * 512))
 }
 
 /// Name of the file's file system, for messages.
@@ -102,4 +103,20 @@ pub(super) fn random_uuid() -> io::Result<[u8; 16]> {
     // Requests of up to 256 bytes are never short.
     getrandom(&mut uuid, GetRandomFlags::empty())?;
     Ok(uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_call_has_reserved_is_available_to_the_next() {
+        const BYTES: u64 = 64 << 20;
+        let file = tempfile::tempfile().expect("a file");
+        let before = available_bytes(&file).expect("a file system");
+        fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, BYTES).expect("reserved");
+        assert_eq!(file.metadata().expect("a file").len(), 0);
+        // Others use the disk meanwhile.
+        assert!(available_bytes(&file).expect("a file system") > before - BYTES / 2);
+    }
 }
