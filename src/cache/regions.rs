@@ -1,7 +1,7 @@
 //! The table of a cache's registered memory.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard},
 };
 
@@ -81,8 +81,9 @@ impl Regions {
         block_bytes: usize,
         lent: Option<&Region>,
     ) -> Result<Vec<Arc<[RegionUse]>>> {
-        let regions = self.lock();
+        // Before the lock: the end of a hold may wake a caller.
         let mut held: Vec<Arc<[RegionUse]>> = Vec::with_capacity(blocks.len());
+        let regions = self.lock();
         // Which of the last hold's regions each segment lies in.
         let mut places: Vec<usize> = Vec::new();
         for segments in blocks {
@@ -110,7 +111,7 @@ impl Regions {
 
 /// Holds what one block's segments lie in, by their first addresses.
 fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Region>) -> Result<Arc<[RegionUse]>> {
-    let mut held: BTreeMap<usize, RegionUse> = BTreeMap::new();
+    let mut found: BTreeMap<usize, &Arc<CallerMemory>> = BTreeMap::new();
     for segment in segments {
         let lent = lent.filter(|region| region.lent.of(segment).is_some()).map(|region| &region.inner);
         let Some(region) = lent.or_else(|| regions.of(segment).map(|(_, region)| region)) else {
@@ -120,17 +121,18 @@ fn hold_of(regions: &Entries, segments: &[Segment], lent: Option<&Region>) -> Re
                 "registered memory",
             ));
         };
-        if held.values().next().is_some_and(|first| first.memory != region.memory) {
+        if found.values().next().is_some_and(|first| first.memory != region.memory) {
             return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
         }
-        // A lent one has no addresses, and there is one at most.
-        if let Entry::Vacant(vacant) = held.entry(region.start) {
-            vacant.insert(region.try_hold().ok_or_else(|| {
-                Error::argument("segments", "lent memory that was unregistered", "memory that `Cache::lend` lends anew")
-            })?);
-        }
+        found.insert(region.start, region);
     }
-    Ok(held.into_values().collect())
+    // A lent one has no addresses, so it is the first: where it has ended, nothing is held yet.
+    let hold = |region: &Arc<CallerMemory>| {
+        region.try_hold().ok_or_else(|| {
+            Error::argument("segments", "lent memory that was unregistered", "memory that `Cache::lend` lends anew")
+        })
+    };
+    found.into_values().map(hold).collect()
 }
 
 #[cfg(test)]
