@@ -98,8 +98,9 @@ def settings() -> str:
         HEAD.format(source="src/config/, device/src/choices.rs and index/src/policy.rs")
         + "# Settings of the engine\n\n*For developers who open a cache, in Rust or in Python.*\n\n"
         "Methods of `kvhoist::Config`, its serialized form, and keywords of `kvhoist.Cache`. In Python, and in the settings of\n"
-        "the engines' adapters, `path` with `capacity` stands for `disks`; the adapters' own settings are on the pages of\n"
-        "[SGLang](../sglang.md), [vLLM](../vllm.md) and [LMCache](../lmcache.md). Files and keywords take a size as a number of\n"
+        "the engines' adapters, `path` with `capacity` stands for `disks`, and host memory is 64 MiB, or one block, where nothing is\n"
+        "said; the adapters' own settings are on the pages of [SGLang](../sglang.md), [vLLM](../vllm.md) and\n"
+        "[LMCache](../lmcache.md). Files and keywords take a size as a number of\n"
         "bytes, or as text with a unit: `64KiB`, `1.5 MiB`, `200Gi` (powers of 1024), `10GB` (powers of 1000).\n\n"
         + "\n".join(table)
         + "\n\n## Values\n\n"
