@@ -55,7 +55,10 @@ fn a_user_without_a_password_is_not_the_default_user() {
     let Some(server) = start("redis-server", &users) else { return };
     let of = |user: &str| open(&format!("redis://{user}127.0.0.1:{}/1{QUICK}", server.port)).expect("opened");
     let objects = ["a".to_owned()];
-    assert!(matches!(block_on(of("").delete(&objects)), Err(RemoteError::Refused(_))), "the default user has a password");
+    assert!(
+        matches!(block_on(of("").delete(&objects)), Err(RemoteError::Refused(_))),
+        "the default user has a password"
+    );
     block_on(of("reader@").delete(&objects)).expect("logged in");
 }
 

@@ -28,7 +28,7 @@ use rustix::{
 };
 
 use super::{
-    held::memory::{NEVER, PAGE_BYTES, arrived_at, memory_bytes},
+    held::memory::{HEARTBEAT_BYTES, NEVER, PAGE_BYTES, arrived_at, memory_bytes},
     protocol::{HEADER_BYTES, Header, PATH_BYTES_MAX, Reply, Request},
     query::{greet, nonsense, unexpected},
     socket,
@@ -201,7 +201,7 @@ struct Held {
     client: Arc<Inner>,
     /// The request that holds it.
     hold: u64,
-    /// The page that says how far it is read.
+    /// The page that says how far it is read, and whether its turn will come.
     page: Option<NonNull<u8>>,
     /// The service is gone, or hangs: what has not arrived will not.
     is_lost: AtomicBool,
@@ -230,25 +230,29 @@ impl Held {
     }
 
     fn arrived(&self) -> u64 {
+        self.number(0)
+    }
+
+    fn number(&self, at: u64) -> u64 {
         let Some(page) = self.page else { return NEVER };
         // SAFETY: the mapping, which stays until the drop; the service writes to it as an atomic number too.
-        unsafe { AtomicU64::from_ptr(page.as_ptr().cast()) }.load(Ordering::Acquire)
+        unsafe { AtomicU64::from_ptr(page.as_ptr().add(at as usize).cast()) }.load(Ordering::Acquire)
     }
 }
 
 impl Arrival for Held {
     fn wait(&self, end: u64, given_up: &AtomicBool) -> bool {
-        let (mut seen, mut since) = (0, Instant::now());
+        let (mut seen, mut since) = ((0, 0), Instant::now());
         loop {
-            let arrived = self.arrived();
+            let (arrived, heartbeat) = (self.arrived(), self.number(HEARTBEAT_BYTES));
             if arrived == NEVER || arrived >= end {
                 return arrived != NEVER;
             }
             if self.is_lost.load(Ordering::Relaxed) || given_up.load(Ordering::Relaxed) {
                 return false;
             }
-            if arrived > seen {
-                (seen, since) = (arrived, Instant::now());
+            if (arrived, heartbeat) != seen {
+                (seen, since) = ((arrived, heartbeat), Instant::now());
             }
             let is_over = self.client.stream.try_lock().is_ok_and(|stream| Inner::is_over(stream.as_fd()));
             if is_over || since.elapsed() > PATIENCE {

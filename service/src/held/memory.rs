@@ -1,6 +1,7 @@
 //! The memory that holds a file, and that clients read: a memfd that only the service can write to.
 //!
-//! The file's bytes, then, in a page of its own, how many of them have come: [`arrived_at`].
+//! The file's bytes, then, in a page of its own, how many of them have come ([`arrived_at`]), and behind that number a
+//! heartbeat while others are read before it.
 
 use std::{
     io,
@@ -23,6 +24,9 @@ pub(crate) const NEVER: u64 = u64::MAX;
 pub(crate) fn arrived_at(size: u64) -> u64 {
     size.next_multiple_of(PAGE_BYTES)
 }
+
+/// How far behind that number the heartbeat is: a u64 that changes.
+pub(crate) const HEARTBEAT_BYTES: u64 = 8;
 
 /// All of that memory, in bytes.
 pub(crate) fn memory_bytes(size: u64) -> u64 {
@@ -66,10 +70,19 @@ impl Filling {
 
     /// Tells readers that the first `bytes` bytes have come, or that no more will ([`NEVER`]).
     pub(super) fn tell(&self, bytes: u64) {
-        // SAFETY: within the mapping, aligned, and read and written as an atomic number only.
-        let arrived = unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(arrived_at(self.size) as usize).cast()) };
         // Whoever reads the number sees the bytes.
-        arrived.store(bytes, Ordering::Release);
+        self.number(0).store(bytes, Ordering::Release);
+    }
+
+    /// Tells readers that what they wait for will come.
+    pub(super) fn heartbeat(&self) {
+        self.number(HEARTBEAT_BYTES).fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn number(&self, at: u64) -> &AtomicU64 {
+        let at = (arrived_at(self.size) + at) as usize;
+        // SAFETY: within the mapping, aligned, and read and written as an atomic number only.
+        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use kvhoist_files::{Error, Memory, Options, Range, SourceFile, read};
@@ -21,6 +21,8 @@ use super::memory::{Filling, NEVER};
 /// one keeps a processor in the kernel, which clears pages for it, and whoever is to run there waits.
 const THREADS: usize = 4;
 const PIECE_BYTES: usize = 512 << 10;
+/// How often those who wait for the other files of a drive are told that it reads: well within a client's patience.
+const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 /// How soon a file that nobody wants any more is noticed.
 const GIVEN_UP_EVERY: Duration = Duration::from_millis(50);
 
@@ -78,7 +80,7 @@ impl Reads {
             };
             drop(drives);
             let Job { file, filling, fate } = job;
-            let result = catch_unwind(AssertUnwindSafe(|| fill(&file, &filling, &fate)));
+            let result = catch_unwind(AssertUnwindSafe(|| fill(&file, &filling, &fate, || self.heartbeat(drive))));
             let reason = match result {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => error.to_string(),
@@ -92,6 +94,11 @@ impl Reads {
             }
         }
     }
+
+    /// Tells the readers of the files that wait for a drive that it reads.
+    fn heartbeat(&self, drive: u64) {
+        self.lock().get(&drive).into_iter().flatten().for_each(|job| job.filling.heartbeat());
+    }
 }
 
 /// Has the system run this thread, and those that it starts, after those that serve blocks: filling memory takes
@@ -102,8 +109,9 @@ fn lower_priority() {
     _ = rustix::process::setpriority_process(None, NICE);
 }
 
-/// Reads all of a file, and tells how far it is. One that changes meanwhile is an error: its readers look too.
-fn fill(file: &SourceFile, filling: &Filling, fate: &Fate) -> Result<(), Error> {
+/// Reads all of a file, and tells how far it is, and `heartbeat` that it gets on. One that changes meanwhile is an
+/// error: its readers look too.
+fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn()) -> Result<(), Error> {
     let (size, start) = (file.size(), filling.start().as_ptr() as usize);
     let ranges = (0..size).step_by(PIECE_BYTES).map(|offset| {
         let len = PIECE_BYTES.min((size - offset) as usize);
@@ -116,6 +124,7 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate) -> Result<(), Error> 
     let transfer = unsafe { read(vec![file.clone()], ranges.collect(), Memory::Host, &options) }?;
     let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
     let mut first_missing = 0;
+    let mut told: Option<Instant> = None;
     while let Some(ranges) = transfer.next_ranges(GIVEN_UP_EVERY) {
         if fate.given_up.load(Ordering::Relaxed) {
             transfer.cancel();
@@ -127,6 +136,10 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate) -> Result<(), Error> 
         }
         if first_missing > before {
             filling.tell(size.min((first_missing * PIECE_BYTES) as u64));
+            if told.is_none_or(|told| told.elapsed() > HEARTBEAT_EVERY) {
+                told = Some(Instant::now());
+                heartbeat();
+            }
         }
     }
     transfer.wait().map(drop)
@@ -134,14 +147,53 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate) -> Result<(), Error> 
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::unix::fs::FileExt, time::Instant};
+    use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
-    use super::{super::memory::arrived_at, *};
+    use super::{
+        super::memory::{HEARTBEAT_BYTES, arrived_at},
+        *,
+    };
 
-    fn arrived(memory: &File, size: u64) -> u64 {
-        let mut arrived = [0; 8];
-        memory.read_exact_at(&mut arrived, arrived_at(size)).expect("there is a page behind it");
-        u64::from_ne_bytes(arrived)
+    const BYTES: u64 = 3 * PIECE_BYTES as u64 + 5;
+
+    fn number(memory: &File, at: u64) -> u64 {
+        let mut number = [0; 8];
+        memory.read_exact_at(&mut number, arrived_at(BYTES) + at).expect("there is a page behind it");
+        u64::from_ne_bytes(number)
+    }
+
+    fn arrived(memory: &File) -> u64 {
+        number(memory, 0)
+    }
+
+    /// A file of its name's first byte.
+    fn made(folder: &Path, name: &str) -> SourceFile {
+        let path = folder.join(name);
+        std::fs::write(&path, vec![name.as_bytes()[0]; BYTES as usize]).expect("room");
+        SourceFile::open(path).expect("it is there")
+    }
+
+    fn job(file: SourceFile) -> (Job, File, Arc<Fate>) {
+        let (filling, memory) = Filling::new(BYTES).expect("a memfd");
+        let fate = Arc::<Fate>::default();
+        (Job { file, filling, fate: Arc::clone(&fate) }, File::from(memory), fate)
+    }
+
+    #[test]
+    fn readers_of_a_file_that_waits_for_its_drive_are_told() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let (jobs, memories): (VecDeque<_>, Vec<_>) = ["first", "second"]
+            .map(|name| {
+                let (job, memory, _) = job(made(folder.path(), name));
+                (job, memory)
+            })
+            .into_iter()
+            .unzip();
+        let (reads, drive) = (Arc::<Reads>::default(), jobs[0].file.identity().device);
+        reads.lock().insert(drive, jobs);
+        thread::spawn(move || reads.work(drive)).join().expect("no panic");
+        assert_eq!([0, 1].map(|at| number(&memories[at], HEARTBEAT_BYTES)), [0, 1]);
+        assert_eq!([0, 1].map(|at| arrived(&memories[at])), [BYTES; 2]);
     }
 
     #[test]
@@ -160,29 +212,22 @@ mod tests {
     #[test]
     fn a_file_that_fails_in_the_middle_holds_up_no_other() {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
-        let size = 3 * PIECE_BYTES as u64 + 5;
-        let make = |name: &str| {
-            let path = folder.path().join(name);
-            std::fs::write(&path, vec![name.as_bytes()[0]; size as usize]).expect("room");
-            SourceFile::open(path).expect("it is there")
-        };
-        let (bad, good) = (make("bad"), make("good"));
-        File::options().write(true).open(bad.path()).and_then(|file| file.set_len(size - 6)).expect("in place");
+        let (bad, good) = (made(folder.path(), "bad"), made(folder.path(), "good"));
+        File::options().write(true).open(bad.path()).and_then(|file| file.set_len(BYTES - 6)).expect("in place");
         let reads = Arc::<Reads>::default();
         let begin = |file: SourceFile| {
-            let (filling, memory) = Filling::new(size).expect("a memfd");
-            let fate = Arc::<Fate>::default();
-            reads.add(Job { file, filling, fate: Arc::clone(&fate) }).expect("a thread");
-            (File::from(memory), fate)
+            let (job, memory, fate) = job(file);
+            reads.add(job).expect("a thread");
+            (memory, fate)
         };
         let ((bad, bad_fate), (good, good_fate)) = (begin(bad), begin(good));
         let hang = Instant::now() + Duration::from_secs(60);
-        while arrived(&bad, size) != NEVER || arrived(&good, size) != size {
-            assert!(Instant::now() < hang, "{} and {}", arrived(&bad, size), arrived(&good, size));
+        while arrived(&bad) != NEVER || arrived(&good) != BYTES {
+            assert!(Instant::now() < hang, "{} and {}", arrived(&bad), arrived(&good));
             thread::yield_now();
         }
         assert!(bad_fate.failed.load(Ordering::Relaxed) && !good_fate.failed.load(Ordering::Relaxed));
-        let mut found = vec![0; size as usize];
+        let mut found = vec![0; BYTES as usize];
         good.read_exact_at(&mut found, 0).expect("the memory stays");
         assert!(found.iter().all(|byte| *byte == b'g'));
     }
