@@ -108,9 +108,11 @@ impl Index {
         self.coldest(List::Dirty, tier)
     }
 
-    /// The released copy that is evicted next from `tier`, if it is dirty.
-    pub fn released_dirty(&self, tier: Tier) -> Option<EntryId> {
-        self.coldest(List::Released, tier).filter(|id| self.is_dirty(*id, tier))
+    /// The dirty, released copy that [`victim_unless`](Self::victim_unless) has just spared, if it found nothing else.
+    pub fn spared(&self, tier: Tier) -> Option<EntryId> {
+        let above_held = || self.frontier[tier as usize].next(0).map(EntryId);
+        let found = self.coldest(List::Released, tier).or_else(above_held);
+        found.filter(|id| self.entry(*id).may_go(tier) && self.is_dirty(*id, tier))
     }
 
     /// The copy of a list in order of last use that was used longest ago.
@@ -123,11 +125,6 @@ impl Index {
     pub fn evictable(&self, tier: Tier) -> usize {
         let of_hints = [List::Released, List::Kept].map(|list| self.lists[list as usize][tier as usize].len());
         self.evictable[tier as usize] + of_hints.iter().sum::<usize>()
-    }
-
-    /// Number of copies in `tier` that may be demoted now.
-    pub fn demotable_len(&self, tier: Tier) -> usize {
-        self.lists[List::Dirty as usize][tier as usize].len()
     }
 
     /// Enters the entry in the list of `tier` that it belongs in, or takes it out, and counts it as held or not.

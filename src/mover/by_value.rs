@@ -41,7 +41,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     return None;
                 }
             }
-            // Every block in the queue may have been written or removed since: the coldest one is not among them.
+            // All that were in the queue may be in flight: the coldest one is not among them.
             if !self.decide_coldest().await {
                 return None;
             }

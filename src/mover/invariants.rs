@@ -81,6 +81,7 @@ impl Shared {
         let copies = state.index.copies(Tier::Host);
         let dirty = copies.filter(|(id, _)| state.index.is_dirty(*id, Tier::Host)).count();
         ensure!(dirty == state.dirty.len(), "{dirty} dirty blocks, {} of them to be written", state.dirty.len());
+        state.dirty.validate()?;
         for key in state.dirty.after(None, usize::MAX) {
             let here = state.index.find(&key).and_then(|id| state.index.slot(id, Tier::Host));
             ensure!(here.is_some(), "{key:?} is to be written, and is not in host memory");

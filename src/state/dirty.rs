@@ -69,6 +69,14 @@ impl DirtyBlocks {
     pub(crate) fn queued(&self) -> usize {
         self.queue.len()
     }
+
+    /// Checks that the queue has each block that has a place, and no other.
+    #[cfg(feature = "sim")]
+    pub(crate) fn validate(&self) -> Result<(), String> {
+        let queued = self.places.iter().filter_map(|(key, place)| place.map(|place| (place, *key)));
+        let queued: BTreeMap<u64, BlockKey> = queued.collect();
+        if queued == self.queue { Ok(()) } else { Err(format!("queued: {:?}, {queued:?} with a place", self.queue)) }
+    }
 }
 
 #[cfg(test)]

@@ -266,12 +266,13 @@ impl Locked<'_> {
         }
         let free = self.free[Tier::Host as usize].len();
         let evictable = self.index.evictable(Tier::Host);
-        let available = match config.values_writes() && free + evictable > 0 {
-            // What could be evicted is spared.
-            _ if self.spares_released() && self.has_waiters(Tier::Host) => 0,
+        let available = if self.is_short_by_sync() {
+            0
+        } else if config.values_writes() && free + evictable > 0 {
             // A later decision knows more. The blocks of a chain can be evicted one after the other.
-            true => free + self.index.resident(Tier::Host).saturating_sub(self.dirty.len()) + self.dirty.queued(),
-            false => free + evictable,
+            free + self.index.resident(Tier::Host).saturating_sub(self.dirty.len()) + self.dirty.queued()
+        } else {
+            free + evictable
         };
         let available = available + demoting as usize;
         // At least one, so that a tiny tier is never stuck with dirty blocks only.

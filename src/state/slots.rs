@@ -249,11 +249,16 @@ impl Locked<'_> {
         self.refusals.is_sync_in_flight() && !self.shared().config.values_writes()
     }
 
+    /// True while a request waits for a host slot, and what could be evicted may be spared.
+    pub(crate) fn is_short_by_sync(&self) -> bool {
+        self.spares_released() && self.has_waiters(Tier::Host)
+    }
+
     /// The next block of host memory to be written, so that it can be evicted: a dirty one, or a released one that is
     /// spared while a request waits for a slot.
     pub(crate) fn demotable(&self) -> Option<EntryId> {
-        let is_spared = || self.spares_released() && self.has_waiters(Tier::Host);
-        self.index.demotable(Tier::Host).or_else(|| self.index.released_dirty(Tier::Host).filter(|_| is_spared()))
+        let spared = || self.is_short_by_sync().then(|| self.index.spared(Tier::Host)).flatten();
+        self.index.demotable(Tier::Host).or_else(spared)
     }
 
     fn free_or_evicted(&mut self, tier: Tier) -> Option<u32> {
