@@ -66,8 +66,9 @@ enum State {
     Opening(Waiters<Rc<Space>>),
     Open(Rc<Space>),
     Removing(Waiters<()>),
-    /// Its file describes no space: why it is refused. Its manifest is made up, but for the folder.
-    Damaged(Failure),
+    /// Its file describes no space, and its manifest is made up, but for the folder; or it has more disk than there is
+    /// for it.
+    Refused(Failure),
 }
 
 struct Entry {
@@ -115,46 +116,39 @@ pub(super) struct Spaces {
 }
 
 impl Spaces {
-    /// Reads the files of all spaces. One whose file cannot be read or understood is refused to its clients; the others
-    /// are served.
+    /// Reads the files of all spaces. One whose file cannot be read or understood, and one that has more disk than it may
+    /// have now, is refused to its clients; the others are served.
     ///
     /// # Errors
-    /// [`Error::Store`] for a space that has more disk than it may have now. [`Error::Io`] if the first path cannot be
-    /// read.
+    /// [`Error::Io`] if the first path cannot be read.
     pub(super) fn load(config: ServerConfig, system: Rc<dyn System>) -> Result<Self> {
         let mut entries = BTreeMap::new();
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
-        let mut damaged = Vec::new();
+        let mut refused = Vec::new();
         for (path, folder, manifest) in manifests(&*system, &config)? {
-            let manifest = match manifest {
-                Ok(manifest) => manifest,
-                Err(error) => {
-                    tracing::error!(%error, "a space is not served; the others are");
-                    damaged.push((folder, error));
-                    continue;
+            let fits = |manifest: &SpaceManifest| disk.take(manifest.of(), manifest.capacity_bytes);
+            match manifest.map(|manifest| (fits(&manifest), manifest)) {
+                Ok((Ok(_), manifest)) => drop(entries.insert(folder, Entry { manifest, state: State::Closed })),
+                Ok((Err(failure), manifest)) => {
+                    let found = format!(
+                        "the space {:?} with {} bytes of disk ({})",
+                        manifest.namespace, manifest.capacity_bytes, failure.text
+                    );
+                    let expected = "what other spaces and the shares leave of the capacity";
+                    let hint = "raise the capacity or the share and restart the service, or remove a space";
+                    refused.push((folder, manifest, Error::store(path, found, expected, hint)));
                 }
-            };
-            let bytes = manifest.capacity_bytes;
-            disk.take(manifest.of(), bytes).map_err(|failure| {
-                Error::store(
-                    path.clone(),
-                    format!("the space {:?} with {bytes} bytes of disk ({})", manifest.namespace, failure.text),
-                    "what other spaces and the shares leave of the capacity",
-                    "raise the capacity or the share, or delete the folders of a space that is not wanted",
-                )
-            })?;
-            entries.insert(folder, Entry { manifest, state: State::Closed });
-        }
-        for (folder, error) in damaged {
-            let mut manifest = SpaceManifest::unknown(&folder);
-            // What its stores take, so that it finds its place once its file is put back.
-            let bytes = system.store_bytes(&folders(&config, &folder)).min(disk.available(manifest.of()));
-            if bytes > 0 {
-                manifest.capacity_bytes = disk.take(manifest.of(), bytes).expect("no more than is available");
+                Err(error) => refused.push((folder.clone(), SpaceManifest::unknown(&folder), error)),
             }
-            entries.insert(folder, Entry { manifest, state: State::Damaged(Failure::from(&error)) });
+        }
+        for (folder, mut manifest, error) in refused {
+            tracing::error!(%error, "a space is not served; the others are");
+            // What its stores take is nobody else's.
+            let bytes = system.store_bytes(&folders(&config, &folder)).min(disk.available(manifest.of()));
+            manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
+            entries.insert(folder, Entry { manifest, state: State::Refused(Failure::from(&error)) });
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
@@ -218,7 +212,7 @@ impl Spaces {
                 let text = "busy: the space is being removed; attach again later to make it anew";
                 return Err(Failure::new(ServiceFault::Busy, text));
             }
-            Some(Entry { state: State::Damaged(failure), .. }) => return Err(failure.clone()),
+            Some(Entry { state: State::Refused(failure), .. }) => return Err(failure.clone()),
             Some(entry) => {
                 manifest = entry.manifest.clone();
                 entry.state = State::Opening(vec![sender]);
@@ -291,7 +285,7 @@ impl Spaces {
                 host_bytes: space.map_or(0, |space| space.host.bytes()),
                 clients: space.map_or(0, |space| space.clients.get()),
                 stats: match &entry.state {
-                    State::Damaged(Failure { text, .. }) => {
+                    State::Refused(Failure { text, .. }) => {
                         let mut stats = Stats::default();
                         stats.disk_retired = Some(text.clone());
                         Some(stats)

@@ -24,8 +24,8 @@ impl Spaces {
         let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
         let manifest = SpaceManifest::new(namespace, uid, shared, block_bytes);
         let mut entries = self.entries.borrow_mut();
-        // One that is damaged is known by the name of its folder only, which says nothing about its user.
-        let is_unknown = |entry: &Entry| matches!(entry.state, State::Damaged(_)) && block_bytes == 0;
+        // One whose file is damaged is known by the name of its folder only, which says nothing about its user.
+        let is_unknown = |entry: &Entry| entry.manifest.block_bytes == 0 && block_bytes == 0;
         let by_folder = entries.get(&manifest.namespace).is_some_and(is_unknown);
         let folder = if by_folder { manifest.namespace.clone() } else { manifest.folder() };
         if !entries.contains_key(&folder) {
@@ -36,17 +36,20 @@ impl Spaces {
         }
         let entry = entries.get_mut(&folder).expect("it was found above, and the entries are borrowed since");
         // The folder of a space that is not shared is named after its user.
-        let is_its = uid == entry.manifest.uid || matches!(entry.state, State::Damaged(_)) && !shared && !by_folder;
+        let is_its = uid == entry.manifest.uid || matches!(entry.state, State::Refused(_)) && !shared && !by_folder;
         if !is_its && uid != own_uid() {
-            let maker = entry.manifest.uid;
-            let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
+            let maker = match by_folder {
+                true => String::new(),
+                false => format!("{}, who made it, or ", entry.manifest.uid),
+            };
+            let text = format!("space: found user {uid}, expected {maker}the service's user, {}", own_uid());
             return Err(Failure::new(ServiceFault::Permission, text));
         }
         let attached = match &entry.state {
             // The entry has one, each session another.
             State::Open(space) => Rc::strong_count(space) > 1,
             State::Opening(_) => true,
-            State::Closed | State::Removing(_) | State::Damaged(_) => false,
+            State::Closed | State::Removing(_) | State::Refused(_) => false,
         };
         if attached {
             let text = "busy: clients are attached to the space; end them first, then remove it";
@@ -63,8 +66,8 @@ impl Spaces {
 
     /// Removes a space, and answers the waiters.
     async fn finish_removal(self: Rc<Self>, folder: String, before: State) {
-        let damage = match &before {
-            State::Damaged(failure) => Some(failure.clone()),
+        let refused = match &before {
+            State::Refused(failure) => Some(failure.clone()),
             _ => None,
         };
         if let State::Open(space) = before {
@@ -79,7 +82,7 @@ impl Spaces {
         let mut entries = self.entries.borrow_mut();
         let entry = entries.get_mut(&folder).expect("entries that are being removed stay");
         let State::Removing(waiters) =
-            std::mem::replace(&mut entry.state, damage.map_or(State::Closed, State::Damaged))
+            std::mem::replace(&mut entry.state, refused.map_or(State::Closed, State::Refused))
         else {
             unreachable!("only this call ends the removal");
         };

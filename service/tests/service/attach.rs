@@ -141,3 +141,33 @@ fn one_space_whose_file_is_damaged_is_refused_and_the_others_are_served() {
         end(&server);
     }
 }
+
+#[test]
+fn a_space_that_does_not_fit_any_longer_is_refused_and_the_others_are_served() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (server, socket) = start(folder.path());
+    let good = PoolClient::of(connect(&socket, "good", disk(SLOTS), 0).expect("made"));
+    store(&good, POOL_BLOCKS);
+    drop(connect(&socket, "large", disk(SLOTS), 0).expect("made"));
+    let file = folder.path().join(space(&socket, "large").folder).join("space");
+    drop(good);
+    end(&server);
+    // As if the capacity had been lowered.
+    let text = fs::read_to_string(&file).expect("there");
+    let larger = text.replace(&disk(SLOTS).to_string(), &(3 * disk(SLOTS)).to_string());
+    assert_ne!(larger, text);
+    fs::write(&file, larger).expect("written");
+
+    let (server, socket) = start(folder.path());
+    let good = PoolClient::of(connect(&socket, "good", 0, 0).expect("served"));
+    assert_eq!(good.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+    let refused = connect(&socket, "large", 0, 0).expect_err("there is no room for it").to_string();
+    assert!(refused.contains("raise the capacity"), "{refused}");
+    assert!(space(&socket, "large").stats.expect("why").disk_trouble().is_some_and(|text| text.contains("capacity")));
+    let taken = connect(&socket, "other", 2 * disk(SLOTS), 0).expect_err("its stores have their disk");
+    assert!(matches!(taken, Error::Service { fault: ServiceFault::Capacity, .. }), "{taken}");
+    remove_space(&socket, "large", BLOCK_BYTES as u64, false).expect("removed");
+    drop(connect(&socket, "other", 2 * disk(SLOTS), 0).expect("it has what the other had"));
+    drop(good);
+    end(&server);
+}
