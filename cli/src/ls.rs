@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::Write,
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
@@ -63,15 +64,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             format!("{size:>11}{full:>8}  {written:16}{in_use:8}namespace (model, rank, pool)\n{rows}")
         }
     })?;
-    match &unread[..] {
-        [] => Ok(()),
-        [(first, why), ..] => {
-            let (count, first) = (unread.len(), shown(first));
-            Err(Failure::run(format!(
-                "ls: stores may be missing: found folders that were not read ({count}), such as {first}: {why}"
-            )))
-        }
+    if let [(first, why), ..] = &unread[..] {
+        let (count, first) = (unread.len(), shown(first));
+        let text = format!("stores may be missing: found folders that were not read ({count}), such as {first}: {why}");
+        drop(writeln!(std::io::stderr(), "kvhoist: {text}"));
     }
+    Ok(())
 }
 
 /// What lies below some paths.
@@ -96,7 +94,7 @@ fn below(paths: &[PathBuf], folders_max: usize) -> Below {
                 continue;
             }
             looked_at += 1;
-            if looked_at > folders_max {
+            if looked_at + folders.len() > folders_max {
                 let why = format!("below {} are more than the {folders_max} that are looked into", shown(root));
                 found.unread.push((folder, why));
                 break;
