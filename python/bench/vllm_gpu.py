@@ -56,12 +56,13 @@ class Kvhoist:
         from kvhoist.vllm.spec import Keys
 
         self.jobs += 1
+        names = Keys(keys, resets=0)
         spec = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
         started = time.perf_counter()
         if is_load:
-            self.worker.submit_load(self.jobs, Keys(keys), spec)
+            self.worker.submit_load(self.jobs, names, spec)
         else:
-            self.worker.submit_store(self.jobs, spec, Keys(keys))
+            self.worker.submit_store(self.jobs, spec, names)
         self.worker.wait({self.jobs})
         took = time.perf_counter() - started
         (result,) = self.worker.get_finished()

@@ -43,6 +43,27 @@ class KvhoistConnector(OffloadingConnector):
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
 
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        """Offloads of a finished request what was computed."""
+        self._leave_out_last(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        """As `request_finished`."""
+        self._leave_out_last(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def _leave_out_last(self, request: Any) -> None:
+        """Has the last sampled token left out, whose KV nobody computes: vLLM 0.28 offloads the chunk that ends with it.
+
+        Later versions leave it out themselves.
+        """
+        status = self.connector_scheduler._req_status.get(request.request_id)
+        if status is not None and hasattr(status, "max_offload_tokens"):
+            computed = max(request.num_prompt_tokens, request.num_tokens - 1)
+            limit = status.max_offload_tokens
+            status.max_offload_tokens = computed if limit is None else min(limit, computed)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begins the loads of a step."""
         for job_id, job in self._connector_metadata.load_jobs.items():

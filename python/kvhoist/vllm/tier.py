@@ -28,6 +28,7 @@ try:
         LookupResult,
         Medium,
         OffloadingEvent,
+        OffloadingManager,
         RequestOffloadingContext,
     )
     from vllm.v1.kv_offload.file_mapper import FileMapper
@@ -83,6 +84,9 @@ class KvhoistTier(SecondaryTierManager):
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         VERSION.warn()
+        if not _HOLDS_PROMOTIONS and not getattr(offloading_spec, "offload_prompt_only", True):
+            expected = "true: before 0.33 vLLM offloads the last token of an answer, whose KV it has not computed"
+            raise config_error("offload_prompt_only", False, expected)
         self.locality = None if locality is None else Locality(locality)
         self.config = tier_settings(_own(settings, offloading_spec))
         rows, row_bytes = primary_kv_view.shape  # pyright: ignore[reportGeneralTypeIssues]
@@ -97,6 +101,8 @@ class KvhoistTier(SecondaryTierManager):
         # The native function replaces the method: every step looks up thousands of keys.
         self._answer = self.store.answers(_HIT, _MISS, self._known, positions)
         self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
+        #: Steps for which every key is a miss.
+        self._missing_for = 0
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
@@ -199,14 +205,21 @@ class KvhoistTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Returns when no transfer uses vLLM's memory; `get_finished_jobs` has the results."""
+        """Returns when no transfer uses vLLM's memory; `get_finished_jobs` has the results. vLLM calls it at a reset."""
         self._guarded("drain_jobs", None, self.store.drain)
+        if not _HOLDS_PROMOTIONS:
+            self._missing_for = _STEPS_TO_FLUSH
+            self.lookup = lambda key, req_context: _MISS
 
     # Requests
 
     def on_schedule_end(self, context: Any) -> None:
         """The end of a step."""
         self.store.step_ended()
+        if self._missing_for:
+            self._missing_for -= 1
+            if not self._missing_for:
+                self.lookup = self._answer
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No conditions for a request."""
@@ -262,6 +275,12 @@ class KvhoistTier(SecondaryTierManager):
         # The index of a closed store is empty.
         self._known.clear()
 
+
+#: After a reset vLLM may still write chunks of before it from the GPU. Before 0.33 it loads into them at once.
+_HOLDS_PROMOTIONS = hasattr(OffloadingManager, "on_reset_flushed")
+
+#: The next step but one begins when they are written.
+_STEPS_TO_FLUSH = 3
 
 #: 0.28 reports no bytes.
 _HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}

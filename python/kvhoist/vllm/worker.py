@@ -89,14 +89,16 @@ class KvhoistWorker(OffloadingWorker):
         method = "submit_load" if is_load else "submit_store"
         if is_load:
             self._targets[job_id] = (blocks.block_ids, [])
+        if keys.resets != self._opened.resets:
+            logger.debug("kvhoist: a job that was made before a reset does not begin: %d chunks", len(keys.names))
+            self._store.fail(job_id, keys.names if is_load else [], is_load)
+            return True
         begin = self._guarded(method, self, lambda: self._begin(job_id, blocks, keys, is_load), len(keys.names))
         if begin is self:
             self._store.fail(job_id, keys.names, is_load)
         return True
 
     def _begin(self, job_id: int, blocks: GPULoadStoreSpec, keys: Keys, is_load: bool) -> None:
-        if keys.resets != self._opened.resets:
-            raise RuntimeError("the cache was reset before the job began")
         parts = self._parts(blocks, keys)
         if is_load:
             self._targets[job_id] = (blocks.block_ids, parts)

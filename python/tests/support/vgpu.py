@@ -73,6 +73,9 @@ def vllm_config(
     )  # fmt: skip
 
 
+FINISHED = requests.RequestStatus.FINISHED_STOPPED
+
+
 class Gpu:
     """The KV cache of a small model: `layers` has a tensor a layer, `packed` has all layers of a block in one piece."""
 
@@ -252,7 +255,7 @@ class Served:
         new = SimpleNamespace(req_id=request.request_id, block_ids=tuple(ids))
         self.step([new], {request.request_id: request.num_tokens - computed})
         request.num_computed_tokens = request.num_tokens
-        request.status = requests.RequestStatus.FINISHED_STOPPED
+        request.status = FINISHED
         self.scheduler.request_finished_all_groups(request, tuple(ids))
         self.step(finished=[request.request_id])
         if settle:

@@ -211,8 +211,15 @@ class Engine:
     def forget(self) -> None:
         """Empties vLLM's own memory, as sleep and weight updates do."""
         self.manager.reset_cache()
+        self.flush()
+
+    def flush(self) -> None:
+        """Steps until vLLM's jobs from before a reset have ended."""
         if hasattr(self.manager, "on_reset_flushed"):
             self.manager.on_reset_flushed()
+        else:
+            for _ in range(3):
+                self.step()
 
     def close(self) -> None:
         self.manager.shutdown()

@@ -11,7 +11,7 @@ why = vtier.missing()
 if why:
     pytest.skip(why, allow_module_level=True)
 
-from vgpu import TOKENS, Gate, Gpu, Served, files, names_of, on_gpu, settings  # noqa: E402
+from vgpu import FINISHED, TOKENS, Gate, Gpu, Served, files, names_of, on_gpu, settings  # noqa: E402
 
 from kvhoist import _figures  # noqa: E402
 from kvhoist._stores import Place  # noqa: E402
@@ -250,6 +250,34 @@ def test_a_reset_hides_what_was_stored_until_the_restart(store_dir):
         assert served.serve(names) == 4
     with Served(given) as served:
         assert served.serve(names) == 4, "what was stored under the first weights"
+
+
+def test_the_last_token_of_an_answer_is_in_no_chunk(store_dir):
+    """It was sampled, and nobody has computed its KV."""
+    names = names_of("a", 4)
+    with Served(settings(store_dir, blocks_per_chunk=1, offload_prompt_only=False)) as served:
+        request, ids = served.request(names, extra_tokens=0), served.take(4)
+        request.num_prompt_tokens = 2 * TOKENS
+        for block, name in zip(ids[0][:3], names):
+            served.gpu.fill(block, name + b"\0")
+        new = SimpleNamespace(req_id=request.request_id, block_ids=tuple(ids))
+        served.step([new], {request.request_id: 4 * TOKENS - 1})
+        request.num_computed_tokens = 4 * TOKENS - 1
+        request.status = FINISHED
+        served.scheduler.request_finished_all_groups(request, tuple(ids))
+        served.step(finished=[request.request_id])
+        served.settle()
+        assert served.serve(names) == 3
+
+
+def test_a_chunk_with_a_hole_is_not_stored(store_dir):
+    """vLLM 0.33 leaves out blocks of a sliding window that were freed meanwhile, and does not say which."""
+    with Served(settings(store_dir, blocks_per_chunk=4)) as served:
+        part = device_chunks.Part(0, [b"a"], [1, 2, 3], 0)
+        with pytest.raises(ValueError, match="^found 3 blocks from block 0 on, expected those of 1 chunks of 4"):
+            served.store._addresses(part, is_load=False)
+        served.store._addresses(part, is_load=True)
+        served.store._addresses(device_chunks.Part(0, [b"a"], [1, 2, 3], 1), is_load=False)
 
 
 def test_a_reset_leaves_no_job_that_reads_the_gpu_later(store_dir):

@@ -137,7 +137,7 @@ def test_a_service_that_dies_in_mid_transfer_fails_its_jobs(node):
             engine.tier.submit_load(job)
             assert not list(engine.tier.get_finished_jobs()), "nothing is reported while the service may use the memory"
             node.kill()
-            engine.tier.drain_jobs()
+            engine.tier.store.drain()
             (result,) = engine.tier.get_finished_jobs()
             assert result.job_id == 7 and not result.success
             node.start()
