@@ -12,8 +12,9 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
@@ -40,7 +41,7 @@ from .._misses import Misses  # noqa: E402
 from .._native import __version__  # noqa: E402
 from .._stores import Place, tier_settings  # noqa: E402
 from .._values import config_error, parse_bytes, warn_of_keywords  # noqa: E402
-from ..errors import ArgumentError, ClosedError  # noqa: E402
+from ..errors import ArgumentError, ClosedError, UnavailableError  # noqa: E402
 from .announced import Announced  # noqa: E402
 from .object_names import ObjectNames, row_of  # noqa: E402
 from .objects import ObjectStore, StoredObject  # noqa: E402
@@ -55,6 +56,12 @@ DEFAULT_BLOCK_BYTES = 2 << 20
 
 #: Objects whose place in a prefix is remembered from their lookup until they are stored.
 _PREFIXES_MAX = 65_536
+
+#: Seconds for which LMCache keeps the memory of a store (`--l1-read-ttl-seconds`): then other objects may lie there.
+_LOCKED_S = 300
+
+#: Age of the oldest store under way from which on no more are taken: those that wait then end in time.
+_BEHIND_S = 60
 
 
 class KvhoistL2(L2AdapterInterface):
@@ -131,6 +138,9 @@ class KvhoistL2(L2AdapterInterface):
 
         def begin(task_id: int, task: _Task) -> None:
             with self._lock:
+                oldest = next((other.begun for other in self._under_way.values() if not other.is_load), task.begun)
+                if task.begun - oldest > _BEHIND_S:
+                    raise UnavailableError(f"the drive is {task.begun - oldest:.0f} s behind: nothing more is stored yet")
                 after = [self._before.pop(one, None) for one in task.named]
             self.store.submit_store(task_id, task.named, _addresses(objects), after)
 
@@ -229,7 +239,7 @@ class KvhoistL2(L2AdapterInterface):
     ) -> int:
         """Begins a task. If it cannot begin, it fails; `begin` submits in its last step."""
         self._check_open()
-        task = _Task(list(keys), partial)
+        task = _Task(list(keys), partial, is_load)
         with self._lock:
             task_id = next(self._task_ids)
             self._under_way[task_id] = task
@@ -248,6 +258,8 @@ class KvhoistL2(L2AdapterInterface):
         """Takes the end of a task, on the store's thread."""
         with self._lock:
             task = self._under_way.pop(ended.job_id)
+        if not ended.is_load and ended.good and ended.seconds > _LOCKED_S:
+            ended = self._undone(ended, task)
         self._guarded("account", None, lambda: self._account(ended, task))
         moved = sorted(ended.good)
         if ended.is_load:
@@ -262,6 +274,13 @@ class KvhoistL2(L2AdapterInterface):
                 nbytes = sum(one.nbytes for one in task.named) if good else 0
                 self._stored[ended.job_id] = L2StoreResult(good, nbytes)
                 self._signal(self._store_fd)
+
+    def _undone(self, ended: Ended, task: _Task) -> Ended:
+        """Removes what a task has stored that LMCache's locks did not cover to its end: it may be of other objects."""
+        for n in ended.good:
+            self._guarded("remove", False, lambda n=n: self.store.remove(task.named[n]))
+        why = f"it took {ended.seconds:.0f} s, and LMCache keeps the memory for {_LOCKED_S}"
+        return replace(ended, good=[], failed={**ended.failed, **dict.fromkeys(ended.good, why)})
 
     def _account(self, ended: Ended, task: _Task) -> None:
         if ended.failed:
@@ -348,8 +367,10 @@ class _Task:
     keys: list
     #: Some of its objects are refused already, and not among the keys.
     partial: bool
+    is_load: bool
     #: Empty if the task did not begin.
     named: list[StoredObject] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
 
 
 def _bitmap(size: int, places: Iterable[int]) -> Bitmap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 
 import lm
 import pytest
@@ -18,7 +19,7 @@ lm.boot()
 from lm import Alone, adapter_config, boot, keys_of  # noqa: E402
 
 from kvhoist import ClosedError  # noqa: E402
-from kvhoist.lmcache import KvhoistL2  # noqa: E402
+from kvhoist.lmcache import KvhoistL2, adapter  # noqa: E402
 
 
 def test_the_three_descriptors_are_readable_when_their_tasks_have_ended(store_dir):
@@ -86,6 +87,28 @@ def test_tasks_that_cannot_begin_have_failed(store_dir, caplog):
         lm.wait(alone.adapter.get_store_event_fd())
         assert not alone.adapter.pop_completed_store_tasks()[task].is_successful()
         assert alone.store(keys) and alone.load(keys) == "HH"
+
+
+def test_what_lmcache_did_not_keep_in_memory_for_its_store_is_not_found(store_dir, monkeypatch, caplog):
+    with Alone(adapter_config(store_dir)) as alone:
+        keys = keys_of("a", 3)
+        monkeypatch.setattr("kvhoist.lmcache.adapter._LOCKED_S", -1)
+        assert not alone.store(keys)
+        assert "LMCache keeps the memory for -1" in caplog.text
+        monkeypatch.undo()
+        assert alone.lock(keys) == "MMM"
+        assert alone.store(keys) and alone.load(keys) == "HHH"
+
+
+def test_a_drive_that_is_far_behind_gets_no_more_stores(store_dir, monkeypatch, caplog):
+    with Alone(adapter_config(store_dir)) as alone:
+        keys = keys_of("a", 3)
+        oldest = adapter._Task([], False, False, begun=time.monotonic() - 61)
+        monkeypatch.setitem(alone.adapter._under_way, -1, oldest)
+        assert not alone.store(keys)
+        assert "the drive is 61 s behind" in caplog.text
+        monkeypatch.undo()
+        assert alone.store(keys) and alone.load(keys) == "HHH"
 
 
 def test_objects_lie_across_the_edge_of_what_the_ring_pins(store_dir):
