@@ -71,7 +71,7 @@ class PrefixStore:
         #: Blocks that could not be read, by group: misses until they are stored again.
         self._bad: list[set[bytes]] = [set() for _ in groups]
         self._regions: list[Any] = []
-        self._loads = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
+        self._calls = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
         self._reached = settings.get("device") in ("cuda", "simulated")
         try:
             for name, weight in weights.items():
@@ -193,7 +193,7 @@ class PrefixStore:
                 for at, until, piece in self._pieces(n, *self._range(n, tokens), room, places):
                     wanted = keys[at:until]
                     mine = list(map(group.key, wanted))
-                    load = self._loads.submit(self._cache(n).load, mine, self._places(n, piece), errors="return")
+                    load = self._calls.submit(self._cache(n).load, mine, self._places(n, piece), errors="return")
                     under_way.append((n, at, piece, wanted, load))
                     if len(under_way) == parts:
                         yield oldest()
@@ -237,11 +237,15 @@ class PrefixStore:
                 # States have no parents: those of a shorter prefix are not worth more than those of a longer one.
                 parent = group.key(keys[at - 1]) if at and isinstance(group, Group) else None
                 mine = list(map(group.key, keys[at:until]))
+                storing = self._calls.submit(self._cache(n).store, mine, self._places(n, piece), parent=parent)
                 try:
-                    self._cache(n).store(mine, self._places(n, piece), parent=parent)
+                    storing.result()
                 except Error as error:
                     logger.warning("kvhoist: %d blocks of a prefix were not stored: %s", until - at, error)
                     return
+                finally:
+                    # Where this thread is interrupted, it goes on to read the staging memory.
+                    wait([storing])
                 self._bad[n].difference_update(keys[at:until])
 
     def _pieces(
@@ -265,7 +269,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Writes what is dirty and closes the stores. Again: does nothing."""
-        self._loads.shutdown()
+        self._calls.shutdown()
         for region in self._regions:
             region.unregister()
         self._regions = []

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -124,7 +126,7 @@ def test_a_part_of_the_staging_memory_is_used_again_when_it_was_put(store_dir, m
         wanted = {}
         assert store.load(keys, 384, lambda group, piece, first: wanted.update({first: piece.clone()}))
         # A piece is put when all loads that have begun have ended: one into its part would have changed it.
-        found, begun, submit = {}, [], store._loads.submit
+        found, begun, submit = {}, [], store._calls.submit
 
         def submitted(*call, **more):
             begun.append(submit(*call, **more))
@@ -134,7 +136,7 @@ def test_a_part_of_the_staging_memory_is_used_again_when_it_was_put(store_dir, m
             wait(begun)
             found[first] = piece.clone()
 
-        monkeypatch.setattr(store._loads, "submit", submitted)
+        monkeypatch.setattr(store._calls, "submit", submitted)
         assert store.load(keys, 384, put)
         assert sum(len(piece) for piece in wanted.values()) == 24 and len(wanted) >= 4
         assert wanted.keys() == found.keys() and all(torch.equal(wanted[n], found[n]) for n in wanted)
@@ -517,3 +519,33 @@ def test_a_closed_one_leaves_the_model_as_it_was(warm):
     prefixes.close()
     prefixes.close()
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_an_interrupted_store_is_over_before_its_memory_is_used_again(store_dir, monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, store_dir) as prefixes:
+        store, begun, ended = prefixes.store, threading.Event(), threading.Event()
+        submit = store._calls.submit
+
+        def submitted(call, *given, **more):
+            def slow():
+                begun.set()
+                time.sleep(0.2)
+                result = call(*given, **more)
+                ended.set()
+                return result
+
+            future = submit(slow)
+            if call.__name__ == "store":
+                monkeypatch.setattr(future, "result", interrupted)
+            return future
+
+        def interrupted():
+            assert begun.wait(10)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._calls, "submit", submitted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(model, prefixes, ids)
+            prefixes.close()
+        assert ended.is_set(), "it still reads the staging memory"
