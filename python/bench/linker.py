@@ -100,6 +100,7 @@ class Model:
         count = self.layers * self.each
         self.buffers = [torch.randint(0, 256, shape, dtype=torch.uint8, device=where) for _ in range(count)]
         self.lent: list[SharedMemory] = []
+        self.begins = concurrent.futures.ThreadPoolExecutor(1)
         self.keys = [f"{n:064x}" for n in range(self.count)]
 
     @contextlib.contextmanager
@@ -174,7 +175,7 @@ class Model:
         self.clock.wait()
         start, waits, right = self.clock.now(), 0.0, []
         before = time.perf_counter()
-        batch = Batch(["request"], [Part(pages, keys, [rows])])
+        batch = Batch(["request"], [Part(pages, keys, [rows])], lambda: (), self.begins)
         begin = time.perf_counter() - before
         stream, first = self.clock.stream, None
         for layer in range(self.layers):

@@ -26,6 +26,7 @@ from .pool_service import is_writer, wants_service
 from .pools import Geometry, PoolStore, prefix_parent, split_capacity
 from .refusals import (
     refuse_adapters_without_keys,
+    refuse_replicas,
     refuse_unknown_shares,
     refuse_what_is_not_kept,
     server_args,
@@ -63,6 +64,7 @@ class HiCacheKvhoist(HiCacheStorage):
         warn_of_copies(storage_config.extra_config)
         in_service = wants_service(self.config, storage_config, args)
         refuse_what_is_not_kept(storage_config, in_service)
+        refuse_replicas(args, in_service)
         if in_service:
             self.config = self.config.for_ranks(self.identity.shared().groups())
         else:

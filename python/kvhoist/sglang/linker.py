@@ -21,10 +21,10 @@ from ..errors import UnavailableError
 from .device_pools import by_component, pools_of, rows_of
 from .hits import policy, trailing
 from .linker_pages import Batch, Figures, Offloads, Pages, Part
-from .linker_rank import identity_of, refuse_replicas, secret_of
+from .linker_rank import identity_of, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
-from .refusals import refuse_adapters_without_keys
+from .refusals import refuse_adapters_without_keys, refuse_memory_saver, refuse_replicas
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class KvhoistLinker(UnifiedCacheLinker):
         warn_of_keywords("KvhoistLinker", more)
         self.settings = LinkerSettings.load(extra_config)
         refuse_adapters_without_keys(server_args)
-        refuse_replicas(server_args, self.settings)
+        refuse_replicas(server_args, self.settings.in_service)
+        refuse_memory_saver(server_args)
         self.forward_stream = forward_stream
         self._figures, self._failures = Figures(), Failures(logger, "pages")
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()

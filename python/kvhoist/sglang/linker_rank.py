@@ -12,7 +12,6 @@ from sglang.srt.runtime_context import get_parallel
 from .._values import config_error
 from .identity import Identity
 from .linker_settings import LinkerSettings
-from .pool_service import replicas
 
 
 def _ranks_of(params: Any) -> Any:
@@ -26,13 +25,6 @@ def secret_of(params: Any, shared: bool) -> bytes:
     if shared:
         torch.distributed.broadcast_object_list(secret, group=_ranks_of(params), group_src=0)
     return secret[0]
-
-
-def refuse_replicas(args: Any, settings: LinkerSettings) -> None:
-    """Refuses replicas that would each need the one store of their pages."""
-    if not settings.in_service and (count := replicas(args)) > 1:
-        expected = f"'auto' or the socket of a service: the {count} replicas of --dp-size share one store"
-        raise config_error("service", settings.store.service, expected)
 
 
 def identity_of(server_args: Any, params: Any, group: Any, settings: LinkerSettings) -> Identity:

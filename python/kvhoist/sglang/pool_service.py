@@ -11,6 +11,7 @@ from .._values import config_error
 from ..cache import slot_bytes
 from ..client import Client, connect, mapped_from
 from .pool_memory import pool_memory
+from .refusals import replicas
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,6 @@ def wants_service(config: StoreSettings, storage_config: Any, args: Any) -> bool
         return config.service != "off"
     shares = storage_config.is_mla_model and storage_config.tp_size > 1
     return shares or replicas(args) > 1 or _data_parallel_attention()
-
-
-def replicas(args: Any) -> int:
-    """How many times a server has the whole model: --dp-size, without data-parallel attention."""
-    size = getattr(args, "dp_size", None) or 1
-    return 1 if getattr(args, "enable_dp_attention", False) else size
 
 
 def _data_parallel_attention() -> bool:

@@ -76,6 +76,26 @@ def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
         raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
 
 
+def replicas(args: Any) -> int:
+    """How many times a server has the whole model: --dp-size, without data-parallel attention."""
+    size = getattr(args, "dp_size", None) or 1
+    return 1 if getattr(args, "enable_dp_attention", False) else size
+
+
+def refuse_replicas(args: Any, in_service: bool) -> None:
+    """Refuses replicas that would each need the one store of their pages."""
+    if not in_service and (count := replicas(args)) > 1:
+        expected = f"'auto' or the socket of a service: the {count} replicas of --dp-size share one store"
+        raise config_error("service", "off", expected)
+
+
+def refuse_memory_saver(args: Any) -> None:
+    """Refuses, for the linker, what unmaps the KV cache before the tree is reset, while pages of it are offloaded."""
+    if getattr(args, "enable_memory_saver", False):
+        expected = "False: SGLang unmaps the KV cache while pages of it are offloaded; use the storage backend beside it"
+        raise config_error("enable_memory_saver", True, expected)
+
+
 def refuse_unknown_shares(shares: Iterable[str], pools: Iterable[str]) -> None:
     """Refuses a share for a pool that does not exist: its part of the capacity would be in no store."""
     known = set(pools)

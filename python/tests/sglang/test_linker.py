@@ -367,7 +367,7 @@ def test_replicas_need_a_service(store_dir, args):
     from types import SimpleNamespace
 
     from kvhoist._store_settings import StoreSettings
-    from kvhoist.sglang.linker_rank import refuse_replicas
+    from kvhoist.sglang.refusals import refuse_replicas
     from kvhoist.sglang.linker_settings import LinkerSettings
     from kvhoist.sglang.pool_service import wants_service
 
@@ -376,12 +376,22 @@ def test_replicas_need_a_service(store_dir, args):
     auto = StoreSettings.load({"path": str(store_dir), "capacity": "1GiB", "host_bytes": "1MiB", "service": "auto"})
     assert wants_service(auto, rank, args) == has_replicas
     own, shared = (LinkerSettings.load(extra_config(store_dir, **more)) for more in ({}, {"service": "auto"}))
-    refuse_replicas(args, shared)
+    refuse_replicas(args, shared.in_service)
     if has_replicas:
         with pytest.raises(ConfigError, match="^service: found 'off', expected 'auto' or the socket of a service: the 2 rep"):
-            refuse_replicas(args, own)
+            refuse_replicas(args, own.in_service)
     else:
-        refuse_replicas(args, own)
+        refuse_replicas(args, own.in_service)
+
+
+def test_memory_that_is_unmapped_under_offloads_is_refused():
+    from types import SimpleNamespace
+
+    from kvhoist.sglang.refusals import refuse_memory_saver
+
+    refuse_memory_saver(SimpleNamespace(enable_memory_saver=False))
+    with pytest.raises(ConfigError, match="^enable_memory_saver: found True, expected False"):
+        refuse_memory_saver(SimpleNamespace(enable_memory_saver=True))
 
 
 def test_wrong_settings_are_refused_by_name(store_dir):
