@@ -331,8 +331,7 @@ impl DiskSlots {
 
     /// Pages from this one on whose records on the medium differ from the table, ascending.
     pub fn stale_pages(&self, from: PageId) -> impl Iterator<Item = PageId> + '_ {
-        let next = |page: u32| self.stale.next(page);
-        std::iter::successors(next(from.0), move |page| next(page + 1)).map(PageId)
+        std::iter::successors(self.stale.next(from.0), |page| self.stale.next(page + 1)).map(PageId)
     }
 
     /// The index entries of the blocks in the slots of a record page.

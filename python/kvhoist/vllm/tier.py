@@ -219,7 +219,7 @@ class KvhoistTier(SecondaryTierManager):
         if self._missing_for:
             self._missing_for -= 1
             if not self._missing_for:
-                self.lookup = self._answer
+                self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No conditions for a request."""

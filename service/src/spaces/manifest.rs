@@ -109,7 +109,8 @@ pub(super) fn manifests(system: &dyn System, config: &ServerConfig) -> Result<Ve
                     file.clone(),
                     format!("no description of this space ({found})"),
                     format!("version {VERSION} of a space's fields, and the space of this folder"),
-                    "put the file back and restart the service, or remove the space as the service's user: `kvhoist space rm` and its folder's name",
+                    "put the file back and restart the service, or remove the space by its folder's name, as the \
+                     service's user (`kvhoist space rm`)",
                 )
             })
         });

@@ -116,8 +116,8 @@ pub(super) struct Spaces {
 }
 
 impl Spaces {
-    /// Reads the files of all spaces. One whose file cannot be read or understood, and one that has more disk than it may
-    /// have now, is refused to its clients; the others are served.
+    /// Reads the files of all spaces. One whose file cannot be read or understood, and one that has more disk than it
+    /// may have now, is refused to its clients; the others are served.
     ///
     /// # Errors
     /// [`Error::Io`] if the first path cannot be read.
