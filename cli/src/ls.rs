@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if let Some(path) = args.paths.iter().find(|path| !path.is_dir()) {
         return Err(Failure::usage(format!("{}: found no folder, expected one with stores below it", shown(path))));
     }
-    let Below { stores, unread } = below(&args.paths, FOLDERS_MAX);
+    let Below { stores, unread, is_cut } = below(&args.paths, FOLDERS_MAX);
     let stores: Vec<Listed> = stores.into_values().map(look).collect();
     emit(&match (args.json, stores.is_empty()) {
         (true, _) => format!("{:#}\n", Value::Array(stores.iter().map(object).collect())),
@@ -64,11 +64,13 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             format!("{size:>11}{full:>8}  {written:16}{in_use:8}namespace (model, rank, pool)\n{rows}")
         }
     })?;
-    if let [(first, why), ..] = &unread[..] {
-        let (count, first) = (unread.len(), shown(first));
-        let text = format!("stores may be missing: found folders that were not read ({count}), such as {first}: {why}");
-        drop(writeln!(std::io::stderr(), "kvhoist: {text}"));
+    let Some((first, why)) = unread.first() else { return Ok(()) };
+    let (count, first) = (unread.len(), shown(first));
+    let text = format!("stores may be missing: found folders that were not read ({count}), such as {first}: {why}");
+    if is_cut {
+        return Err(Failure::run(text));
     }
+    drop(writeln!(std::io::stderr(), "kvhoist: {text}"));
     Ok(())
 }
 
@@ -78,14 +80,17 @@ struct Below {
     stores: BTreeMap<PathBuf, Vec<PathBuf>>,
     /// Folders that were not looked into, and why.
     unread: Vec<(PathBuf, String)>,
+    /// A path itself is among them, or there were too many folders.
+    is_cut: bool,
 }
 
 /// Looks into at most so many folders below each path.
 fn below(paths: &[PathBuf], folders_max: usize) -> Below {
-    let mut found = Below { stores: BTreeMap::new(), unread: Vec::new() };
+    let mut found = Below { stores: BTreeMap::new(), unread: Vec::new(), is_cut: false };
     for root in paths {
         let (mut folders, mut looked_at) = (vec![(root.clone(), 0)], 0);
         while let Some((folder, depth)) = folders.pop() {
+            looked_at += 1;
             if folder.join(STORE).is_file() {
                 let place = folder.strip_prefix(root).unwrap_or(Path::new("")).to_owned();
                 found.stores.entry(place).or_default().push(folder.clone());
@@ -93,19 +98,22 @@ fn below(paths: &[PathBuf], folders_max: usize) -> Below {
             if depth == DEPTH {
                 continue;
             }
-            looked_at += 1;
-            if looked_at + folders.len() > folders_max {
-                let why = format!("below {} are more than the {folders_max} that are looked into", shown(root));
-                found.unread.push((folder, why));
-                break;
-            }
-            match fs::read_dir(&folder) {
-                Ok(entries) => {
-                    let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
-                    let below = entries.flatten().filter(is_folder).map(|entry| (entry.path(), depth + 1));
-                    folders.extend(below);
+            let entries = match fs::read_dir(&folder) {
+                Ok(entries) => entries,
+                Err(error) => {
+                    found.unread.push((folder, error.to_string()));
+                    found.is_cut |= depth == 0;
+                    continue;
                 }
-                Err(error) => found.unread.push((folder, error.to_string())),
+            };
+            for entry in entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
+                if looked_at + folders.len() == folders_max {
+                    let why = format!("below {} are more than the {folders_max} that are looked into", shown(root));
+                    found.unread.push((entry.path(), why));
+                    found.is_cut = true;
+                    break;
+                }
+                folders.push((entry.path(), depth + 1));
             }
         }
     }
@@ -199,16 +207,16 @@ mod tests {
             fs::create_dir_all(root.join("model/rank")).expect("made");
             fs::write(root.join("model/rank").join(STORE), "").expect("written");
         }
-        let Below { stores, unread } = below(&roots, 3);
-        assert_eq!((stores.len(), unread.len()), (1, 0), "{unread:?}");
+        let Below { stores, unread, is_cut } = below(&roots, 3);
+        assert_eq!((stores.len(), unread.len(), is_cut), (1, 0, false), "{unread:?}");
         assert!(stores.values().all(|folders| folders.len() == roots.len()), "{stores:?}");
-        let Below { stores, unread } = below(&roots, 1);
-        assert_eq!((stores.len(), unread.len()), (0, 2));
+        let Below { stores, unread, is_cut } = below(&roots, 1);
+        assert_eq!((stores.len(), unread.len(), is_cut), (0, 2, true));
         assert!(
             unread.iter().all(|(path, why)| path.ends_with("model") && why.contains("more than the 1 ")),
             "{unread:?}"
         );
         let gone = below(&[folder.path().join("gone")], 3);
-        assert!(gone.unread[0].1.contains("No such file"), "{:?}", gone.unread);
+        assert!(gone.is_cut && gone.unread[0].1.contains("No such file"), "{:?}", gone.unread);
     }
 }

@@ -57,8 +57,9 @@ DEFAULT_BLOCK_BYTES = 2 << 20
 #: Objects whose place in a prefix is remembered from their lookup until they are stored.
 _PREFIXES_MAX = 65_536
 
-#: Seconds for which LMCache keeps the memory of a store (`--l1-read-ttl-seconds`): then other objects may lie there.
-_LOCKED_S = 300
+#: Seconds for which LMCache surely keeps the memory of a store (300: `--l1-read-ttl-seconds`): then other objects may
+#: lie there.
+_LOCKED_S = 290
 
 #: Age of the oldest store under way from which on no more are taken: those that wait then end in time.
 _BEHIND_S = 60
@@ -97,6 +98,8 @@ class KvhoistL2(L2AdapterInterface):
         self._names = ObjectNames(l1_memory_desc.align_bytes)
         #: For each object that a lookup did not find: the object before it in its prefix.
         self._before: OrderedDict[StoredObject, StoredObject] = OrderedDict()
+        #: What is to be removed and is not yet: misses.
+        self._doubted: set[StoredObject] = set()
         self._announced = Announced(self)
         self._unread = Unread()
         self._closed = False
@@ -174,6 +177,7 @@ class KvhoistL2(L2AdapterInterface):
 
     def _look_up(self, keys: list, layouts: Any) -> list[int]:
         named = self._names.of_keys(keys, layouts)
+        doubted = self._doubtful()
         there = iter(self.store.contains_each([one for one in named if one is not None]))
         found: list[int] = []
         before: dict[tuple, StoredObject] = {}
@@ -181,7 +185,7 @@ class KvhoistL2(L2AdapterInterface):
             if one is None:
                 continue
             row = row_of(key)
-            if next(there):
+            if next(there) and one not in doubted:
                 found.append(n)
             elif row in before:
                 self._remember(one, before[row])
@@ -257,9 +261,17 @@ class KvhoistL2(L2AdapterInterface):
     def _end(self, ended: Ended) -> None:
         """Takes the end of a task, on the store's thread."""
         with self._lock:
-            task = self._under_way.pop(ended.job_id)
-        if not ended.is_load and ended.good and ended.seconds > _LOCKED_S:
-            ended = self._undone(ended, task)
+            task = self._under_way[ended.job_id]
+        age = time.monotonic() - task.begun
+        if not ended.is_load and ended.good and age > _LOCKED_S:
+            ended = self._undone(ended, task, age)
+        elif not ended.is_load:
+            with self._lock:
+                self._doubted.difference_update(task.named[n] for n in ended.good)
+        if self._doubted:
+            self._guarded("remove", None, self._remove_doubted)
+        with self._lock:
+            del self._under_way[ended.job_id]
         self._guarded("account", None, lambda: self._account(ended, task))
         moved = sorted(ended.good)
         if ended.is_load:
@@ -275,12 +287,32 @@ class KvhoistL2(L2AdapterInterface):
                 self._stored[ended.job_id] = L2StoreResult(good, nbytes)
                 self._signal(self._store_fd)
 
-    def _undone(self, ended: Ended, task: _Task) -> Ended:
-        """Removes what a task has stored that LMCache's locks did not cover to its end: it may be of other objects."""
-        for n in ended.good:
-            self._guarded("remove", False, lambda n=n: self.store.remove(task.named[n]))
-        why = f"it took {ended.seconds:.0f} s, and LMCache keeps the memory for {_LOCKED_S}"
+    def _undone(self, ended: Ended, task: _Task, age: float) -> Ended:
+        """Doubts what a task has stored that LMCache's locks did not cover to its end: it may be of other objects."""
+        with self._lock:
+            self._doubted.update(task.named[n] for n in ended.good)
+        why = f"it took {age:.0f} s, and LMCache keeps the memory for {_LOCKED_S}"
         return replace(ended, good=[], failed={**ended.failed, **dict.fromkeys(ended.good, why)})
+
+    def _remove_doubted(self) -> None:
+        """Removes what is doubted. What cannot be removed now, as without its service, is tried with the next task."""
+        with self._lock:
+            doubted = list(self._doubted)
+        for one in doubted:
+            self.store.remove(one)
+            with self._lock:
+                self._doubted.discard(one)
+
+    def _doubtful(self) -> set[StoredObject]:
+        """What is doubted, and what is still being stored after LMCache has forgotten its lock."""
+        with self._lock:
+            now, found = time.monotonic(), set(self._doubted)
+            for task in self._under_way.values():
+                if now - task.begun <= _LOCKED_S:
+                    break
+                if not task.is_load:
+                    found.update(task.named)
+            return found
 
     def _account(self, ended: Ended, task: _Task) -> None:
         if ended.failed:

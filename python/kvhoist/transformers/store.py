@@ -269,7 +269,8 @@ class PrefixStore:
 
     def close(self) -> None:
         """Writes what is dirty and closes the stores. Again: does nothing."""
-        self._calls.shutdown()
+        with self.lock:
+            self._calls.shutdown()
         for region in self._regions:
             region.unregister()
         self._regions = []

@@ -58,7 +58,7 @@ class KvhoistConnector(OffloadingConnector):
 
         Later versions leave it out themselves.
         """
-        status = self.connector_scheduler._req_status.get(request.request_id)
+        status = getattr(self.connector_scheduler, "_req_status", {}).get(request.request_id)
         if status is not None and hasattr(status, "max_offload_tokens"):
             computed = max(request.num_prompt_tokens, request.num_tokens - 1)
             limit = status.max_offload_tokens

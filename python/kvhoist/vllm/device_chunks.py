@@ -54,8 +54,8 @@ class Group:
 class Part:
     """The chunks of one group in a job, and their blocks of the KV cache.
 
-    `blocks` are the blocks of all chunks in order, from block `skip` of the first chunk on; the last chunk may end
-    early. A load leaves out the blocks that are not named; a store writes zeros for them.
+    `blocks` are the blocks of all chunks in order, from block `skip` of the first chunk on, for which a store writes
+    zeros; the last chunk of a load may end early.
     """
 
     group: int

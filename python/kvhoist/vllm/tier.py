@@ -103,6 +103,9 @@ class KvhoistTier(SecondaryTierManager):
         self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
         #: Steps for which every key is a miss.
         self._missing_for = 0
+        # The step after a reset begins the writes; as many are under way as there are stages, and one.
+        stages = getattr(getattr(getattr(offloading_spec, "config", None), "parallel", None), "pp_size", 1)
+        self._steps_to_flush = max(3, stages + 1)
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
@@ -208,7 +211,7 @@ class KvhoistTier(SecondaryTierManager):
         """Returns when no transfer uses vLLM's memory; `get_finished_jobs` has the results. vLLM calls it at a reset."""
         self._guarded("drain_jobs", None, self.store.drain)
         if not _HOLDS_PROMOTIONS:
-            self._missing_for = _STEPS_TO_FLUSH
+            self._missing_for = self._steps_to_flush
             self.lookup = lambda key, req_context: _MISS
 
     # Requests
@@ -278,9 +281,6 @@ class KvhoistTier(SecondaryTierManager):
 
 #: After a reset vLLM may still write chunks of before it from the GPU. Before 0.33 it loads into them at once.
 _HOLDS_PROMOTIONS = hasattr(OffloadingManager, "on_reset_flushed")
-
-#: The next step but one begins when they are written.
-_STEPS_TO_FLUSH = 3
 
 #: 0.28 reports no bytes.
 _HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}

@@ -98,6 +98,16 @@ def test_what_lmcache_did_not_keep_in_memory_for_its_store_is_not_found(store_di
         monkeypatch.undo()
         assert alone.lock(keys) == "MMM"
         assert alone.store(keys) and alone.load(keys) == "HHH"
+        # What cannot be removed is a miss, until it is removed or stored again.
+        monkeypatch.setattr("kvhoist.lmcache.adapter._LOCKED_S", -1)
+        monkeypatch.setattr(alone.adapter.store, "remove", lambda _one: 1 / 0)
+        others = keys_of("b", 3)
+        assert not alone.store(others)
+        monkeypatch.undo()
+        assert alone.lock(others) == "MMM"
+        assert alone.store(others[:1])
+        assert alone.lock(others) == "HMM"
+        assert not alone.adapter._doubted
 
 
 def test_a_drive_that_is_far_behind_gets_no_more_stores(store_dir, monkeypatch, caplog):

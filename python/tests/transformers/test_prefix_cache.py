@@ -547,5 +547,4 @@ def test_an_interrupted_store_is_over_before_its_memory_is_used_again(store_dir,
         monkeypatch.setattr(store._calls, "submit", submitted)
         with pytest.raises(KeyboardInterrupt):
             answer(model, prefixes, ids)
-            prefixes.close()
         assert ended.is_set(), "it still reads the staging memory"

@@ -127,7 +127,12 @@ impl Spaces {
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
         let mut refused = Vec::new();
-        for (path, folder, manifest) in manifests(&*system, &config)? {
+        let mut found = manifests(&*system, &config)?;
+        // Where not all fit, the small ones are served.
+        found.sort_by_key(|(_, folder, manifest)| {
+            (manifest.as_ref().map_or(0, |manifest| manifest.capacity_bytes), folder.clone())
+        });
+        for (path, folder, manifest) in found {
             let fits = |manifest: &SpaceManifest| disk.take(manifest.of(), manifest.capacity_bytes);
             match manifest.map(|manifest| (fits(&manifest), manifest)) {
                 Ok((Ok(_), manifest)) => drop(entries.insert(folder, Entry { manifest, state: State::Closed })),

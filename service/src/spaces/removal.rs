@@ -36,7 +36,7 @@ impl Spaces {
         }
         let entry = entries.get_mut(&folder).expect("it was found above, and the entries are borrowed since");
         // The folder of a space that is not shared is named after its user.
-        let is_its = uid == entry.manifest.uid || matches!(entry.state, State::Refused(_)) && !shared && !by_folder;
+        let is_its = uid == entry.manifest.uid || entry.manifest.block_bytes == 0 && !shared && !by_folder;
         if !is_its && uid != own_uid() {
             let maker = match by_folder {
                 true => String::new(),
