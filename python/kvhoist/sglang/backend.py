@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 from .. import _figures
 from .._guard import Failures
 from .._values import config_error, warn_of_keywords
-from ..errors import ClosedError, DeadlineError, UnavailableError
+from ..errors import ClosedError, DeadlineError, RefusedError, UnavailableError
 from ..service.pause import Pause
 from ..service.supervisor import ServiceSupervisor
 from .hits import policy, pool_result, trailing
@@ -75,6 +75,8 @@ class HiCacheKvhoist(HiCacheStorage):
             _figures.serve(self.config.metrics_port, self.identity.number())
         self._lines = _figures.Lines()
         self._pause = Pause()
+        #: Since a clear with a service.
+        self._is_hidden = False
         #: One of the ranks with the same pages of the KV pool stores them.
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
@@ -173,6 +175,8 @@ class HiCacheKvhoist(HiCacheStorage):
         return [part for store in list(self._stores.values()) for part in store.parts()]
 
     def _store(self, name: str) -> PoolStore | UnifiedStore:
+        if self._is_hidden:
+            raise RefusedError("pages: hidden since a clear; restart the server")
         store = self._stores.get(name)
         if store is None:
             if name not in self._pages:
@@ -313,7 +317,15 @@ class HiCacheKvhoist(HiCacheStorage):
     # The rest
 
     def clear(self) -> bool:
-        """Forgets every page of this rank, also on disk."""
+        """Forgets every page of this rank, also on disk. Those of a service are others' too: this rank uses none of them
+        then, and stores none, as long as it runs."""
+        if self._keeper is not None:
+            self._is_hidden = True
+            logger.error(
+                "kvhoist: clear: pages of a service are other ranks' and servers' too, and stay, whatever SGLang answers; "
+                "this rank finds and stores none until it is restarted"
+            )
+            return False
 
         def cleared() -> bool:
             for store in list(self._stores.values()):

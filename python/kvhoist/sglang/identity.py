@@ -55,7 +55,7 @@ class Identity:
             is_mla_model=bool(config.is_mla_model),
             dcp_size=getattr(config, "dcp_size", 1),
             dcp_rank=getattr(config, "dcp_rank", 0),
-            weights=_weights(config.model_name, server_args, revision),
+            weights=_weights(config.model_name, server_args, revision) + _interface(config),
             draft=_draft(server_args),
             stages=os.environ.get("SGLANG_PP_LAYER_PARTITION", "") if getattr(config, "pp_size", 1) > 1 else "",
         )
@@ -105,7 +105,10 @@ class Identity:
 
 #: SGLang's server arguments that change the values in a page, but neither its key nor its geometry. Pools of all 8-bit
 #: floats have bytes for their dtype, so `kv_cache_dtype` is among them.
-_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args", "kv_cache_dtype", "quantization_param_path")
+_WEIGHTS_ARGS = (
+    "revision", "quantization", "json_model_override_args", "kv_cache_dtype", "quantization_param_path", "torchao_config",
+    "modelopt_quant", "modelopt_checkpoint_restore_path", "rl_quant_profile", "weight_version",
+)  # fmt: skip
 
 #: Dtypes by the names of `kv_cache_dtype`, where a pool's own dtype does not tell.
 _STORED_AS_BYTES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -147,15 +150,25 @@ def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[t
     if path != model_name:
         found["model_path"] = path
     found.update((name, getattr(server_args, name, None)) for name in _WEIGHTS_ARGS)
-    for name, default in (("json_model_override_args", "{}"), ("kv_cache_dtype", "auto")):
+    defaults = (("json_model_override_args", "{}"), ("kv_cache_dtype", "auto"), ("weight_version", "default"))
+    for name, default in defaults:
         if found[name] == default:
             del found[name]
+    # Random weights; the other formats load the same ones.
+    found["load_format"] = "dummy" if getattr(server_args, "load_format", None) == "dummy" else None
     found["quantization_params"] = _file_digest(found["quantization_param_path"])
     adapters = getattr(server_args, "lora_paths", None) or ()
     if isinstance(adapters, dict):
         adapters = adapters.items()
     found["lora"] = json.dumps(sorted(map(_adapter, adapters))) if adapters else None
     return tuple((name, str(value)) for name, value in sorted(found.items()) if value)
+
+
+def _interface(config: Any) -> tuple[tuple[str, str], ...]:
+    """That SGLang copies pages for the backend: in pools of one layer after the other, keys come before values then."""
+    extra = getattr(config, "extra_config", None)
+    copies = isinstance(extra, dict) and "class_name" in extra and not extra.get("interface_v1")
+    return (("interface", "flat"),) if copies and not config.is_mla_model else ()
 
 
 def _file_digest(path: str | None) -> str | None:

@@ -281,6 +281,36 @@ def test_a_damaged_page_is_a_miss_and_not_wrong_bytes(store_dir):
     backend.close()
 
 
+def test_after_a_clear_with_a_service_nothing_is_found_or_stored(store_dir, monkeypatch, caplog):
+    pool = filled(sgl.MHA)
+    backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    indices, keys = pool.alloc(2 * pool.page_size), keys_for(sgl.MHA, 2)
+    assert all(backend.batch_set_v1(keys, indices)) and backend.batch_exists(keys) == 2
+    monkeypatch.setattr(backend, "_keeper", object())
+    assert backend.clear() is False
+    assert "whatever SGLang answers" in caplog.text
+    assert backend.batch_exists(keys) == 0
+    assert not any(backend.batch_get_v1(keys, indices)) and not any(backend.batch_set_v1(keys, indices))
+    monkeypatch.undo()
+    backend.close()
+
+
+def test_what_decides_the_bytes_is_in_the_identity():
+    from types import SimpleNamespace
+
+    from kvhoist.sglang.identity import Identity
+
+    def of(extra=None, mla=False, **args):
+        config = SimpleNamespace(model_name="m", tp_rank=0, tp_size=1, is_mla_model=mla, extra_config=extra)
+        return Identity.of(config, SimpleNamespace(model_path="m", **args))
+
+    flat = {"class_name": "HiCacheKvhoist"}
+    assert of() == of({**flat, "interface_v1": 1}) == of(load_format="auto", weight_version="default", torchao_config="")
+    others = [of(flat), of(load_format="dummy"), of(weight_version="2"), of(torchao_config="int4wo-128"), of(mla=True)]
+    assert of(flat, mla=True) == of(mla=True), "one order"
+    assert len({one.weights for one in [of(), *others[:-1]]}) == len(others)
+
+
 def test_clear_forgets_everything_also_on_disk(store_dir):
     pool = filled(sgl.MHA)
     backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
