@@ -10,6 +10,7 @@ use std::{
 
 use kvhoist::{
     DirectIo,
+    internals::disk::FILE_NAME as STORE,
     store::{Inspection, Store},
 };
 use serde_json::{Value, json};
@@ -21,8 +22,7 @@ use crate::{
     size::show_bytes,
 };
 
-/// The name of a store's file in its folder, and of the file that describes a service's space beside it.
-const STORE: &str = "kvhoist.store";
+/// The name of the file that describes a service's space, beside that of its store.
 pub const SPACE: &str = "space";
 
 /// How deep below a path stores are looked for, and in how many folders.
@@ -58,8 +58,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         (true, _) => format!("{:#}\n", Value::Array(stores.iter().map(object).collect())),
         (false, true) => "no stores\n".into(),
         (false, false) => {
-            let head = ["size", "full", "last written", "in use"];
-            let [size, full, written, in_use] = head;
+            let [size, full, written, in_use] = ["size", "full", "last written", "in use"];
             let rows: String = stores.iter().map(lines).collect();
             format!("{size:>11}{full:>8}  {written:16}{in_use:8}namespace (model, rank, pool)\n{rows}")
         }

@@ -11,7 +11,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::internals::machine::{Kernel, drive_folder, shown};
+use kvhoist::internals::{
+    disk::FILE_NAME,
+    machine::{Kernel, drive_folder, shown},
+};
 
 use crate::plan::{Finding, Plan};
 
@@ -108,7 +111,7 @@ fn store_bytes(path: &Path) -> u64 {
                 Ok(kind) if kind.is_dir() && depth < DEPTH && looked_at + folders.len() < FOLDERS_MAX => {
                     folders.push((entry.path(), depth + 1));
                 }
-                Ok(kind) if kind.is_file() && entry.file_name() == "kvhoist.store" => {
+                Ok(kind) if kind.is_file() && entry.file_name() == FILE_NAME => {
                     bytes += entry.metadata().map_or(0, allocated);
                 }
                 _ => {}

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Cache, Config};
+use kvhoist::{Cache, Config, internals::disk::FILE_NAME as STORE_NAME};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use tokio::sync::oneshot;
 
@@ -24,8 +24,6 @@ use crate::error::{Error, Result};
 /// The name of a space's file, in its folder below the first path.
 pub(super) const FILE_NAME: &str = "space";
 pub(super) const FOLDER_PREFIX: &str = "space-";
-/// The name of a store's file in such a folder.
-const STORE_NAME: &str = "kvhoist.store";
 
 /// How often memory is unmapped that the kernel refuses to unmap, and the pause between.
 const UNMAP_TRIES: u32 = 10;

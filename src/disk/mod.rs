@@ -7,7 +7,7 @@ mod origin;
 pub mod recovery;
 pub mod slots;
 
-pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
+pub use files::{FILE_NAME, ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub(crate) use files::{cannot_open, random_uuid};
 pub use format::stripe::PageId;
 pub use origin::Origin;

@@ -264,8 +264,7 @@ class KvhoistManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Hides all chunks for as long as this process runs: the weights may change from here on.
 
-        Waits for the jobs under way, which no lookup finds: a GPU that sleeps next unmaps their memory. Jobs that have
-        not begun fail.
+        Waits for the jobs under way: vLLM unmaps their memory where it sleeps next. Jobs that have not begun never do.
         """
         self._opened.resets += 1
         self._guarded("reset_cache", None, self._store.wait)

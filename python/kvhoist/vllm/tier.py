@@ -103,7 +103,7 @@ class KvhoistTier(SecondaryTierManager):
         self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
         #: Steps for which every key is a miss.
         self._missing_for = 0
-        # The step after a reset begins the writes; as many are under way as there are stages, and one.
+        # The step after a reset begins these copies; as many steps are under way as there are stages, and one more.
         stages = getattr(getattr(getattr(offloading_spec, "config", None), "parallel", None), "pp_size", 1)
         self._steps_to_flush = max(3, stages + 1)
         self._touched_by_vllm = False
@@ -279,7 +279,7 @@ class KvhoistTier(SecondaryTierManager):
         self._known.clear()
 
 
-#: After a reset vLLM may still write chunks of before it from the GPU. Before 0.33 it loads into them at once.
+#: After a reset vLLM may still copy from the GPU into chunks that it took before. Before 0.33 it loads into them at once.
 _HOLDS_PROMOTIONS = hasattr(OffloadingManager, "on_reset_flushed")
 
 #: 0.28 reports no bytes.

@@ -191,6 +191,21 @@ def test_keys_in_any_order_are_stored_as_one_chain(store_dir, seed):
         assert seen == sorted(seen, reverse=True) and set(seen) == set(range(17))
 
 
+def test_chunks_whose_last_token_is_not_computed_are_refused(store_dir, monkeypatch):
+    """0.28 offloads the last sampled token of an answer."""
+    from types import SimpleNamespace
+
+    from kvhoist import ConfigError
+    from kvhoist.vllm import tier
+
+    with Engine([tier_config(store_dir)], rows=16, cell_bytes=4096) as engine:
+        view, spec = engine.tier.store.region, SimpleNamespace(offload_prompt_only=False)
+        monkeypatch.setattr(tier, "_HOLDS_PROMOTIONS", False)
+        monkeypatch.setattr(tier.SecondaryTierManager, "__init__", lambda *_given, **_more: None)
+        with pytest.raises(ConfigError, match="^offload_prompt_only: found False, expected true"):
+            tier.KvhoistTier(spec, view, "KvhoistTier", path=str(store_dir), capacity="1GiB")
+
+
 def test_a_reset_waits_for_what_is_under_way(store_dir):
     import torch
 

@@ -8,6 +8,7 @@ mod path;
 mod read_only;
 mod sys;
 
+pub use path::FILE_NAME;
 pub(crate) use path::cannot_open;
 pub use read_only::{ReadOnlyFile, open_read_only};
 

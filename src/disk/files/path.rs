@@ -20,7 +20,7 @@ use super::{
 use crate::error::{Error, Result};
 
 /// File name of the store in a configured directory.
-const FILE_NAME: &str = "kvhoist.store";
+pub const FILE_NAME: &str = "kvhoist.store";
 
 /// The mode of a store's file.
 const MODE: u32 = 0o600;
