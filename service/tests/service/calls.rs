@@ -355,12 +355,13 @@ fn a_dropped_call_is_canceled_and_its_memory_comes_back() {
     for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
         pool_client.store(first, POOL_BLOCKS).expect("a service");
     }
-    for _ in 0..20 {
+    let mut dropped = 0;
+    while dropped < 20 {
         let (keys, places) = (keys(0..1), [pool_client.place(0)]);
         let mut call = Box::pin(pool_client.client.load_into(&keys, &places));
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        assert!(call.as_mut().poll(&mut context).is_pending(), "it takes a thread to answer");
-        drop(call);
+        // A thread that is put off in the middle of its poll may find the answer there already.
+        dropped += usize::from(call.as_mut().poll(&mut context).is_pending());
     }
     block_on(pool_client.client.unregister(&pool_client.region)).expect("all have ended");
     let own = node.status().clients.into_iter().find(|client| client.namespace == "tests").expect("connected");
