@@ -140,7 +140,7 @@ impl Index {
                 }
             }
         }
-        radsort::sort_by_key(&mut leaves, |leaf| leaf.used().last);
+        leaves.sort_unstable_by_key(|leaf| (leaf.used().last, leaf.id()));
         self.policies[tier as usize].fill(&mut self.entries, tier, &leaves);
     }
 
