@@ -13,9 +13,8 @@ use super::{
     CufileRoute, Mover,
     block_memory::{BlockMemory, Buffer},
     flight_guard::FlightGuard,
-    plan::{OnDisk, Taken, Trip},
+    plan::{OnDisk, Trip},
     region::Job,
-    write::BegunWrite,
 };
 use crate::{
     block::{OpKind, Route, Segment, Tier},
@@ -27,7 +26,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{DiskPlace, DiskWrite, Filling, Pin, Purpose, Shared},
+    state::{BegunWrite, DiskPlace, DiskWrite, Filling, Pin, Purpose, Shared, Taken},
 };
 
 /// A block that libcufile reads or has read: the pin on its disk slot, and the device slot that it is read to.
@@ -103,7 +102,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         guard: &FlightGuard<S, C>,
         pin: &Arc<Pin>,
     ) -> Option<Result<Option<DiskWrite>>> {
-        match self.begin_write(guard, pin).await {
+        match self.begin_write(guard, pin, Taken::default()).await {
             Ok(Some(begun)) => self.write_slot(begun, Arc::clone(pin)).await.ok(),
             Ok(None) => Some(Ok(None)),
             Err(error) => Some(Err(error)),

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     flight_guard::FlightGuard,
-    plan::{OnDisk, Taken, Trip},
+    plan::{OnDisk, Trip},
     region::Job,
     results::or_panicked,
     store::{FailedStore, PlannedStore, StartedWrite, StoreCall, SummedStore, begin_caller_write},
@@ -19,7 +19,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{DiskWrite, Locked, Purpose},
+    state::{DiskWrite, Locked, Purpose, Taken},
 };
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {

@@ -15,8 +15,10 @@ use crate::{
     error::Result,
     index::EntryId,
     io::Storage,
-    state::{Class, Few, Filling, Kind, Locked, Outcome, Permit, Pin, Promotion, Purpose, Use},
-    urgency::Urgency,
+    state::{
+        Class, Few, Filling, Locked, Need, Outcome, Permit, Pin, Promotion, Purpose, READ, READ_TO_HOST, Taken, Use,
+        WRITE,
+    },
 };
 
 /// A movement, and what it has taken so far.
@@ -38,69 +40,6 @@ pub(super) struct Trip {
     /// The entry of its block, by the last plan's look-up.
     id: Option<EntryId>,
 }
-
-/// A slot, and a share of the bytes in flight.
-#[derive(Default)]
-pub(super) struct Taken {
-    slot: Option<Filling>,
-    permit: Option<Permit>,
-}
-
-impl Taken {
-    /// The host slot that a read fills, and how urgent it was when its permit was given.
-    pub(super) fn of_read(&self) -> (u32, Urgency) {
-        let (slot, permit) = self.slot.as_ref().zip(self.permit.as_ref()).expect("its plan has taken both");
-        (slot.slot(), permit.urgency())
-    }
-
-    /// The flight for which bytes in flight were taken has a number by now.
-    pub(super) fn set_urgency(&mut self, urgency: Urgency) {
-        self.permit.as_mut().expect("its plan has taken one").set_urgency(urgency);
-    }
-
-    pub(super) fn slot(&mut self) -> Filling {
-        self.slot.take().expect("its plan has taken one")
-    }
-
-    pub(super) fn permit(&mut self) -> Permit {
-        self.permit.take().expect("its plan has taken one")
-    }
-
-    /// Takes what a transfer needs, in this order, as far as it is to be had now; what is missing then.
-    pub(super) fn take(&mut self, state: &mut Locked<'_>, needs: &[Need], purpose: Purpose<'_>) -> Option<Need> {
-        let is_missing = |need: &Need| match *need {
-            Need::Slot(tier) => {
-                self.slot = self.slot.take().or_else(|| state.acquire(tier));
-                self.slot.is_none()
-            }
-            Need::Permit(kind) => {
-                let (urgency, shared) = (state.holder_urgency(purpose), state.shared());
-                let bytes = shared.config.slot_bytes() as u64;
-                let take = || shared.in_flight.take_now(kind, urgency, bytes);
-                self.permit = self.permit.take().or_else(take);
-                self.permit.is_none()
-            }
-        };
-        needs.iter().copied().find(is_missing)
-    }
-}
-
-/// What a transfer needs: a slot to fill, bytes in flight.
-#[derive(Clone, Copy)]
-pub(super) enum Need {
-    Slot(Tier),
-    Permit(Kind),
-}
-
-/// What a write to disk needs. Its bytes first: background writes get none while awaited reads wait, and must not hold
-/// a slot that a store waits for.
-pub(super) const WRITE: [Need; 2] = [Need::Permit(Kind::Write), Need::Slot(Tier::Disk)];
-
-const READ: Need = Need::Permit(Kind::Read);
-
-/// What a read to a host slot needs. The slot first: with it, a movement that waits for bytes is as urgent as the
-/// callers that wait for a host slot.
-pub(super) const READ_TO_HOST: [Need; 2] = [Need::Slot(Tier::Host), READ];
 
 /// A block on disk, pinned to be read.
 pub(super) struct OnDisk {

@@ -15,12 +15,10 @@ use super::{
     call_pages::{CallPages, Next},
     command::Reply,
     load::{Numbered, begin_in_parts},
-    plan::{Taken, WRITE},
     region::{Job, RegionMemory},
     results::CallResults,
     route::{self, Hop, Row, Shape, View, Want},
     submit::Submitter,
-    write::BegunWrite,
 };
 use crate::{
     block::{OpKind, Tier},
@@ -29,7 +27,10 @@ use crate::{
     error::Result,
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
-    state::{Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared, Started},
+    state::{
+        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared,
+        Started, Taken, WRITE,
+    },
     sync::Mutex,
     urgency::Urgency,
 };

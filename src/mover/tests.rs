@@ -4,11 +4,7 @@ use std::{future::pending, io, rc::Rc, sync::Arc};
 
 use tokio::task::LocalSet;
 
-use super::{
-    Mover,
-    flight_guard::FlightGuard,
-    plan::{Need, READ_TO_HOST, Taken, WRITE},
-};
+use super::{Mover, flight_guard::FlightGuard};
 use crate::{
     block::{BlockKey, FileId, OpKind, Tier},
     config::{Config, DiskPath, WritePolicy},
@@ -17,7 +13,7 @@ use crate::{
     index::Index,
     io::{Storage, Workers},
     memory::{Arena, Lent},
-    state::{Class, Few, Kind, Purpose, Shared},
+    state::{Class, Few, Kind, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
     urgency::Urgency,
 };
 

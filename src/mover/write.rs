@@ -10,7 +10,6 @@ use super::{
     Mover,
     block_memory::BlockMemory,
     flight_guard::FlightGuard,
-    plan::Taken,
     route::{self, Hop, View, Want},
 };
 use crate::{
@@ -19,24 +18,26 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, Filling, Locked, PendingWrite, Permit, Pin, Purpose},
+    state::{BegunWrite, Class, Committed, DiskWrite, Filling, Locked, PendingWrite, Pin, Purpose, Taken},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
 pub(super) const DEMOTING_MAX: u32 = 64;
 
-/// What a write of a block has taken: its permit of the bytes in flight, and its disk slot, which the table has as the
-/// block's.
-pub(super) type BegunWrite = (Permit, DiskWrite, DiskPlace);
-
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
-        let PendingWrite { key, pin, started } = write;
+        let PendingWrite { key, pin, started, begun } = write;
         let guard = FlightGuard::new(&self, &key, Tier::Disk, started);
         let began = Instant::now();
         let (id, pin) = (pin.id(), Arc::new(pin));
-        let (written, route) = self.write_pinned(&guard, &pin).await;
+        let (written, route) = match begun {
+            Ok(begun) => {
+                guard.writes_to(begun.1.filling.slot());
+                (self.write_out(begun, Arc::clone(&pin)).await, Route::HostToDisk)
+            }
+            Err(taken) => self.write_pinned(&guard, &pin, taken).await,
+        };
         if let Ok(true) = self.end_write(&key, id, Some(pin), written).await {
             self.shared.metrics.moved(route, began.elapsed());
         }
@@ -94,6 +95,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         guard: &FlightGuard<S, C>,
         pin: &Arc<Pin>,
+        taken: Taken,
     ) -> (Result<Option<DiskWrite>>, Route) {
         let mut held = [false; Tier::COUNT];
         held[pin.tier() as usize] = true;
@@ -112,7 +114,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     }
                 },
                 [Hop::ToHost, ..] => Box::pin(self.write_through_host(guard)).await,
-                _ => self.write_block(guard, pin).await,
+                _ => self.write_block(guard, pin, taken).await,
             };
             return (result, row.route);
         }
@@ -123,27 +125,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let key = guard.key();
         let class = self.shared.lock().flights.class(key, Tier::Disk);
         match self.obtain_host(key, class).await? {
-            Some(host) => self.write_block(guard, &Arc::new(host)).await,
+            Some(host) => self.write_block(guard, &Arc::new(host), Taken::default()).await,
             None => Ok(None),
         }
     }
 
     /// Writes a block that is pinned in host memory. `None` if it was on disk already or was removed meanwhile.
-    async fn write_block(self: &Rc<Self>, guard: &FlightGuard<S, C>, pin: &Arc<Pin>) -> Result<Option<DiskWrite>> {
-        let Some(begun) = self.begin_write(guard, pin).await? else { return Ok(None) };
+    async fn write_block(
+        self: &Rc<Self>,
+        guard: &FlightGuard<S, C>,
+        pin: &Arc<Pin>,
+        taken: Taken,
+    ) -> Result<Option<DiskWrite>> {
+        let Some(begun) = self.begin_write(guard, pin, taken).await? else { return Ok(None) };
         self.write_out(begun, Arc::clone(pin)).await
     }
 
-    /// Takes what the write of a pinned block needs: under one lock, if all of it can be had at once. `None` if
-    /// the block was on disk already or was removed meanwhile.
-    pub(super) async fn begin_write(&self, guard: &FlightGuard<S, C>, pin: &Pin) -> Result<Option<BegunWrite>> {
+    /// Takes what the write of a pinned block needs beside what it has taken. `None` if the block was on disk already,
+    /// or was removed meanwhile.
+    pub(super) async fn begin_write(
+        &self,
+        guard: &FlightGuard<S, C>,
+        pin: &Pin,
+        taken: Taken,
+    ) -> Result<Option<BegunWrite>> {
         let purpose = Purpose::Movement(guard.key(), Tier::Disk);
         let begin = |state: &mut Locked<'_>, permit, filling: Filling| {
             guard.writes_to(filling.slot());
             let place = state.begin_pinned_write(pin, &filling);
             (permit, DiskWrite { id: pin.id(), filling }, place)
         };
-        let (permit, write, place) = self.take_and_begin(Taken::default(), purpose, begin).await?;
+        let (permit, write, place) = self.take_and_begin(taken, purpose, begin).await?;
         Ok(place.map(|place| (permit, write, place)))
     }
 

@@ -1,6 +1,6 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
-use super::{Filling, Pin, State};
+use super::{Filling, Locked, PendingWrite, Permit, Pin, Purpose, Started, State, Taken, WRITE};
 use crate::{
     block::{BlockKey, FileId, Tier},
     disk::{Origin, PageId},
@@ -19,6 +19,32 @@ pub(crate) struct DiskPlace {
 pub(crate) struct DiskWrite {
     pub(crate) id: EntryId,
     pub(crate) filling: Filling,
+}
+
+/// What a write of a block has taken: its permit of the bytes in flight, and its disk slot, which the table has as the
+/// block's.
+pub(crate) type BegunWrite = (Permit, DiskWrite, DiskPlace);
+
+impl Locked<'_> {
+    /// The write of a pinned block, whose flight has begun. From host memory it begins now, if it need not wait.
+    pub(super) fn pending_write(&mut self, key: &BlockKey, pin: Pin, started: Started) -> PendingWrite {
+        let mut taken = Taken::default();
+        let begun =
+            match pin.tier() == Tier::Host && taken.take(self, &WRITE, Purpose::Movement(key, Tier::Disk)).is_none() {
+                true => self.begin_taken(&pin, taken),
+                false => Err(taken),
+            };
+        PendingWrite { key: *key, pin, started, begun }
+    }
+
+    /// Begins a write that has taken all that it needs. Not, if the block was removed or is there already.
+    fn begin_taken(&mut self, pin: &Pin, mut taken: Taken) -> Result<BegunWrite, Taken> {
+        let (permit, filling) = (taken.permit(), taken.slot());
+        match self.begin_pinned_write(pin, &filling) {
+            Some(place) => Ok((permit, DiskWrite { id: pin.id(), filling }, place)),
+            None => Err(Taken { slot: Some(filling), permit: Some(permit) }),
+        }
+    }
 }
 
 impl State {

@@ -27,12 +27,13 @@ mod requests;
 mod retire;
 mod slots;
 mod spare;
+mod taken;
 pub(crate) mod verify;
 
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
-pub(crate) use disk_write::{DiskPlace, DiskWrite};
+pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
 pub(crate) use few::Few;
 pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
@@ -43,6 +44,7 @@ pub(crate) use lock::{IfTaken, Locked};
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
 pub(crate) use lookup::{LookedUp, LookedUpFor, Promotion, Removed, TierMiss, Use};
 pub(crate) use slots::Purpose;
+pub(crate) use taken::{Need, READ, READ_TO_HOST, Taken, WRITE};
 
 use std::{
     ptr::NonNull,
@@ -376,6 +378,8 @@ pub(crate) struct PendingWrite {
     /// The block in memory.
     pub(crate) pin: Pin,
     pub(crate) started: Started,
+    /// It has begun, from host memory; or what it has taken so far.
+    pub(crate) begun: std::result::Result<BegunWrite, Taken>,
 }
 
 /// A block that was read from disk into a host slot, and is not verified yet.

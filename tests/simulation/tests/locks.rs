@@ -57,7 +57,7 @@ fn a_call_takes_the_lock_this_often() {
             "locks of a store, a hit, the end of a lease, a fetch from disk: {locks:?}, by a thread: {is_by_thread}"
         );
         let fetch = if is_by_thread { 2 } else { 3 };
-        assert_eq!(locks, [5, 1, 1, fetch], "seed {seed}, by a thread: {is_by_thread}");
+        assert_eq!(locks, [4, 1, 1, fetch], "seed {seed}, by a thread: {is_by_thread}");
         seen[usize::from(is_by_thread)] = true;
     }
     assert_eq!(seen, [true; 2], "seeds with I/O threads, and without");
