@@ -96,7 +96,7 @@ impl Cache {
     /// [`Error::Io`], [`Error::Refused`] or [`Error::Unavailable`] if the disk did not take it: the
     /// block is then not on disk, though host memory may still serve it. [`Error::Timeout`] past
     /// [`Config::deadline_ms`], waiting for a slot (nothing was done) or for the disk (which may still
-    /// take it).
+    /// take it). [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write

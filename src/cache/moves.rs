@@ -20,8 +20,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Argument`] before anything moved: lengths, a segment outside every region, or more than
-    /// [`Config::movements_max`](crate::Config::movements_max) blocks. A block's own error is in its result; its
-    /// segments then hold anything.
+    /// [`Config::movements_max`](crate::Config::movements_max) blocks. [`Error::Closed`]. A block's own error is in its
+    /// result, [`Error::Closed`] too if the cache is closed meanwhile; its segments then hold anything.
     ///
     /// # Cancel safety
     /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.

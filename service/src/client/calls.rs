@@ -119,7 +119,8 @@ impl Client {
     /// # Errors
     /// [`Error::Service`]: [`ServiceFault::Away`] if no service answers, [`ServiceFault::Permission`],
     /// [`ServiceFault::Version`], [`ServiceFault::Capacity`] if too little is left for a new space.
-    /// [`Error::Argument`] for a name or a block size that no space can have.
+    /// [`Error::Argument`] for a name or a block size that no space can have. [`Error::Unavailable`] without the CUDA
+    /// device of the options; [`Error::Io`] if the client's thread cannot be started.
     ///
     /// # Cancel safety
     /// The connection is closed in the background.

@@ -69,7 +69,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Cache::load_layers`](kvhoist::Cache::load_layers). [`Error::Argument`] for memory that the service does not
-    /// have. [`Error::Service`] while it is away.
+    /// have. [`Error::Service`] while it is away. [`Error::Closed`].
     ///
     /// ```
     /// # kvhoist_bench_kit::examples::with_device_client(async |client| {

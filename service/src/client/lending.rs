@@ -109,7 +109,7 @@ impl Client {
     /// # Errors
     /// [`Error::Service`]: [`ServiceFault::Memory`] if the service cannot map it, [`ServiceFault::Busy`] beyond its
     /// limits, [`ServiceFault::Away`]. [`Error::Argument`] for no memory, for memory that is registered already, and
-    /// for device memory.
+    /// for device memory. [`Error::Closed`].
     ///
     /// [`ServiceFault::Memory`]: kvhoist::ServiceFault::Memory
     /// [`ServiceFault::Busy`]: kvhoist::ServiceFault::Busy
@@ -292,7 +292,8 @@ impl Client {
     /// it was taken back already, or if the service is away.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child. [`Error::Service`] with
+    /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child, and once the
+    /// client is closed, for memory that the service had. [`Error::Service`] with
     /// [`ServiceFault::Abandoned`](kvhoist::ServiceFault::Abandoned) if the service still has the memory some
     /// time after the deadline ([`give_up`](super::ClientOptions::give_up)): call again to wait for it.
     ///

@@ -22,7 +22,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Argument`] before anything moved; [`Error::Service`] if the service is away or did not answer in
-    /// time. A block's own error is in its result; its segments then hold anything.
+    /// time; [`Error::Closed`]. A block's own error is in its result; its segments then hold anything.
     ///
     /// When the call has ended, the service uses none of its segments, whatever the results: blocks that are not begun
     /// at the [deadline](super::ClientOptions::deadline) fail with

@@ -34,7 +34,7 @@ impl Client {
     /// clients of a space together pin a quarter of its host memory.
     ///
     /// # Errors
-    /// [`Error::Service`](kvhoist::Error::Service).
+    /// [`Error::Service`](kvhoist::Error::Service); [`Error::Closed`](kvhoist::Error::Closed).
     ///
     /// # Cancel safety
     /// Nothing stays pinned.

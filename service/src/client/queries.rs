@@ -12,7 +12,7 @@ impl Client {
     /// The number of leading `keys` that are resident in some tier.
     ///
     /// # Errors
-    /// [`Error::Service`].
+    /// [`Error::Service`]; [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future changes nothing.
@@ -133,7 +133,7 @@ impl Client {
     /// Forgets a block in every tier, for all clients of the space; true if it was resident.
     ///
     /// # Errors
-    /// As [`Cache::remove`](kvhoist::Cache::remove), as [`Error::Service`].
+    /// As [`Cache::remove`](kvhoist::Cache::remove), as [`Error::Service`]; [`Error::Closed`].
     ///
     /// # Cancel safety
     /// The block may be forgotten all the same.
@@ -176,7 +176,7 @@ impl Client {
     /// Resolves when all that was stored in the space before it, by any client, is written and flushed.
     ///
     /// # Errors
-    /// As [`Cache::sync`](kvhoist::Cache::sync), as [`Error::Service`]. A sync that ends with
+    /// As [`Cache::sync`](kvhoist::Cache::sync), as [`Error::Service`]; [`Error::Closed`]. A sync that ends with
     /// [`ServiceFault::Timeout`](kvhoist::ServiceFault::Timeout), or with a lost connection, may have taken the
     /// report of refused blocks with it: no later sync repeats it.
     ///
@@ -195,7 +195,7 @@ impl Client {
     /// The space's figures for all clients, since the service opened it.
     ///
     /// # Errors
-    /// [`Error::Service`].
+    /// [`Error::Service`]; [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future changes nothing.
