@@ -66,7 +66,8 @@ def _logs_renew() -> None: ...
 
 #: (file's number, first byte in the file, first byte in memory, length)
 _Range = tuple[int, int, int, int]
-#: Threads, bytes of the longest request, whether the page cache is asked.
+#: Threads, bytes of the longest request, whether the page cache is asked, and how reads come into device memory:
+#: ``"auto"``, ``"bounce"`` or ``"cufile"``.
 _FileSettings = tuple[int | None, int | None, bool, str]
 
 def files_read(
@@ -116,10 +117,15 @@ class FileSource:
 class FileTransfer:
     """Ranges on their way. Dropping it ends it, and waits for its requests."""
 
-    def next_ranges(self, seconds: float = ...) -> list[int] | None: ...
-    def wait(self) -> dict[str, Any]: ...
-    def cancel(self) -> None: ...
-    def progress(self) -> tuple[int, int] | None: ...
+    def next_ranges(self, seconds: float = ...) -> list[int] | None:
+        """The numbers of ranges that have arrived since the last call, once there are some; empty if none has within so
+        many seconds (without a number there is no end to the wait); None after the last."""
+    def wait(self) -> dict[str, Any]:
+        """Waits for the end: what was moved, and how. Once: a second call is an ArgumentError."""
+    def cancel(self) -> None:
+        """Begins no more requests, also while another thread waits for the end."""
+    def progress(self) -> tuple[int, int] | None:
+        """Bytes that have arrived, and all; None once `wait` has begun."""
 
 @final
 class Region:
@@ -184,8 +190,8 @@ class LayerLoad:
         """Waits for a layer, and for every block that it has.
 
         ``stream`` is the address of a stream of the cache's CUDA device (``torch.cuda.current_stream().cuda_stream``):
-        then the stream waits, on the device, and this call returns at once: what is put into the stream afterwards runs
-        when the layer is complete. Without one, and where host memory plays the device, this call waits.
+        then the stream waits, on the device, and this call only for the layer before: what is put into the stream
+        afterwards runs when the layer is complete. Without one, and where host memory plays the device, the call waits.
 
         Complete does not mean right: a failed layer lets the stream go, too. `blocks` says what came to be.
         """
@@ -225,7 +231,8 @@ class Keys:
     def __next__(self) -> bytes: ...
 
 class Cache:
-    """The engine's cache. One dict of the engine's settings; see `kvhoist.Cache` for the rest."""
+    """The engine's cache. One dict of the engine's settings, ``disks`` as a list of (path, bytes or None, slots); see
+    `kvhoist.Cache` for the rest."""
 
     def __new__(cls, settings: dict[str, Any]) -> Self: ...
     @property
@@ -290,8 +297,8 @@ class Cache:
         self, keys: Sequence[_Key], addresses: Any, sizes: Sequence[int], layer_of: Sequence[int]
     ) -> LayerLoad: ...
     def tiers(self, keys: Sequence[_Key]) -> list[str]:
-        """The fastest tier of each leading resident block: ``"device"``, ``"host"``, ``"disk"`` or ``"remote"``. No I/O, no use
-        counted."""
+        """The fastest tier of each leading resident block: ``"device"``, ``"host"``, ``"disk"`` or ``"remote"``. No
+        I/O, no use counted."""
     def hold(self, keys: Sequence[_Key], most: int) -> Held:
         """Holds those of the blocks that are in host memory, ``most`` at most, until they are released.
 
@@ -309,15 +316,19 @@ class Cache:
     def samples(self) -> list[list[tuple[str, list[tuple[str, str]], float]]]:
         """The samples of each metric, in the order of `metrics` and without those of drives: suffix, labels, value."""
     def drives(self) -> list[tuple[str, float, int, float | None]]:
-        """Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, and the bytes
-        written to the drive in its whole life."""
+        """Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, the
+        bytes written to it in its whole life, and the years that are left (None if too little is used)."""
     def validate(self) -> None:
         """Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken."""
     def queue(self, depth: int) -> Queue: ...
     def close(self) -> None: ...
 
 class Client:
-    """A space of a node's service; see `kvhoist.connect` and `kvhoist.Client` for the rest."""
+    """A space of a node's service; see `kvhoist.connect` and `kvhoist.Client` for the rest.
+
+    ``sizes``: capacity, host_bytes, bounce_bytes. ``deadlines_ms``: deadline_ms, ask_ms, give_up_ms. ``space``: shared,
+    device, device_ordinal.
+    """
 
     def __new__(
         cls,
