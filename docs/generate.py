@@ -146,8 +146,10 @@ def metrics() -> str:
         HEAD.format(source="src/metrics.rs, src/cache/stats.rs, src/cache/exported.rs and cli/src/http/figures.rs")
         + "# Metrics\n\n*For operators.*\n\n"
         "Where to get them: [monitoring](../monitoring.md). The label `cache` is the namespace of a cache or the name of a\n"
-        "service's space; `number` tells two of the same name apart (not in Rust). Other labels: `tier`, `route`, `engine`,\n"
-        "`reason`, `path`, `drive`.\n\n" + "\n".join(rows) + "\n"
+        "service's space; `number` tells two of the same name apart (not in Rust). Figures of drives have `path`, in a service\n"
+        "also `drive`, and `cache` in Python alone. Other labels: `tier`, `route`, `engine`; `version` and `storage` of\n"
+        "`kvhoist_info`; `reason`, of `kvhoist_writes_declined_total` `value` or `budget`, of `kvhoist_retired` and\n"
+        "`kvhoist_read_only` why (not in Rust, where they have `tier` alone).\n\n" + "\n".join(rows) + "\n"
     )
 
 

@@ -49,9 +49,9 @@ impl DiskPath {
 pub struct HostConfig {
     /// Host memory for blocks, at least one slot.
     pub capacity: Capacity,
-    /// Write-back starts when less than this share of the host slots could be evicted immediately.
+    /// Write-back starts when less than this share of the host slots could be evicted immediately. 0.0 to 1.0.
     pub low_watermark: f64,
-    /// Write-back stops when this share of the host slots could be evicted immediately.
+    /// Write-back stops when this share of the host slots could be evicted immediately. `low_watermark` to 1.0.
     pub high_watermark: f64,
     /// Transfers blocks of `load_into` and `store_from` directly between registered host memory and disk, without a
     /// copy in the host tier: for callers that have a pool of their own. Applies if every segment is aligned as the
@@ -163,7 +163,7 @@ impl PartialEq for HeldFile {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct DiskConfig {
-    /// Files or devices of the disk tier; slots are striped over them. Empty: no disk tier.
+    /// Files or devices of the disk tier, 64 at most; slots are striped over them. Empty: no disk tier.
     pub paths: Vec<DiskPath>,
     /// When blocks are written to disk.
     pub write_policy: WritePolicy,
@@ -228,17 +228,19 @@ impl Default for DiskConfig {
 #[non_exhaustive]
 pub struct Limits {
     /// Largest number of bytes that reads of the disk tier may have in flight per path. All paths share what they have
-    /// together; one block is always allowed.
+    /// together; one block is always allowed. At least 1.
     pub read_bytes_in_flight_max: u64,
     /// Largest number of bytes that writes to the disk tier may have in flight per path. All paths share what they have
-    /// together; one block is always allowed.
+    /// together; one block is always allowed. At least 1.
     pub write_bytes_in_flight_max: u64,
     /// Largest number of movements requested but not finished; further calls wait, and those of a `CompletionQueue` get
-    /// `Error::Busy`.
+    /// `Error::Busy`. 1 to 16,777,216.
     pub movements_max: u32,
-    /// Largest number of callers that may wait for one block or one slot; further calls get `Error::Busy`.
+    /// Largest number of callers that may wait for one block or one slot; further calls get `Error::Busy`. 1 to
+    /// 16,777,216.
     pub waiters_max: u32,
-    /// Largest number of queued prefetches and background writes; further ones are refused and counted.
+    /// Largest number of queued prefetches and background writes; further ones are refused and counted. 1 to
+    /// 16,777,216.
     pub background_max: u32,
     /// Milliseconds after which callers that wait for a movement or a slot get `Error::Timeout`; it may take a quarter
     /// longer. The movement itself continues for as long as the disk takes. 1 to 86,400,000 (a day).

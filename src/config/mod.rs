@@ -41,8 +41,8 @@ use crate::block::{IO_ALIGN, Tier};
 pub struct Config {
     /// Size of every block in bytes, 1 B to 1 GiB; slots are padded to 4 KiB.
     pub block_bytes: usize,
-    /// Namespace of the keys: all that changes the bytes of a block but not its tokens, such as model and dtype. A
-    /// store with another namespace is refused. Give [`PrefixChain::new`](crate::PrefixChain::new) the same one.
+    /// Namespace of the keys: all that changes the bytes of a block but not its tokens, such as model and dtype, in 1
+    /// to 255 bytes. A store with another is refused. Give [`PrefixChain::new`](crate::PrefixChain::new) the same one.
     pub namespace: String,
     /// Which blocks host memory and disk evict first.
     pub eviction_policy: Eviction,

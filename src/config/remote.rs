@@ -29,7 +29,7 @@ pub struct RemoteConfig {
     /// its blocks miss them then, and also past the deadline of callers (`deadline_ms`). 1 to 86,400,000.
     pub deadline_ms: u64,
     /// Microseconds that it takes to compute a block. Where bringing blocks takes longer by the last measurements, the
-    /// remote tier offers none, and tries again now and then. `None`: it is not compared.
+    /// remote tier offers none, and tries again now and then. At least 1. `None`: it is not compared.
     pub recompute_us: Option<u64>,
     /// Bytes of memory for what is known of the store: 60 to 70 for a block, and some 200 for an object. Objects beyond
     /// that are not offered. At least 65,536.
