@@ -1,7 +1,7 @@
 """vLLM's `--load-format kvhoist`: checkpoints in the format safetensors, read by :mod:`kvhoist.safetensors`.
 
 vLLM calls :func:`register` by the entry point `vllm.general_plugins`. `--model-loader-extra-config` takes `threads`,
-`piece_bytes`, `window_bytes` and `page_cache`, beside vLLM's own keys.
+`piece_bytes`, `window_bytes`, `page_cache`, `mode`, `service` and `keep`, beside vLLM's own keys.
 """
 
 from __future__ import annotations
