@@ -47,7 +47,9 @@ fn keys_outlive_the_cache_and_keep_nothing_open() {
         let mut keys = cache.keys();
         drop(cache);
         // It gets the store when the first cache has closed it.
-        let again = Cache::open(config(&directory, StorageKind::Auto, 8, 64)).await.expect("open");
+        let mut settings = config(&directory, StorageKind::Auto, 8, 64);
+        settings.disk.lock_wait = std::time::Duration::from_secs(60);
+        let again = Cache::open(settings).await.expect("open");
         assert_eq!(keys.next(), None);
         again.close().await.expect("closed");
     });

@@ -69,9 +69,9 @@ async fn bytes_of_creations_that_fail_count_as_written() {
     // An object in some two seconds.
     let cache = open(settings(&store).remote_upload_bytes_per_s(BLOCK_BYTES as u64 / 2)).await;
     store.set(Trouble::Fails(RemoteError::Refused("403".into())));
+    let began = Instant::now();
     cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
     eventually("refused", async || store.writes() == 1).await;
-    let began = Instant::now();
     cache.store(&key(1), None, &payload(1, BLOCK_BYTES)).await.expect("stored");
     eventually("refused again", async || store.writes() == 2).await;
     assert!(began.elapsed() > Duration::from_millis(1500), "{:?}", began.elapsed());

@@ -8,12 +8,25 @@ use crate::common::{
 };
 use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, evicting, keys, open, reader, settings, write_chain};
 
-use kvhoist::{Cache, Route, Stats, Tier, remote::RemoteError};
+use kvhoist::{Cache, RemotePolicy, Route, Stats, Tier, remote::RemoteError};
 
 /// Waits until the store was listed twice from now on.
 async fn listed_twice(store: &MemoryStore) {
     let before = store.pages();
     eventually("listed", async || store.pages() >= before + 2 * BLOCKS as usize / 8 + 2).await;
+}
+
+/// Has blocks 0 and 1 written in one object, which waits until block 0 is released.
+async fn begin_writing_two(store: &Arc<MemoryStore>) -> Cache {
+    // Blocks that are kept are written together.
+    let config = settings(store).remote_policy(RemotePolicy::Reused).remote_deadline_ms(600_000);
+    let cache = open(config).await;
+    store.hold(&key(0));
+    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+    cache.store(&key(1), Some(&key(0)), &payload(1, BLOCK_BYTES)).await.expect("stored");
+    cache.keep(&[key(0), key(1)], Duration::from_secs(60));
+    eventually("begun", async || store.writes() == 1).await;
+    cache
 }
 
 async fn remove(cache: &Cache, n: u64) {
@@ -24,12 +37,9 @@ async fn remove(cache: &Cache, n: u64) {
 #[tokio::test]
 async fn a_block_that_was_removed_while_it_was_written_is_not_offered() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
-    let cache = open(settings(&store)).await;
-    store.set(Trouble::Slow(Duration::from_millis(300)));
-    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
-    cache.store(&key(1), Some(&key(0)), &payload(1, BLOCK_BYTES)).await.expect("stored");
-    eventually("written", async || store.writes() == 1).await;
+    let cache = begin_writing_two(&store).await;
     remove(&cache, 0).await;
+    store.release(&key(0));
     eventually("known", async || cache.stats().remote_writes == 1).await;
     assert_eq!(store.objects().len(), 1, "it stays for other nodes");
     assert!(!cache.contains(&key(0)), "what it is stored with next may be something else");
@@ -112,13 +122,10 @@ async fn removed_blocks_stay_so_after_a_listing_without_their_objects_until_they
 #[tokio::test]
 async fn a_block_that_was_removed_while_an_answer_was_lost_is_not_offered() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
-    let cache = open(settings(&store)).await;
-    store.set(Trouble::LosesAnswers);
-    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
-    cache.store(&key(1), Some(&key(0)), &payload(1, BLOCK_BYTES)).await.expect("stored");
-    store.wait(|store| store.objects().len() == 1).await;
+    store.set(Trouble::LosesAnAnswer);
+    let cache = begin_writing_two(&store).await;
     remove(&cache, 0).await;
-    store.set(Trouble::None);
+    store.release(&key(0));
     eventually("known", async || cache.stats().tier(Tier::Remote).resident > 0).await;
     assert!(!cache.contains(&key(0)), "what it is stored with next may be something else");
     assert_eq!(cache.stats().tier(Tier::Remote).resident, 1, "the other block is offered");
@@ -155,10 +162,9 @@ async fn a_removed_block_is_offered_after_it_was_written_anew_and_the_answer_los
     write_chain(&store).await;
     let cache = reader(&store, |config| config).await;
     remove(&cache, 2).await;
-    store.set(Trouble::LosesAnswers);
+    store.set(Trouble::LosesAnAnswer);
     cache.store(&key(2), None, &payload(2, BLOCK_BYTES)).await.expect("stored");
     store.wait(|store| store.objects().len() == 4).await;
-    store.set(Trouble::None);
     eventually("offered", async || cache.stats().tier(Tier::Remote).resident == BLOCKS).await;
     cache.close().await.expect("closed");
 }

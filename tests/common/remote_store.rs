@@ -27,7 +27,7 @@ struct State {
     pages: usize,
     trouble: Trouble,
     refuses_deletions: bool,
-    /// With what the names of objects end whose reads wait.
+    /// With what the names of objects end whose reads and creations wait.
     held: BTreeSet<String>,
 }
 
@@ -46,8 +46,8 @@ pub enum Trouble {
     Corrupts(usize),
     /// Reads have a byte less.
     CutsOff,
-    /// Objects are created, and the answers to that are lost.
-    LosesAnswers,
+    /// The next object is created, and the answer to that is lost: then nothing goes wrong any longer.
+    LosesAnAnswer,
     /// The code of the store panics.
     Panics,
 }
@@ -69,7 +69,7 @@ impl MemoryStore {
         self.state.lock().expect("no panic").trouble = trouble;
     }
 
-    /// Reads of the object that begins with this block wait from now on.
+    /// Reads and the creation of the object that begins with this block wait from now on.
     pub fn hold(&self, first: &BlockKey) {
         self.state.lock().expect("no panic").held.insert(first.to_string());
     }
@@ -131,6 +131,13 @@ impl MemoryStore {
         }
     }
 
+    /// Waits until the object is not held.
+    fn released(&self, object: &str) -> impl Future<Output = ()> + Send + 'static {
+        let (state, mut changes) = (Arc::clone(&self.state), self.changes.subscribe());
+        let key = object.rsplit('/').next().unwrap_or_default().to_owned();
+        async move { _ = changes.wait_for(|_| !state.lock().expect("no panic").held.contains(&key)).await }
+    }
+
     fn request<T: Send + 'static>(
         &self,
         run: impl FnOnce(&mut State) -> Result<T, RemoteError> + Send + 'static,
@@ -143,7 +150,7 @@ impl MemoryStore {
                 Trouble::Hangs => std::future::pending().await,
                 Trouble::Fails(error) => return Err(error),
                 Trouble::Panics => panic!("the store, on purpose"),
-                Trouble::None | Trouble::Corrupts(_) | Trouble::CutsOff | Trouble::LosesAnswers => {}
+                Trouble::None | Trouble::Corrupts(_) | Trouble::CutsOff | Trouble::LosesAnAnswer => {}
             }
             let result = run(&mut state.lock().expect("no panic"));
             changes.send_modify(|changes| *changes += 1);
@@ -163,8 +170,7 @@ impl RemoteStore for MemoryStore {
         let (object, mut buffer) = (object.to_owned(), buffer);
         let range = start..start + buffer.remaining() as u64;
         self.state.lock().expect("no panic").reads.push((object.clone(), range.clone()));
-        let (state, mut changes) = (Arc::clone(&self.state), self.changes.subscribe());
-        let key = object.rsplit('/').next().unwrap_or_default().to_owned();
+        let released = self.released(&object);
         let read = self.request(move |state| {
             let bytes = state.objects.get(&object).ok_or(RemoteError::NotFound)?;
             let mut bytes = bytes.slice(range.start as usize..range.end as usize).to_vec();
@@ -183,24 +189,31 @@ impl RemoteStore for MemoryStore {
             Ok(buffer)
         });
         Box::pin(async move {
-            _ = changes.wait_for(|_| !state.lock().expect("no panic").held.contains(&key)).await;
+            released.await;
             read.await
         })
     }
 
     fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created> {
-        let object = object.to_owned();
+        let (released, object) = (self.released(object), object.to_owned());
         self.state.lock().expect("no panic").writes += 1;
-        self.request(move |state| {
+        let create = self.request(move |state| {
             let exists = state.objects.contains_key(&object);
             if !exists {
                 state.objects.insert(object, parts.concat().into());
             }
             match state.trouble {
-                Trouble::LosesAnswers => Err(RemoteError::Unavailable("its answer is lost".into())),
+                Trouble::LosesAnAnswer => {
+                    state.trouble = Trouble::None;
+                    Err(RemoteError::Unavailable("its answer is lost".into()))
+                }
                 _ if exists => Ok(Created::Already),
                 _ => Ok(Created::Now),
             }
+        });
+        Box::pin(async move {
+            released.await;
+            create.await
         })
     }
 
