@@ -24,6 +24,15 @@ fn switches_of(task: &std::path::Path) -> u64 {
     counts.map(|line| line.split_whitespace().last().expect("a number").parse::<u64>().expect("a number")).sum()
 }
 
+/// Whether no thread of the cache runs, or waits for a processor.
+fn all_sleep() -> bool {
+    let sleeps = |task: &PathBuf| {
+        let status = fs::read_to_string(task.join("status")).expect("a running thread");
+        status.contains("State:\tS")
+    };
+    reactor_threads().iter().all(sleeps)
+}
+
 /// How long the threads of the cache have run so far.
 fn running() -> Duration {
     let of = |task: &PathBuf| {
@@ -44,12 +53,13 @@ fn a_cache_with_nothing_to_do_is_not_scheduled() {
         }
         block_on(fetch_verified(&cache, 0));
         assert!(!reactor_threads().is_empty(), "the reactor has a name");
-        // What the last calls left to do is done when the thread sleeps: two equal looks in a row.
+        // What the last calls left to do is done when the threads sleep, and nothing is left to wake them: two equal
+        // looks in a row.
         let mut before = switches();
         loop {
             std::thread::sleep(Duration::from_millis(20));
             let now = switches();
-            if now == before {
+            if now == before && all_sleep() {
                 break;
             }
             before = now;

@@ -55,8 +55,8 @@ fn open_while_locked(
     let opened = thread::scope(|scope| {
         let loser = scope.spawn(move || block_on(Cache::open(config)));
         let give_up = Instant::now() + Duration::from_secs(60);
-        while descriptors_of(&winner) < 2 {
-            assert!(Instant::now() < give_up && !loser.is_finished(), "it opens the file");
+        while descriptors_of(&winner) < 2 && !loser.is_finished() {
+            assert!(Instant::now() < give_up, "it opens the file");
             thread::yield_now();
         }
         while_waiting(&winner);

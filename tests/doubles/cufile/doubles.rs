@@ -105,7 +105,7 @@ pub fn config(directory: &TempDir) -> Config {
         .device_layout(Layout::new(vec![4096, 8192, 4096]).expect("16 KiB"))
         .disks(vec![DiskPath::with_blocks(directory.path(), 256)])
         .cufile(EngineMode::Auto)
-        .cufile_stuck_ms(if comes_back { 20_000 } else { 300 })
+        .cufile_stuck_ms(if comes_back { 60_000 } else { 300 })
 }
 
 /// A cache whose blocks are on disk and nowhere else.

@@ -128,7 +128,7 @@ pub fn is_forgotten() -> bool {
 pub fn until_forgotten() {
     let started = Instant::now();
     while !is_forgotten() {
-        assert!(started.elapsed() < Duration::from_secs(20), "{} objects, {} regions", get("objects"), get("regions"));
+        assert!(started.elapsed() < Duration::from_secs(60), "{} objects, {} regions", get("objects"), get("regions"));
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -143,7 +143,7 @@ fn a_queue_that_cannot_be_armed_is_looked_at() {
         on_reactor(async {
             let rig = Rc::new(Rig::open(false).await.expect("the double is a device"));
             set("arm");
-            let failed = tokio::time::timeout(Duration::from_secs(20), volley(&rig, 20, 1)).await.expect("an end");
+            let failed = tokio::time::timeout(Duration::from_secs(60), volley(&rig, 20, 1)).await.expect("an end");
             set("go");
             rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
             assert!(failed == 0 || !is_retired(&rig.state()), "{failed} failed; {}", rig.state());
@@ -167,7 +167,7 @@ fn completions_that_never_come_are_given_up_and_their_memory_taken_back() {
                 let rig = Rc::new(Rig::with(is_cuda(case), options).await.expect("the double is a device"));
                 set(&fault);
                 let failed =
-                    tokio::time::timeout(Duration::from_secs(40), volley(&rig, 50, seed())).await.expect("an end");
+                    tokio::time::timeout(Duration::from_secs(120), volley(&rig, 50, seed())).await.expect("an end");
                 assert!(failed > 0);
                 set("go");
                 rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;

@@ -11,7 +11,7 @@ use std::{
 use tokio::{sync::Notify, time::timeout};
 
 /// Nothing here takes this long: what does is a hang.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Polls after which a call must have come to its end.
 const POLLS_MAX: u32 = 64;
