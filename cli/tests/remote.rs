@@ -20,9 +20,11 @@ use node::{BLOCK_BYTES, Node, SECRET, command, payload};
 use serde_json::Value;
 
 const BLOCKS: u64 = 48;
+/// More than an answer takes on a busy machine.
+const PATIENT: &str = "timeout_ms=60000&connect_timeout_ms=60000";
 
 fn s3_url(double: &Double) -> String {
-    format!("s3://bucket/team?endpoint=http://127.0.0.1:{}&object_bytes=1048576&timeout_ms=2000", double.port)
+    format!("s3://bucket/team?endpoint=http://127.0.0.1:{}&object_bytes=1048576&{PATIENT}", double.port)
 }
 
 fn text(bytes: &[u8]) -> &str {
@@ -122,7 +124,7 @@ fn a_store_is_listed_counted_verified_and_emptied() {
     node.wait_for_remote(BLOCKS);
     drop((client, node));
     let objects = double.state.objects.lock().expect("no panic under it").clone();
-    assert!(objects.len() >= 3 && objects.len() <= 6, "{} objects of at most 16 blocks", objects.len());
+    assert!(objects.len() >= 3, "{} objects of at most 16 blocks", objects.len());
 
     let listed = printed(&["ls", &url, "--json"]);
     let listed: Vec<Value> = listed.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
@@ -165,7 +167,7 @@ fn a_store_is_listed_counted_verified_and_emptied() {
     let would = printed(&["gc", &url, "--older-than", "1d", "--dry-run"]);
     assert!(would.starts_with(&format!("would delete {} objects", objects.len())), "{would}");
     assert_eq!(double.state.objects.lock().expect("no panic").len(), objects.len());
-    let kept = objects.values().map(Vec::len).max().expect("objects").to_string();
+    let kept = objects.values().next_back().expect("objects").len().to_string();
     printed(&["gc", &url, "--max-bytes", &kept, "--quiet"]);
     assert_eq!(double.state.objects.lock().expect("no panic").len(), 1);
     let emptied = printed(&["gc", &url, "--max-bytes", "0", "--json", "--quiet"]);
@@ -242,8 +244,8 @@ fn failures_have_a_status_and_no_secret() {
         (Fault::Silence, 1),
     ] {
         double.fail(fault);
-        let quick = url.replace("timeout_ms=2000", "timeout_ms=50");
-        let output = remote(&["ls", &quick]);
+        let patience = if fault == Fault::Silence { "timeout_ms=50" } else { PATIENT };
+        let output = remote(&["ls", &url.replace(PATIENT, patience)]);
         assert_eq!(output.status.code(), Some(status), "{fault:?}: {}", text(&output.stderr));
     }
     let with_secret = format!("redis://:{SECRET}@127.0.0.1/0");

@@ -21,7 +21,7 @@ use std::{
     path::Path,
     process::{Child, Command, Output, Stdio},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use kvhoist::{BlockKey, Segment, SharedMemory, block_on};
@@ -210,6 +210,11 @@ fn a_space_is_removed_and_settings_come_from_a_file() {
     assert!(!busy.status.success() && text(&busy.stderr).contains("attached"), "{}", text(&busy.stderr));
     assert_eq!(remove("other").status.code(), Some(2));
     block_on(client.close()).expect("closed");
+    // The one that asks is the last.
+    let hang = Instant::now() + Duration::from_secs(60);
+    while status(&socket)["clients"].as_array().expect("clients").len() > 1 {
+        assert!(Instant::now() < hang, "the service has not seen that its client has gone");
+    }
     let removed = remove("a b");
     assert!(removed.status.success(), "{}", text(&removed.stderr));
     assert_eq!(status(&socket)["spaces"], serde_json::json!([]));

@@ -23,6 +23,8 @@ fn store(port: u16, parameters: &str) -> Arc<dyn RemoteStore> {
 }
 
 const QUICK: &str = "?timeout_ms=500&connect_timeout_ms=500";
+/// More than an answer takes on a busy machine.
+const PATIENT: &str = "?timeout_ms=60000&connect_timeout_ms=60000";
 
 fn start(program: &str, more: &[&str]) -> Option<Server> {
     let arguments =
@@ -37,7 +39,7 @@ fn start(program: &str, more: &[&str]) -> Option<Server> {
 #[test]
 fn redis_is_a_store() {
     let Some(server) = start("redis-server", &[]) else { return };
-    check_store(&store(server.port, ""));
+    check_store(&store(server.port, PATIENT));
 }
 
 #[test]
@@ -46,14 +48,14 @@ fn valkey_is_a_store() {
         return;
     }
     let server = start("valkey-server", &[]).expect("valkey-server is installed, and starts");
-    check_store(&store(server.port, ""));
+    check_store(&store(server.port, PATIENT));
 }
 
 #[test]
 fn a_user_without_a_password_is_not_the_default_user() {
     let users = ["--requirepass", "hunter2", "--user", "reader", "on", "nopass", "~*", "+@all"];
     let Some(server) = start("redis-server", &users) else { return };
-    let of = |user: &str| open(&format!("redis://{user}127.0.0.1:{}/1{QUICK}", server.port)).expect("opened");
+    let of = |user: &str| open(&format!("redis://{user}127.0.0.1:{}/1{PATIENT}", server.port)).expect("opened");
     let objects = ["a".to_owned()];
     assert!(
         matches!(block_on(of("").delete(&objects)), Err(RemoteError::Refused(_))),
@@ -69,10 +71,10 @@ fn a_password_is_asked_for_and_told_to_nobody() {
     let with = |password: &str| {
         let file = folder.path().join(password);
         std::fs::write(&file, password).expect("written");
-        format!("?password_file={}", file.display())
+        format!("{PATIENT}&password_file={}", file.display())
     };
     assert_eq!(block_on(store(server.port, &with("hunter2")).create("a", vec![vec![1].into()])), Ok(Created::Now));
-    for parameters in [String::new(), with("wrong-one")] {
+    for parameters in [PATIENT.to_owned(), with("wrong-one")] {
         let error = block_on(store(server.port, &parameters).read("a", 0..1)).expect_err("no password");
         assert!(matches!(error, RemoteError::Refused(_)), "{error}");
         assert!(!error.to_string().contains("wrong-one") && error.to_string().contains("password"), "{error}");
@@ -82,9 +84,9 @@ fn a_password_is_asked_for_and_told_to_nobody() {
 #[test]
 fn values_end_with_their_time() {
     let Some(server) = start("redis-server", &[]) else { return };
-    let store = store(server.port, "?ttl_s=1");
+    let store = store(server.port, &format!("{PATIENT}&ttl_s=1"));
     assert_eq!(block_on(store.create("a", vec![vec![1].into()])), Ok(Created::Now));
-    let until = std::time::Instant::now() + Duration::from_secs(30);
+    let until = std::time::Instant::now() + Duration::from_secs(60);
     while block_on(store.read("a", 0..1)) != Err(RemoteError::NotFound) {
         assert!(std::time::Instant::now() < until, "the value stays");
         std::thread::sleep(Duration::from_millis(50));
@@ -95,7 +97,7 @@ fn values_end_with_their_time() {
 fn a_server_that_comes_back_is_found() {
     let Some(server) = start("redis-server", &[]) else { return };
     let store_port = server.port;
-    let store = store(store_port, QUICK);
+    let store = store(store_port, PATIENT);
     let calls: Vec<_> = (0..8).map(|n| store.create(&format!("a{n}"), vec![vec![1; 1 << 20].into()])).collect();
     block_on(join_all(calls)).into_iter().for_each(|created| assert_eq!(created, Ok(Created::Now)));
     drop(server);
@@ -111,7 +113,7 @@ fn a_server_that_comes_back_is_found() {
 #[test]
 fn an_error_amid_answers_is_of_no_other_call() {
     let Some(server) = start("redis-server", &[]) else { return };
-    let store = store(server.port, "?requests_in_flight=1");
+    let store = store(server.port, &format!("{PATIENT}&requests_in_flight=1"));
     for name in ["a", "b"] {
         assert_eq!(block_on(store.create(name, vec![name.as_bytes().to_vec().into()])), Ok(Created::Now));
     }
@@ -135,7 +137,7 @@ fn an_error_amid_answers_is_of_no_other_call() {
 #[test]
 fn names_that_are_longer_than_any_of_ours_are_not_listed() {
     let Some(server) = start("redis-server", &[]) else { return };
-    let store = store(server.port, "");
+    let store = store(server.port, PATIENT);
     for length in [138, 256, 257, 1 << 20] {
         let created = block_on(store.create(&"x".repeat(length), vec![vec![1].into()]));
         assert_eq!(created, Ok(Created::Now), "{length} bytes");
@@ -151,7 +153,7 @@ fn one_that_never_answers_is_unavailable_in_time() {
     let store = store(port, QUICK);
     let began = std::time::Instant::now();
     let error = block_on(store.read("a", 0..1)).expect_err("silence");
-    assert!(matches!(error, RemoteError::Unavailable(_)) && began.elapsed() < Duration::from_secs(5), "{error}");
+    assert!(matches!(error, RemoteError::Unavailable(_)) && began.elapsed() < Duration::from_secs(50), "{error}");
 }
 
 #[test]
@@ -194,7 +196,7 @@ fn reads_do_not_wait_for_the_answers_of_others() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("a port").port();
     std::thread::spawn(move || serve_together(&listener, 16));
-    let store = store(port, "");
+    let store = store(port, PATIENT);
     let reads: Vec<_> = (0..16).map(|_| store.read("a", 0..1)).collect();
     for read in block_on(join_all(reads)) {
         assert_eq!(read.expect("answered"), b"x");

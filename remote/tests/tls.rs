@@ -14,6 +14,9 @@ use kvhoist::remote::{RemoteError, RemoteStore};
 use kvhoist_remote::open;
 use pollster::block_on;
 
+/// More than an answer takes on a busy machine.
+const PATIENT: &str = "timeout_ms=60000&connect_timeout_ms=60000";
+
 fn certificates() -> Option<Certificates> {
     let made = Certificates::make();
     if made.is_none() {
@@ -43,11 +46,13 @@ fn redis_over_tls_is_a_store_for_who_trusts_its_authority() {
     let Some(server) = Server::start("redis-server", &[&port[..], &tls].concat()) else {
         return skip::skipped("found no redis-server; install it (Debian's package redis-server)");
     };
-    let url = |parameters: &str| format!("rediss://127.0.0.1:{}/1?timeout_ms=5000{parameters}", server.port);
+    let url = |parameters: &str| format!("rediss://127.0.0.1:{}/1?{PATIENT}{parameters}", server.port);
     check_trust(url, &authority, check_store);
     // Who speaks no TLS is not answered.
-    let error =
-        block_on(open(&url("").replace("rediss", "redis")).expect("opened").read("a", 0..1)).expect_err("no TLS");
+    let error = block_on(
+        open(&url("").replace("rediss", "redis").replace(PATIENT, "timeout_ms=5000")).expect("opened").read("a", 0..1),
+    )
+    .expect_err("no TLS");
     assert!(matches!(error, RemoteError::Unavailable(_)), "{error}");
 }
 
@@ -59,7 +64,7 @@ fn s3_over_tls_is_a_store_for_who_trusts_its_authority() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
     let port = certificates.before(double.port, &runtime);
-    let url = |parameters: &str| format!("s3://bucket/tls?endpoint=https://127.0.0.1:{port}{parameters}");
+    let url = |parameters: &str| format!("s3://bucket/tls?endpoint=https://127.0.0.1:{port}&{PATIENT}{parameters}");
     check_trust(url, &certificates.authority(), check_store);
 }
 

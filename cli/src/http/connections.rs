@@ -127,6 +127,17 @@ mod tests {
         text
     }
 
+    /// Sends a request again until it is answered: on a busy machine the time of a connection may be over before that.
+    fn answered_at_last(address: SocketAddr, text: &str) {
+        let hang = std::time::Instant::now() + Duration::from_secs(60);
+        let mut answer = String::new();
+        while !answer.ends_with("well") {
+            assert!(std::time::Instant::now() < hang, "{answer:?}");
+            answer.clear();
+            _ = sent(address, text).read_to_string(&mut answer);
+        }
+    }
+
     /// Its bytes until it ends, however.
     fn ended(mut stream: TcpStream) -> usize {
         let (mut total, mut bytes) = (0, vec![0; 1 << 16]);
@@ -154,11 +165,11 @@ mod tests {
     fn connections_that_send_no_head_are_closed() {
         let address =
             answering(routes(), Limits { connections_max: 3, exchange: Duration::from_millis(10), grace: LONG });
-        let idle = ["", "GET / HT", "GET / HTTP/1.1\r\nHost: a\r\n\r\n"].map(|text| sent(address, text));
-        assert!(answered(sent(address, REQUEST)).ends_with("well"), "after one of them is closed");
-        let [silent, half, between] = idle.map(answered);
-        assert_eq!((silent.as_str(), half.as_str()), ("", ""));
-        assert!(between.ends_with("well"), "{between}");
+        let idle = ["", "GET / HT", ""].map(|text| sent(address, text));
+        // After one of them is closed; and one that goes on is closed after its answer.
+        answered_at_last(address, REQUEST);
+        answered_at_last(address, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        assert_eq!(idle.map(ended), [0; 3]);
     }
 
     #[test]
@@ -166,7 +177,8 @@ mod tests {
         let address =
             answering(routes(), Limits { connections_max: 2, exchange: Duration::from_millis(10), grace: LONG });
         let unread = [(); 2].map(|()| sent(address, "GET /large HTTP/1.0\r\n\r\n"));
-        assert!(answered(sent(address, REQUEST)).ends_with("well"), "after one of them is closed");
+        // After one of them is closed.
+        answered_at_last(address, REQUEST);
         unread.into_iter().for_each(|stream| assert!(ended(stream) < LARGE, "the rest is not sent"));
     }
 

@@ -88,7 +88,13 @@ fn nodes_that_are_killed_serve_no_wrong_byte_and_lose_nothing_acknowledged() {
             })
             .collect();
         let (mut random, until) = (Rng::new(!seed), Instant::now() + Duration::from_secs(seconds()));
-        while Instant::now() < until && !workers.iter().any(thread::ScopedJoinHandle::is_finished) {
+        // Longer where a busy machine starts few services in the time.
+        let hang = until + Duration::from_secs(180);
+        let goes_on = |kills| {
+            let is_enough = kills >= 3 && seen.shared.load(Ordering::Relaxed) > 0;
+            Instant::now() < if is_enough { until } else { hang }
+        };
+        while goes_on(kills) && !workers.iter().any(thread::ScopedJoinHandle::is_finished) {
             thread::sleep(Duration::from_millis(random.below(1500)));
             nodes[random.below(2) as usize].lock().expect("no panic").restart();
             kills += 1;

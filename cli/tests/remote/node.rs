@@ -152,7 +152,7 @@ fn serve(folder: &Path, url: &str) -> Command {
     let settings = serde_json::json!({
         "path": folder.join("drive"), "capacity": "64MiB", "host_bytes": "16MiB", "direct_io": "prefer",
         "write_policy": "write_through",
-        "remote": url, "remote_policy": "stored", "remote_interval_s": 1, "remote_deadline_ms": 5000,
+        "remote": url, "remote_policy": "stored", "remote_interval_s": 1, "remote_deadline_ms": 60_000,
     });
     fs::create_dir_all(folder.join("drive")).expect("a drive");
     fs::write(folder.join("settings.json"), settings.to_string()).expect("written");
