@@ -6,10 +6,10 @@ use std::{
 };
 
 use kvhoist::{Config, DirectIo, DiskPath, Error, ServiceFault, Tier, block_on};
-use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, remove_space, status};
+use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, remove_space};
 
 use crate::{
-    node::{BLOCK_BYTES, options_of},
+    node::{BLOCK_BYTES, options_of, status_of},
     pool_client::{POOL_BLOCKS, PoolClient},
 };
 
@@ -42,7 +42,7 @@ fn store(pool_client: &PoolClient, blocks: u64) {
 }
 
 fn space(socket: &Path, name: &str) -> SpaceStatus {
-    let spaces = status(socket).expect("a service").spaces;
+    let spaces = status_of(socket).spaces;
     spaces.into_iter().find(|space| space.namespace == name).expect("a space of this name")
 }
 

@@ -10,12 +10,12 @@ use std::{
 };
 
 use kvhoist::{Config, DirectIo, Segment, SharedMemory, Tier};
-use kvhoist_service::{Client, ClientOptions, ClientRegion, Server, ServerConfig, status};
+use kvhoist_service::{Client, ClientOptions, ClientRegion, Server, ServerConfig};
 use tokio::task::{JoinHandle, LocalSet, yield_now};
 
 use crate::{
     common::{self, Rng, key, payload, seed},
-    node::HANG,
+    node::{HANG, status_of},
 };
 
 const BLOCK_BYTES: usize = 8 << 10;
@@ -336,7 +336,7 @@ fn drawn_calls_of_several_clients_are_right_and_leave_nothing_behind() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     LocalSet::new().block_on(&runtime, async {
         run(&socket, &mut rng).await;
-        let status = status(&socket).expect("a status");
+        let status = status_of(&socket);
         assert_eq!((status.clients.len(), status.cut_off), (1, 0), "{status:?}");
         assert!(status.spaces.iter().all(|space| space.clients == 0), "{status:?}");
         check(&socket).await;

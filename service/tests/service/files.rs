@@ -13,12 +13,11 @@ use kvhoist_files::{Memory, Options, Range, Report, SourceFile};
 use kvhoist_service::{
     Client, FileClient, ServerConfig, ServiceStatus,
     internals::protocol::{Reply, Request},
-    status,
 };
 
 use crate::{
     common,
-    node::{BLOCK_BYTES, HANG, Process, options_of, say, serve},
+    node::{BLOCK_BYTES, HANG, Process, options_of, say, serve, status_of},
     raw::Raw,
 };
 
@@ -69,7 +68,7 @@ impl Place {
     }
 
     fn status(&self) -> ServiceStatus {
-        status(&self.socket()).expect("a service")
+        status_of(&self.socket())
     }
 
     /// Waits for so many files that the service holds.

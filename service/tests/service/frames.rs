@@ -11,7 +11,7 @@ fn header(body_bytes: usize) -> [u8; 16] {
 #[test]
 fn an_announced_frame_costs_the_service_nothing() {
     const CONNECTIONS: usize = 200;
-    let node = Node::with("10000 1000");
+    let node = Node::with("120000 1000");
     let pool_client = PoolClient::new(&node.socket());
     let before = node.held();
     let mut raws: Vec<Raw> = (0..CONNECTIONS).map(|_| Raw::attached(&node.socket())).collect();
@@ -40,7 +40,7 @@ fn a_client_without_a_space_announces_little() {
 #[test]
 fn bytes_of_incomplete_frames_have_a_limit_for_all_connections() {
     const CONNECTIONS: usize = 150;
-    let node = Node::with("10000 1000");
+    let node = Node::with("120000 1000");
     let before = node.held().own_bytes;
     let part = [&header(FRAME_BYTES_MAX)[..], &vec![0; FRAME_BYTES_MAX - 1]].concat();
     let mut raws: Vec<Raw> = (0..CONNECTIONS).map(|_| Raw::attached(&node.socket())).collect();

@@ -18,7 +18,7 @@ use kvhoist_service::internals::protocol::{
 
 use crate::{
     common::{Rng, key, seed},
-    node::BLOCK_BYTES,
+    node::{BLOCK_BYTES, Node},
     pool_client::POOL_BLOCKS,
     raw::Raw,
     shared_node::SharedNode,
@@ -51,7 +51,7 @@ fn failed(reply: Reply, fault: ServiceFault) {
 #[test]
 fn memory_that_is_not_as_it_was_said_is_refused() {
     use ServiceFault::{Argument, Busy, Memory};
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let held = shared.node.held();
     let mut raw = shared.attached();
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
@@ -87,7 +87,7 @@ fn memory_that_is_not_as_it_was_said_is_refused() {
 
 #[test]
 fn holes_in_a_clients_memory_hurt_nobody() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = shared.attached();
     let fd = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), fd.as_fd()), Reply::Registered { .. }));
@@ -104,7 +104,7 @@ fn holes_in_a_clients_memory_hurt_nobody() {
 
 #[test]
 fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let held = shared.node.held();
     for life in 0..4 {
         let mut raw = shared.attached();
@@ -134,7 +134,7 @@ fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
 #[test]
 fn places_outside_of_what_was_lent_are_refused() {
     use ServiceFault::Argument;
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = shared.attached();
     let block = BLOCK_BYTES as u32;
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
@@ -154,7 +154,7 @@ fn places_outside_of_what_was_lent_are_refused() {
 
 #[test]
 fn requests_without_a_space_are_refused() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = Raw::greeted(&shared.node.socket());
     failed(raw.ask(1, &Request::Sync), ServiceFault::Argument);
     failed(raw.ask(2, &Request::MatchLen { keys: vec![key(0)] }), ServiceFault::Argument);
@@ -175,7 +175,7 @@ fn requests_without_a_space_are_refused() {
 
 #[test]
 fn an_id_that_is_in_flight_is_not_taken_twice() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = shared.attached();
     // One after the other is no matter.
     assert_eq!(raw.ask(2, &Request::Unregister { region: 7 }), Reply::Done);
@@ -191,9 +191,9 @@ fn an_id_that_is_in_flight_is_not_taken_twice() {
 
 #[test]
 fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
-    let shared = SharedNode::new("300 64");
-    let refused = |bytes: &[u8]| {
-        let mut raw = Raw::connect(&shared.node.socket());
+    let (shared, hasty) = (SharedNode::new("120000 64"), Node::with("300 64"));
+    let refused = |node: &Node, bytes: &[u8]| {
+        let mut raw = Raw::connect(&node.socket());
         raw.send(bytes);
         let welcome = raw.welcome();
         assert_eq!((welcome.version_min, welcome.version_max), (4, 4));
@@ -202,16 +202,17 @@ fn other_versions_and_other_protocols_are_told_what_is_spoken_here() {
         assert!(why.starts_with(&format!("{fault:?}: ")), "{why}");
         fault
     };
-    assert_eq!(refused(&Hello { version_min: 5, version_max: 900 }.encode()), ServiceFault::Version);
-    assert_eq!(refused(&Hello { version_min: 0, version_max: 3 }.encode()), ServiceFault::Version);
-    assert_eq!(refused(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), ServiceFault::Protocol);
-    assert_eq!(refused(b"kvhois"), ServiceFault::Timeout, "no whole hello within the patience");
+    let node = &shared.node;
+    assert_eq!(refused(node, &Hello { version_min: 5, version_max: 900 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(node, &Hello { version_min: 0, version_max: 3 }.encode()), ServiceFault::Version);
+    assert_eq!(refused(node, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), ServiceFault::Protocol);
+    assert_eq!(refused(&hasty, b"kvhois"), ServiceFault::Timeout, "no whole hello within the patience");
     shared.check();
 }
 
 #[test]
 fn nonsense_is_answered_with_a_goodbye() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let header = |body_bytes, kind| Header { body_bytes, kind, id: 9 }.encode();
     let most = u32::MAX.to_le_bytes();
     let cases: [&[u8]; 5] = [
@@ -247,7 +248,8 @@ fn nonsense_is_answered_with_a_goodbye() {
 
 #[test]
 fn a_client_that_never_reads_is_cut_off() {
-    let shared = SharedNode::new("300 64");
+    // More than a client takes on a busy machine, and less than the socket waits for the service.
+    let shared = SharedNode::new("20000 64");
     shared.node.wait_for_clients(1);
     let held = shared.node.held();
     let mut raw = shared.attached();
@@ -270,7 +272,7 @@ fn a_client_that_never_reads_is_cut_off() {
 
 #[test]
 fn connections_past_the_limit_are_told_so() {
-    let shared = SharedNode::new("10000 4");
+    let shared = SharedNode::new("120000 4");
     let socket = shared.node.socket();
     let _others: Vec<Raw> = (0..3).map(|_| Raw::greeted(&socket)).collect();
     for _ in 0..2000 {
@@ -284,7 +286,7 @@ fn connections_past_the_limit_are_told_so() {
 #[test]
 fn a_request_waits_for_few_of_the_connections_that_come_and_go() {
     const REQUESTS: u64 = 100;
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let socket = shared.node.socket();
     let mut raw = shared.attached();
     let (ended, connected) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -298,21 +300,27 @@ fn a_request_waits_for_few_of_the_connections_that_come_and_go() {
         while connected.load(Relaxed) < 1_000 {
             thread::yield_now();
         }
-        let before = connected.load(Relaxed);
-        for id in 0..REQUESTS {
-            raw.ask(2 + id, &Request::Contains { keys: vec![key(0)] });
-        }
+        let mut during: Vec<u64> = (0..REQUESTS)
+            .map(|id| {
+                let before = connected.load(Relaxed);
+                raw.ask(2 + id, &Request::Contains { keys: vec![key(0)] });
+                connected.load(Relaxed) - before
+            })
+            .collect();
         ended.store(true, Relaxed);
-        connected.load(Relaxed) - before
+        during.sort_unstable();
+        during
     });
-    // A few a request; thousands where the service accepts connections for as long as there are any.
-    assert!(during < REQUESTS * 100, "{during} connections in {REQUESTS} requests");
+    // A few a request, whenever this thread runs; thousands where the service accepts connections for as long as there
+    // are any.
+    let half = during[during.len() / 2];
+    assert!(half < 100, "{half} connections or more in half of {REQUESTS} requests");
     shared.check();
 }
 
 #[test]
 fn requests_past_the_limit_are_refused_and_the_others_answered() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = shared.attached();
     let frames: Vec<u8> = (2..402).flat_map(|id| Request::Sync.encode(id)).collect();
     raw.send(&frames);
@@ -330,7 +338,7 @@ fn requests_past_the_limit_are_refused_and_the_others_answered() {
 
 #[test]
 fn bytes_of_requests_past_the_limit_are_refused() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = shared.attached();
     // Each takes 4,096 flushes, and has a frame of 128 KiB.
     let remove = Request::Remove { durable: true, keys: (1000..5096).map(key).collect() };
@@ -352,7 +360,7 @@ fn bytes_of_requests_past_the_limit_are_refused() {
 
 #[test]
 fn a_canceled_load_says_what_was_moved() {
-    let shared = SharedNode::new("10000 64");
+    let shared = SharedNode::new("120000 64");
     let mut raw = shared.attached();
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
     assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), good.as_fd()), Reply::Registered { .. }));

@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvhoist::{Error, Segment, ServiceFault, SharedMemory, block_on};
-use kvhoist_service::Client;
+use kvhoist_service::{Client, ClientOptions};
 
 use crate::{
     common::{key, payload},
@@ -27,11 +27,15 @@ fn hasty(node: &Node, bounce_bytes: usize) -> PoolClient {
     let patient = PoolClient::of(block_on(Client::connect(&node.socket(), options.clone())).expect("a service"));
     assert!(patient.store(0, 1).expect("a service").remove(0).expect("stored"));
     options.deadline = DEADLINE;
-    // Attaching may take longer than the deadline of its calls.
+    connect(node, &options)
+}
+
+/// A client whose calls have a short deadline. Attaching may take longer than that.
+fn connect(node: &Node, options: &ClientOptions) -> PoolClient {
     loop {
-        match block_on(Client::connect(&node.socket(), options.clone())) {
-            Ok(client) => return PoolClient::of(client),
-            Err(error) => assert!(is_late(&error) || is_away(&error), "{error}"),
+        match block_on(Client::connect(&node.socket(), options.clone())).and_then(PoolClient::try_of) {
+            Ok(pool_client) => return pool_client,
+            Err(error) => assert!(is_late(&error) || is_away(&error) || is_abandoned(&error), "{error}"),
         }
     }
 }
@@ -121,12 +125,7 @@ fn a_service_that_hangs_holds_up_no_call_and_is_given_its_memory() {
     let node = Node::new();
     let mut options = options();
     (options.deadline, options.give_up) = (DEADLINE, Some(Duration::from_millis(300)));
-    let pool_client = loop {
-        match block_on(Client::connect(&node.socket(), options.clone())) {
-            Ok(client) => break PoolClient::of(client),
-            Err(error) => assert!(is_late(&error) || is_away(&error), "{error}"),
-        }
-    };
+    let pool_client = connect(&node, &options);
     let stopped = Stopped::new(node.process.pid());
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {

@@ -1,18 +1,23 @@
 //! Clients that load the same blocks at once, with less host memory than these blocks need.
 
-use std::{sync::Arc, sync::Barrier, thread};
+use std::{
+    sync::{Arc, Barrier},
+    thread,
+    time::Instant,
+};
 
 use kvhoist::{BlockKey, Config, DirectIo, DiskPath, Segment, SharedMemory, Tier, block_on};
 use kvhoist_service::{Client, Server, ServerConfig};
 
 use crate::{
     common::{key, payload},
-    node::{BLOCK_BYTES, options_of},
+    node::{BLOCK_BYTES, HANG, options_of},
 };
 
 const CLIENTS: usize = 8;
 const BLOCKS: usize = 64;
 const HOST_BLOCKS: u64 = 16;
+/// Times that all of them come at once.
 const ROUNDS: u64 = 8;
 
 struct Reader {
@@ -55,11 +60,12 @@ fn a_block_that_clients_wait_for_at_once_is_read_once_with_little_host_memory() 
     assert!(stored.iter().all(|result| matches!(result, Ok(true))));
     let read =
         || block_on(readers[0].client.stats()).expect("a service").tier(Tier::Disk).bytes_out / BLOCK_BYTES as u64;
-    let (before, together) = (read(), Barrier::new(CLIENTS));
-    thread::scope(|scope| {
-        for reader in &readers {
-            scope.spawn(|| {
-                for _ in 0..ROUNDS {
+    let (together, begun) = (Barrier::new(CLIENTS), Instant::now());
+    let load_together = || {
+        let before = read();
+        thread::scope(|scope| {
+            for reader in &readers {
+                scope.spawn(|| {
                     together.wait();
                     let loaded = block_on(reader.client.load_into(&keys, &reader.places())).expect("a service");
                     assert!(loaded.iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
@@ -67,13 +73,18 @@ fn a_block_that_clients_wait_for_at_once_is_read_once_with_little_host_memory() 
                     reader.pool.read(0, &mut bytes);
                     assert!(bytes == payloads, "WRONG BYTES");
                     reader.pool.write(0, &vec![0xa5; BLOCKS * BLOCK_BYTES]);
-                }
-            });
-        }
-    });
-    let reads = read() - before;
+                });
+            }
+        });
+        read() - before
+    };
     // A client that comes late finds the block evicted. Those that wait for it when it is read all get it.
-    assert!(reads < 2 * ROUNDS * BLOCKS as u64, "{} reads a block", reads as f64 / (ROUNDS * BLOCKS as u64) as f64);
+    let mut rounds = 0;
+    while rounds < ROUNDS {
+        let reads = load_together();
+        rounds += u64::from(reads < 2 * BLOCKS as u64);
+        assert!(begun.elapsed() < 2 * HANG, "{reads} reads of {BLOCKS} blocks, {rounds} times fewer than two each");
+    }
     server.drain();
     server.wait().expect("a whole store");
 }

@@ -3,10 +3,10 @@
 use std::{path::PathBuf, time::Instant};
 
 use kvhoist::{Config, DirectIo, Tier, block_on};
-use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, status};
+use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus};
 
 use crate::{
-    node::{BLOCK_BYTES, HANG, options_of},
+    node::{BLOCK_BYTES, HANG, options_of, status_of},
     pool_client::{POOL_BLOCKS, PoolClient},
 };
 
@@ -52,7 +52,7 @@ impl Service {
     }
 
     fn space(&self, name: &str) -> SpaceStatus {
-        let spaces = status(&self.socket).expect("a service").spaces;
+        let spaces = status_of(&self.socket).spaces;
         // All together never have more than there is, by the ledger and by the slots of the caches.
         let bytes: u64 = spaces.iter().map(|space| space.host_bytes).sum();
         let slots: u64 = spaces.iter().filter_map(|space| Some(space.stats.as_ref()?.tier(Tier::Host).slots)).sum();
@@ -175,7 +175,7 @@ fn memory_that_does_not_move_is_what_a_client_asked_for() {
     for _ in 0..BLOCKS {
         assert_eq!(one.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
     }
-    let spaces = status(&service.socket).expect("a service").spaces;
+    let spaces = status_of(&service.socket).spaces;
     assert_eq!(spaces.iter().map(|space| space.host_bytes).collect::<Vec<_>>(), [8 * BLOCK_BYTES as u64]);
     assert_eq!(spaces[0].stats.as_ref().expect("open").tier(Tier::Host).slots, 8);
     service.end();

@@ -42,11 +42,17 @@ impl PoolClient {
     }
 
     pub fn of(client: Client) -> Self {
+        Self::try_of(client).expect("registered")
+    }
+
+    /// # Errors
+    /// Of a call that registers the pool.
+    pub fn try_of(client: Client) -> Result<Self, Error> {
         let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
         // SAFETY: nobody touches a block of it while the block is on its way.
         let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
-        let region = block_on(client.register(lent.pinned(true))).expect("registered");
-        PoolClient { client, pool, region }
+        let region = block_on(client.register(lent.pinned(true)))?;
+        Ok(PoolClient { client, pool, region })
     }
 
     pub fn place(&self, at: u64) -> Vec<Segment> {

@@ -1,11 +1,11 @@
 //! Floors and ceilings of tenants, in a service of this process.
 
 use kvhoist::{BlockKey, Config, DirectIo, DiskPath, Error, ServiceFault, Tier, block_on};
-use kvhoist_service::{Client, Server, ServerConfig, remove_space, status};
+use kvhoist_service::{Client, Server, ServerConfig, remove_space};
 
 use crate::{
     common::{Rng, key, seed},
-    node::{BLOCK_BYTES, HOST_BLOCKS, options_of},
+    node::{BLOCK_BYTES, HOST_BLOCKS, options_of, status_of},
     pool_client::{POOL_BLOCKS, PoolClient},
 };
 
@@ -41,7 +41,7 @@ fn a_tenant_that_comes_late_has_its_floor_and_keeps_it() {
     };
     let scanner = PoolClient::of(connect("scanner", 0, 0).expect("what is left"));
     let tenant = PoolClient::of(connect("tenant/kv", 0, 0).expect("its floor"));
-    let sizes = status(&socket).expect("a service").spaces;
+    let sizes = status_of(&socket).spaces;
     let size_of = |name: &str| {
         let space = sizes.iter().find(|space| space.namespace == name).expect("attached");
         (space.capacity_bytes, space.host_bytes)
@@ -175,7 +175,7 @@ fn drawn_spaces_keep_every_floor_and_ceiling() {
                 other => panic!("step {step}: {space} wants {wanted:?} of {left:?}: {:?}", other.map(drop)),
             }
         }
-        let spaces = status(&socket).expect("a service").spaces.into_iter();
+        let spaces = status_of(&socket).spaces.into_iter();
         let found: Spaces = spaces
             .map(|space| (space.namespace, [space.capacity_bytes / units[0], space.host_bytes / units[1]]))
             .collect();

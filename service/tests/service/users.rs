@@ -10,7 +10,7 @@ use kvhoist::{Config, DirectIo, Error, block_on};
 use kvhoist_service::{Client, Server, ServerConfig, remove_space, status};
 
 use crate::{
-    node::{BLOCK_BYTES, DISK_BLOCKS, HOST_BLOCKS, Process, options_of, say},
+    node::{BLOCK_BYTES, DISK_BLOCKS, HOST_BLOCKS, Process, options_of, say, status_of},
     pool_client::{POOL_BLOCKS, PoolClient},
 };
 
@@ -187,7 +187,7 @@ fn a_space_is_its_users_unless_users_share_it() {
     assert_eq!(named("rm"), "done");
     assert_eq!(member("rm shared"), "done");
     let left: Vec<(u32, bool)> =
-        status(&config.socket).expect("a service").spaces.iter().map(|space| (space.uid, space.shared)).collect();
+        status_of(&config.socket).spaces.iter().map(|space| (space.uid, space.shared)).collect();
     assert_eq!(left, [(MEMBER, false)]);
     end(server);
 }
@@ -198,7 +198,7 @@ fn a_forked_child_that_drops_a_client_does_not_hang_up() {
     let (_folder, config, server) = start(|_| {});
     let pool_client = PoolClient::of(block_on(Client::connect(&config.socket, options_of(SPACE))).expect("a service"));
     let connection = || {
-        let clients = status(&config.socket).expect("a service").clients;
+        let clients = status_of(&config.socket).clients;
         clients.iter().find(|client| client.namespace == SPACE).map(|client| client.id)
     };
     let before = connection();
