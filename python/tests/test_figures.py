@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from nodes import await_
+from nodes import LINGER_S, await_, end_services
 
 import kvhoist
 from kvhoist import _figures, service
@@ -156,14 +156,15 @@ def test_a_store_of_vllm_or_lmcache_serves_the_figures_of_its_process(store_dir,
 
 
 def test_a_service_that_was_started_has_its_address_in_a_known_file(store_dir):
-    settings = ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, linger_s=1, direct_io="prefer")
+    settings = ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, linger_s=LINGER_S, direct_io="prefer")
     path = service.find_or_start(settings)
     with kvhoist.connect(path, space="a", block_bytes=BLOCK):
         (entry,) = json.loads((store_dir / "kvhoist.sock.targets.json").read_text())
         assert entry["labels"] == {"socket": path}
         with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=60) as answer:
             assert b'kvhoist_slots{cache="a"' in answer.read()
-    await_(lambda: not os.path.exists(settings.targets()), "the end of the service")
+    end_services(store_dir)
+    assert not os.path.exists(settings.targets())
 
 
 def test_the_wheel_has_the_command(store_dir):
@@ -181,7 +182,7 @@ def test_the_wheel_has_the_command(store_dir):
     assert "model" in run("inspect", str(store_dir))
     assert "model" in run("ls", str(store_dir))
     assert "payloads good                     1" in run("verify", str(store_dir))
-    settings = ServiceSettings((str(store_dir / "service"),), 64 << 20, 8 << 20, linger_s=1, direct_io="prefer")
+    settings = ServiceSettings((str(store_dir / "service"),), 64 << 20, 8 << 20, linger_s=LINGER_S, direct_io="prefer")
     path = service.find_or_start(settings)
     with kvhoist.connect(path, space="a", block_bytes=BLOCK):
         assert "space" in run("status", "--socket", path)

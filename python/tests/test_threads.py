@@ -4,6 +4,7 @@ engine."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from nodes import BLOCK, PATIENCE_S, Node, await_, block, key, service_pids
+from nodes import BLOCK, LINGER_S, PATIENCE_S, Node, await_, block, key, service_pids
 
 import kvhoist
 from kvhoist import service
@@ -162,8 +163,10 @@ def test_a_service_that_cannot_be_started_is_tried_less_and_less_often(monkeypat
 
 def test_a_started_service_needs_no_thread_to_watch_it(monkeypatch, store_dir, caplog):
     monkeypatch.setattr(threading.Thread, "start", exhausted)
-    settings = service.ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, direct_io="prefer", linger_s=1)
+    settings = service.ServiceSettings((str(store_dir),), 64 << 20, 8 << 20, direct_io="prefer", linger_s=LINGER_S)
     assert service.listens(service.find_or_start(settings)) and "will not be logged" in caplog.text
+    for pid in service_pids(store_dir):
+        os.kill(pid, signal.SIGTERM)
     await_(lambda: not [pid for pid in service_pids(store_dir) if not is_zombie(pid)], "its end")
 
 

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from nodes import BLOCK, PATIENCE_S, Node, await_, block, key, service_pids
+from nodes import BLOCK, LINGER_S, PATIENCE_S, Node, await_, block, end_services, key, service_pids
 
 import kvhoist
 from kvhoist import service
@@ -285,7 +285,7 @@ def test_of_many_that_start_a_service_one_wins(store_dir):
     """It is found by the others, outlives them all, and ends by itself."""
     code = (
         "import sys\nfrom kvhoist import service\n"
-        f"print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s=1,"
+        f"print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s={LINGER_S},"
         " direct_io='prefer')), flush=True)\nsys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
@@ -309,10 +309,10 @@ def test_of_many_that_start_a_service_one_wins(store_dir):
         assert client.get(key(1)) == block(1) and len(service_pids(store_dir)) == 1
     await_(lambda: not service_pids(store_dir), "the end of a service without clients")
     # The next one has what it stored.
-    path = service.find_or_start(settings_of(store_dir, linger_s=1))
+    path = service.find_or_start(settings_of(store_dir, linger_s=LINGER_S))
     with kvhoist.connect(path, space="a", block_bytes=BLOCK) as client:
         assert client.get(key(1)) == block(1)
-    await_(lambda: not service_pids(store_dir), "the end of a service without clients")
+    end_services(store_dir)
 
 
 def descendants(pid):
@@ -331,7 +331,7 @@ def test_a_service_outlives_an_engine_that_kills_its_descendants(store_dir):
     code = (
         "import subprocess, sys\nif sys.argv[1:]:\n    subprocess.run([sys.executable, '-c', sys.argv[1]])\nelse:\n"
         "    from kvhoist import service\n"
-        f"    print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s=1,"
+        f"    print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s={LINGER_S},"
         " direct_io='prefer')), flush=True)\n    sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
@@ -348,7 +348,7 @@ def test_a_service_outlives_an_engine_that_kills_its_descendants(store_dir):
         engine.communicate()
         assert service.listens(path) and client.store([key(1)], [block(1)]) == [True]
         assert os.getsid(pid) == pid, "the end of a terminal ends it too"
-    await_(lambda: not service_pids(store_dir), "the end of a service without clients")
+    end_services(store_dir)
 
 
 def test_a_service_has_all_gpus_and_processors_whatever_its_starter_has(store_dir, monkeypatch):
@@ -358,7 +358,7 @@ def test_a_service_has_all_gpus_and_processors_whatever_its_starter_has(store_di
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
     try:
-        path = service.find_or_start(settings_of(store_dir, linger_s=1))
+        path = service.find_or_start(settings_of(store_dir, linger_s=LINGER_S))
     finally:
         os.sched_setaffinity(0, processors)
     with kvhoist.connect(path, space="a", block_bytes=BLOCK):

@@ -42,7 +42,7 @@ def test_loads_begin_behind_the_batch_that_still_writes_to_their_places(ranks):
     indices = rank.tree.linker.private_load_indices[req.rid]
     rank.forward.run()
     rank.begin()
-    assert rank.forward.waited_for.wait(10), "nobody waits for the running batch"
+    assert rank.forward.waited_for.wait(60), "nobody waits for the running batch"
     assert loads == []
     # The last token of the request that had these places before.
     device_noise(rank.device, 77)
@@ -63,7 +63,7 @@ def test_a_reset_ends_loads_that_have_not_begun(ranks):
     rank.admit(req, result)
     rank.forward.run()
     rank.begin()
-    assert rank.forward.waited_for.wait(10)
+    assert rank.forward.waited_for.wait(60)
     threading.Timer(0.05, rank.forward.end).start()
     rank.tree.reset()
     assert rank.forward.query() and not rank.pinned()

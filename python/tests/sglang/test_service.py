@@ -21,7 +21,7 @@ if why:
 torch = pytest.importorskip("torch")
 
 import sgl_rank  # noqa: E402
-from nodes import PATIENCE_S, Node, await_, service_pids  # noqa: E402
+from nodes import LINGER_S, PATIENCE_S, Node, await_, service_pids  # noqa: E402
 from sgl_controller import backup, prefetch, prefetch_or_miss  # noqa: E402
 from sgl_pages import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, same, transfer_of  # noqa: E402
 
@@ -81,7 +81,7 @@ class RankProcess:
 @pytest.mark.parametrize("geometry", [sgl.MLA_LONG, sgl.MHA_LONG], ids=["mla", "mha"])
 def test_ranks_share_what_is_the_same_and_outlive_each_other(geometry, store_dir):
     mla = geometry.kind == "mla"
-    extra = sgl.extra_config(store_dir, allocator="shm", linger_s=1, host_bytes="8MiB")
+    extra = sgl.extra_config(store_dir, allocator="shm", linger_s=LINGER_S, host_bytes="8MiB")
     # Tensor-parallel ranks of MLA; of MHA, replicas with data-parallel attention.
     ranks = [RankProcess(geometry, extra, rank, dp_attention=not mla) for rank in range(2)]
     try:
@@ -377,7 +377,7 @@ def test_an_engine_that_can_start_no_thread_gets_misses(store_dir, monkeypatch):
     def exhausted(_thread):
         raise RuntimeError("can't start new thread")
 
-    pool, extra = filled(sgl.MLA), sgl.extra_config(store_dir, "16MiB", "4MiB", linger_s=1)
+    pool, extra = filled(sgl.MLA), sgl.extra_config(store_dir, "16MiB", "4MiB", linger_s=LINGER_S)
     backend = sgl.backend(sgl.MLA, pool, extra, tp_size=2)
     keys, indices = keys_for(sgl.MLA, 4), pool.alloc(4 * pool.page_size)
     assert backend.batch_set_v1(keys, indices) == [True] * 4 and backend.batch_exists(keys) == 4

@@ -17,6 +17,9 @@ from kvhoist import service
 
 PATIENCE_S = 120
 
+#: How long a service of the tests lingers: on a busy machine it may be this long until its first client attaches.
+LINGER_S = 20
+
 #: Bytes of a block of these tests.
 BLOCK = 64 << 10
 
@@ -105,6 +108,13 @@ def block(n: int) -> bytes:
 
 def key(n: int) -> str:
     return f"{n:064x}"
+
+
+def end_services(store_dir) -> None:
+    """Ends the services of a store, which would linger."""
+    for pid in service_pids(store_dir):
+        os.kill(pid, signal.SIGTERM)
+    await_(lambda: not service_pids(store_dir), "the end of the service")
 
 
 def service_pids(store_dir):

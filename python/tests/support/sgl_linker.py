@@ -48,7 +48,7 @@ class Forward:
 
     def synchronize(self) -> None:
         self.waited_for.set()
-        assert self._ended.wait(10), "nobody has ended the batch"
+        assert self._ended.wait(60), "nobody has ended the batch"
 
 
 class _StreamEvent(_Event):

@@ -341,4 +341,4 @@ class Gate:
         threading.Timer(0.05, self.open).start()
 
     def synchronize(self) -> None:
-        assert self._happened.wait(10), "nobody has opened it"
+        assert self._happened.wait(60), "nobody has opened it"

@@ -85,7 +85,7 @@ def test_layers_come_from_the_drives_after_a_restart(store_dir, kind, parts):
 def test_a_prefix_larger_than_host_memory_leaves_room_for_what_is_read(store_dir, parts):
     model, ids = tiny.model("llama"), tiny.prompt(390)
     # Of 24 blocks host memory has the last ones.
-    with opened(model, store_dir, host_bytes="160KiB", deadline_ms=5000) as prefixes:
+    with opened(model, store_dir, host_bytes="160KiB") as prefixes:
         answer(model, prefixes, ids[:, :384])
         for _ in range(3):
             past = prefixes(ids, layerwise=True)

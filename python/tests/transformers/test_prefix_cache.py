@@ -541,7 +541,7 @@ def test_an_interrupted_store_is_over_before_its_memory_is_used_again(store_dir,
             return future
 
         def interrupted():
-            assert begun.wait(10)
+            assert begun.wait(60)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(store._calls, "submit", submitted)

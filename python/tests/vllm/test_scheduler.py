@@ -161,7 +161,7 @@ def wait_for_fs(tier) -> None:
     tier.drain_jobs()
     lookups = tier._lookup_manager
     if any(getattr(state, "result", state) is None for state in lookups._lookup_state.values()):
-        lookups._pending_results.put(lookups._pending_results.get(timeout=30))
+        lookups._pending_results.put(lookups._pending_results.get(timeout=60))
 
 
 def test_a_prompt_is_usable_a_step_earlier_than_with_fs(store_dir):

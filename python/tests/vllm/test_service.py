@@ -18,7 +18,7 @@ if why:
 
 vtier.boot()
 
-from nodes import Node, await_, service_pids  # noqa: E402
+from nodes import LINGER_S, Node, await_, service_pids  # noqa: E402
 from vtier import Engine, keys_of  # noqa: E402
 
 from kvhoist import ConfigError, UnavailableError  # noqa: E402
@@ -153,8 +153,8 @@ def test_memory_that_the_service_cannot_map_is_copied(node, monkeypatch, caplog)
 
 def test_a_service_is_found_or_started(store_dir, monkeypatch):
     path = store_dir / "s"
-    own = {"type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": str(path), "service": "auto", "linger_s": 1}
-    given = {**own, "capacity": "16MiB", "host_bytes": "4MiB", "direct_io": "prefer"}
+    own = {"type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": str(path), "service": "auto"}
+    given = {**own, "linger_s": LINGER_S, "capacity": "16MiB", "host_bytes": "4MiB", "direct_io": "prefer"}
     with Engine([given]) as first, Engine([given], replica=1) as second:
         assert first.tier.store.directories == second.tier.store.directories == [str(path / "kvhoist.sock")]
         keys = store(first, "a")
@@ -195,8 +195,8 @@ def test_a_scheduler_that_can_start_no_thread_gets_misses(store_dir, monkeypatch
     """The service dies while threads are exhausted; when they are to be had again, it is started again."""
     path = store_dir / "s"
     given = {
-        "type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": str(path), "service": "auto", "linger_s": 1,
-        "capacity": "16MiB", "host_bytes": "4MiB", "direct_io": "prefer",
+        "type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": str(path), "service": "auto",
+        "linger_s": LINGER_S, "capacity": "16MiB", "host_bytes": "4MiB", "direct_io": "prefer",
     }  # fmt: skip
     with Engine([given]) as engine:
         keys, space = store(engine, "a"), engine.tier.store.cache
