@@ -285,8 +285,8 @@ def test_of_many_that_start_a_service_one_wins(store_dir):
     """It is found by the others, outlives them all, and ends by itself."""
     code = (
         "import sys\nfrom kvhoist import service\n"
-        f"print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s={LINGER_S},"
-        " direct_io='prefer')), flush=True)\nsys.stdin.read()"
+        f"print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20,"
+        f" linger_s={LINGER_S}, direct_io='prefer')), flush=True)\nsys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
     starters = [
@@ -331,8 +331,8 @@ def test_a_service_outlives_an_engine_that_kills_its_descendants(store_dir):
     code = (
         "import subprocess, sys\nif sys.argv[1:]:\n    subprocess.run([sys.executable, '-c', sys.argv[1]])\nelse:\n"
         "    from kvhoist import service\n"
-        f"    print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20, linger_s={LINGER_S},"
-        " direct_io='prefer')), flush=True)\n    sys.stdin.read()"
+        f"    print(service.find_or_start(service.ServiceSettings(({str(store_dir)!r},), 64 << 20, 8 << 20,"
+        f" linger_s={LINGER_S}, direct_io='prefer')), flush=True)\n    sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
     engine = subprocess.Popen(

@@ -92,6 +92,9 @@ fn call(library: &CStr, function: &str) -> u64 {
     unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> u64>(found)() }
 }
 
+/// How long is waited for what does not come back: the rest has to come within it, on a busy machine too.
+pub const STUCK_MS: u64 = 3_000;
+
 /// A cache with a disk tier in `directory`, over the double of a device: blocks of three segments.
 pub fn config(directory: &TempDir) -> Config {
     let mode = std::env::var("CUFILE_DOUBLE").unwrap_or_default();
@@ -105,7 +108,7 @@ pub fn config(directory: &TempDir) -> Config {
         .device_layout(Layout::new(vec![4096, 8192, 4096]).expect("16 KiB"))
         .disks(vec![DiskPath::with_blocks(directory.path(), 256)])
         .cufile(EngineMode::Auto)
-        .cufile_stuck_ms(if comes_back { 60_000 } else { 300 })
+        .cufile_stuck_ms(if comes_back { 60_000 } else { STUCK_MS })
 }
 
 /// A cache whose blocks are on disk and nowhere else.
