@@ -239,7 +239,8 @@ fn nonsense_is_answered_with_a_goodbye() {
     let mut raw = shared.attached();
     let fd = memfd(0, 4096);
     for id in 2..7 {
-        raw.send_with(&Request::Stats.encode(id), &[fd.as_fd(); 4]);
+        // The service may have hung up on those before.
+        _ = raw.try_send_with(&Request::Stats.encode(id), &[fd.as_fd(); 4]);
     }
     assert!(raw.goodbye().contains("descriptors"));
     shared.node.wait_for_clients(1);
