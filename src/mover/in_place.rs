@@ -218,14 +218,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         taken: Taken,
         checksum: Option<u64>,
     ) -> Result<Option<StartedWrite>> {
-        let begin = |state: &mut Locked<'_>, permit, filling| {
+        let begin = |state: &mut Locked<'_>, taken| {
             let may_begin = state.check_open().and_then(|()| job.check_is_there());
             let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
             let is_moving = Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier));
             if may_begin.is_err() || is_known || is_moving {
-                return (may_begin.map(|()| None), Some((permit, filling)));
+                return (may_begin.map(|()| None), Some(taken));
             }
-            (Ok(Some(begin_caller_write(state, job, (permit, filling), checksum))), None)
+            (Ok(Some(begin_caller_write(state, job, taken, checksum))), None)
         };
         let (begun, _unused) = self.take_and_begin(taken, Purpose::Call, begin).await?;
         begun

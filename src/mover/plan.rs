@@ -15,10 +15,7 @@ use crate::{
     error::Result,
     index::EntryId,
     io::Storage,
-    state::{
-        Class, Few, Filling, Locked, Need, Outcome, Permit, Pin, Promotion, Purpose, READ, READ_TO_HOST, Taken, Use,
-        WRITE,
-    },
+    state::{Class, Few, Locked, Need, Outcome, Pin, Promotion, Purpose, READ, READ_TO_HOST, Taken, Use, WRITE},
 };
 
 /// A movement, and what it has taken so far.
@@ -260,12 +257,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Begins a write by `begin`, under the lock under which it has taken all that it needs beside what it had. `begin`
-    /// drops neither the permit nor the slot, which wake others.
+    /// drops nothing of that: permits and slots wake others.
     pub(super) async fn take_and_begin<T>(
         &self,
         taken: Taken,
         purpose: Purpose<'_>,
-        begin: impl Fn(&mut Locked<'_>, Permit, Filling) -> T,
+        begin: impl Fn(&mut Locked<'_>, Taken) -> T,
     ) -> Result<T> {
         let mut taken = taken;
         loop {
@@ -273,7 +270,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let mut state = self.shared.lock();
                 match taken.take(&mut state, &WRITE, purpose) {
                     Some(missing) => missing,
-                    None => return Ok(begin(&mut state, taken.permit(), taken.slot())),
+                    None => return Ok(begin(&mut state, taken)),
                 }
             };
             // Boxed: every write would have room for it.

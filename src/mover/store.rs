@@ -28,8 +28,8 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
     state::{
-        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Filling, Kind, Locked, Permit, Purpose, Shared,
-        Started, Taken, WRITE,
+        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Kind, Locked, Permit, Purpose, Shared, Started, Taken,
+        WRITE,
     },
     sync::Mutex,
     urgency::Urgency,
@@ -124,7 +124,7 @@ pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, 
     let mut taken = Taken::default();
     match taken.take(state, &WRITE, Purpose::Call) {
         Some(_) => Ok(StoreStep::Waits(taken)),
-        None => Ok(StoreStep::Begun(begin_caller_write(state, job, (taken.permit(), taken.slot()), None))),
+        None => Ok(StoreStep::Begun(begin_caller_write(state, job, taken, None))),
     }
 }
 
@@ -132,9 +132,10 @@ pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, 
 pub(super) fn begin_caller_write(
     state: &mut Locked<'_>,
     job: &Job,
-    (permit, filling): (Permit, Filling),
+    mut taken: Taken,
     checksum: Option<u64>,
 ) -> StartedWrite {
+    let (permit, filling) = (taken.permit(), taken.slot());
     let id = state.index.insert(job.key, job.parent);
     let place = state.begin_disk_write(id, &filling, checksum).expect("it is resident nowhere, and on no way");
     // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.

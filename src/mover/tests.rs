@@ -13,7 +13,7 @@ use crate::{
     index::Index,
     io::{Storage, Workers},
     memory::{Arena, Lent},
-    state::{Class, Few, Kind, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
+    state::{Class, Committed, Few, Kind, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
     urgency::Urgency,
 };
 
@@ -94,4 +94,25 @@ fn a_write_that_panics_leaves_no_block_in_the_table_of_slots() {
         drop(on_drive);
         assert_eq!(shared.lock().free_slots(Tier::Disk), 2, "given back once");
     });
+}
+
+/// What an awaited write needs is taken with its commit. A write in the background would take it before awaited ones
+/// that are on their way to the reactor.
+#[test]
+fn a_write_that_begins_with_its_commit_is_awaited() {
+    for (class, disk_slots_left) in [(Class::Background, 2), (Class::Awaited, 1)] {
+        let mover = mover();
+        let shared = Arc::clone(&mover.shared);
+        let filling = shared.lock().acquire(Tier::Host).expect("both are free");
+        assert!(shared.commit(&KEY, None, filling, 0).is_ok(), "visible");
+        let mut state = shared.lock();
+        let id = state.index.find(&KEY).expect("visible");
+        let begun = state.begin_write(id, &KEY, class, 1);
+        let free_slots = state.free_slots(Tier::Disk);
+        drop(state);
+        let Ok(Committed::Write(write, _receiver)) = begun else { panic!("nothing else writes it") };
+        assert_eq!((write.begun.is_ok(), free_slots), (class == Class::Awaited, disk_slots_left));
+        let bytes = shared.in_flight.take_now(Kind::Write, Urgency::Awaited, 1);
+        assert_eq!(bytes.is_none(), write.begun.is_ok(), "one block may be in flight");
+    }
 }

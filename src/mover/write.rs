@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{BegunWrite, Class, Committed, DiskWrite, Filling, Locked, PendingWrite, Pin, Purpose, Taken},
+    state::{BegunWrite, Class, Committed, DiskWrite, Locked, PendingWrite, Pin, Purpose, Taken},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
@@ -36,7 +36,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 guard.writes_to(begun.1.filling.slot());
                 (self.write_out(begun, Arc::clone(&pin)).await, Route::HostToDisk)
             }
-            Err(taken) => self.write_pinned(&guard, &pin, taken).await,
+            // Boxed: every write would have room for it.
+            Err(taken) => Box::pin(self.write_pinned(&guard, &pin, taken)).await,
         };
         if let Ok(true) = self.end_write(&key, id, Some(pin), written).await {
             self.shared.metrics.moved(route, began.elapsed());
@@ -150,13 +151,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         taken: Taken,
     ) -> Result<Option<BegunWrite>> {
         let purpose = Purpose::Movement(guard.key(), Tier::Disk);
-        let begin = |state: &mut Locked<'_>, permit, filling: Filling| {
-            guard.writes_to(filling.slot());
-            let place = state.begin_pinned_write(pin, &filling);
-            (permit, DiskWrite { id: pin.id(), filling }, place)
-        };
-        let (permit, write, place) = self.take_and_begin(taken, purpose, begin).await?;
-        Ok(place.map(|place| (permit, write, place)))
+        let begin = |state: &mut Locked<'_>, taken| state.begin_pinned_write(pin, taken);
+        let begun = self.take_and_begin(taken, purpose, begin).await?.ok();
+        if let Some((_, write, _)) = &begun {
+            guard.writes_to(write.filling.slot());
+        }
+        Ok(begun)
     }
 
     /// Writes a block from host memory to its disk slot, and its record.

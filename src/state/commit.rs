@@ -261,7 +261,8 @@ impl Locked<'_> {
         self.index.set_dirty(id, Tier::Host, false);
     }
 
-    /// Starts or joins the write of a block to disk. Do not drop the pin in the result under the lock.
+    /// Starts or joins the write of a block to disk. Drop nothing of the result under the lock, for which a slot's drop
+    /// waits.
     pub(crate) fn begin_write(
         &mut self,
         id: EntryId,
@@ -280,7 +281,7 @@ impl Locked<'_> {
                 Some(pin) => {
                     let (sender, receiver) = oneshot::channel();
                     let started = self.flights.begin((key, Tier::Disk), id, class, Few::one(sender), true);
-                    return Ok(Committed::Write(self.pending_write(key, pin, started), receiver));
+                    return Ok(Committed::Write(self.pending_write(key, pin, started, class), receiver));
                 }
                 // It is being copied from the device: the write follows.
                 None => self.join_next(key, Tier::Host, class, waiters_max),
@@ -367,7 +368,7 @@ impl Locked<'_> {
             } else if let Some(pin) = self.pin_source(id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
                 let started = self.flights.begin((key, Tier::Disk), id, class, next, true);
-                return (answers, Some(self.pending_write(key, pin, started)));
+                return (answers, Some(self.pending_write(key, pin, started, class)));
             } else if let (Tier::Host, Some(error)) = (tier, failed) {
                 // It did not arrive in host memory, from which it would be written.
                 self.count(&self.shared().metrics.writes_refused, 1);

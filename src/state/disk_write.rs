@@ -1,6 +1,6 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
-use super::{Filling, Locked, PendingWrite, Permit, Pin, Purpose, Started, State, Taken, WRITE};
+use super::{Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, Started, State, Taken, WRITE};
 use crate::{
     block::{BlockKey, FileId, Tier},
     disk::{Origin, PageId},
@@ -26,21 +26,25 @@ pub(crate) struct DiskWrite {
 pub(crate) type BegunWrite = (Permit, DiskWrite, DiskPlace);
 
 impl Locked<'_> {
-    /// The write of a pinned block, whose flight has begun. From host memory it begins now, if it need not wait.
-    pub(super) fn pending_write(&mut self, key: &BlockKey, pin: Pin, started: Started) -> PendingWrite {
-        let mut taken = Taken::default();
-        let begun =
-            match pin.tier() == Tier::Host && taken.take(self, &WRITE, Purpose::Movement(key, Tier::Disk)).is_none() {
-                true => self.begin_taken(&pin, taken),
-                false => Err(taken),
-            };
+    /// The write of a pinned block, whose flight of this class has begun. An awaited one from host memory begins now,
+    /// if it need not wait. Others ask for what they need behind those that are on their way to the reactor.
+    pub(super) fn pending_write(&mut self, key: &BlockKey, pin: Pin, started: Started, class: Class) -> PendingWrite {
+        let (mut taken, purpose) = (Taken::default(), Purpose::Movement(key, Tier::Disk));
+        let may_begin = pin.tier() == Tier::Host && class == Class::Awaited;
+        let begun = match may_begin && taken.take(self, &WRITE, purpose).is_none() {
+            true => self.begin_pinned_write(&pin, taken),
+            false => Err(taken),
+        };
         PendingWrite { key: *key, pin, started, begun }
     }
 
-    /// Begins a write that has taken all that it needs. Not, if the block was removed or is there already.
-    fn begin_taken(&mut self, pin: &Pin, mut taken: Taken) -> Result<BegunWrite, Taken> {
+    /// Begins the write of a block that is pinned in host or device memory, by what it has taken. Gives that back if
+    /// the block was removed or is on disk already.
+    pub(crate) fn begin_pinned_write(&mut self, pin: &Pin, mut taken: Taken) -> Result<BegunWrite, Taken> {
+        let checksums = if pin.tier() == Tier::Device { &self.device_checksums } else { &self.host_checksums };
+        let checksum = checksums[pin.slot() as usize];
         let (permit, filling) = (taken.permit(), taken.slot());
-        match self.begin_pinned_write(pin, &filling) {
+        match self.begin_disk_write(pin.id(), &filling, Some(checksum)) {
             Some(place) => Ok((permit, DiskWrite { id: pin.id(), filling }, place)),
             None => Err(Taken { slot: Some(filling), permit: Some(permit) }),
         }
@@ -153,12 +157,5 @@ impl State {
         let generation = self.generation;
         self.generation += 1;
         self.disk_slots().commit(slot, id.as_u32(), checksum, generation);
-    }
-
-    /// As [`begin_disk_write`](Self::begin_disk_write), of a block that is pinned in host or device memory.
-    pub(crate) fn begin_pinned_write(&mut self, pin: &Pin, filling: &Filling) -> Option<DiskPlace> {
-        let checksums = if pin.tier() == Tier::Device { &self.device_checksums } else { &self.host_checksums };
-        let checksum = checksums[pin.slot() as usize];
-        self.begin_disk_write(pin.id(), filling, Some(checksum))
     }
 }

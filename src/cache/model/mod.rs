@@ -343,7 +343,7 @@ fn the_last_handle_may_go_at_any_time() {
 fn any_world() -> World {
     let policies = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
     let write_policy = policies[below(3) as usize];
-    World::new(config(1, 3, 5).write_policy(write_policy).selective_hits(1), 3, below(2) == 0)
+    World::new(config(1, 3, 3 + below(3)).write_policy(write_policy).selective_hits(1), 3, below(2) == 0)
 }
 
 fn any_callers(world: &World, refused: fn(Error)) -> [JoinHandle<()>; 3] {

@@ -150,9 +150,11 @@ pub(super) struct World {
 /// The queue of the I/O thread that callers submit to, in every other execution, and its file.
 type IoThread = Option<(Arc<Pool>, Bytes)>;
 
-/// Settings of few slots, so that everything is contended for.
+/// Settings of few slots, so that everything is contended for; in every other execution writes wait for each other.
 pub(super) fn config(device_blocks: u32, host_blocks: u32, disk_blocks: u32) -> Config {
+    let writes = if below(2) == 0 { 1 } else { 1 << 20 };
     Config::default()
+        .write_bytes_in_flight_max(writes)
         .block_bytes(BLOCK_BYTES)
         .device_blocks(device_blocks)
         .host_blocks(host_blocks)
