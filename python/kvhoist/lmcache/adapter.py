@@ -141,9 +141,9 @@ class KvhoistL2(L2AdapterInterface):
 
         def begin(task_id: int, task: _Task) -> None:
             with self._lock:
-                oldest = next((other.begun for other in self._under_way.values() if not other.is_load), task.begun)
-                if task.begun - oldest > _BEHIND_S:
-                    raise UnavailableError(f"the drive is {task.begun - oldest:.0f} s behind: nothing more is stored yet")
+                age = self._oldest_store_s()
+                if age > _BEHIND_S:
+                    raise UnavailableError(f"the drive is {age:.0f} s behind: nothing more is stored yet")
                 after = [self._before.pop(one, None) for one in task.named]
             self.store.submit_store(task_id, task.named, _addresses(objects), after)
 
@@ -258,6 +258,11 @@ class KvhoistL2(L2AdapterInterface):
             self._end(Ended(task_id, is_load, [], {}, 0.0))
         return task_id
 
+    def _oldest_store_s(self) -> float:
+        """The age of the oldest store under way, 0.0 without one. With the lock held."""
+        now = time.monotonic()
+        return now - next((task.begun for task in self._under_way.values() if not task.is_load), now)
+
     def _end(self, ended: Ended) -> None:
         """Takes the end of a task, on the store's thread."""
         with self._lock:
@@ -367,6 +372,8 @@ class KvhoistL2(L2AdapterInterface):
         stats = self.store.cache.stats()
         disk, (stores, loads) = stats["tiers"]["disk"], self.store.tasks
         out = stats["disk_retired"] or stats["disk_read_only"]
+        with self._lock:
+            oldest = self._oldest_store_s()
         figures = ("checksum_failures", "read_errors", "write_errors", "writes_refused", "storage", "direct_io")
         return {
             "is_healthy": not self._closed and not out,
@@ -374,6 +381,7 @@ class KvhoistL2(L2AdapterInterface):
             "kvhoist_version": __version__,
             "out_of_service": str(out or ""),
             "store_inflight_task_count": stores,
+            "store_inflight_oldest_s": round(oldest, 3),
             "load_inflight_task_count": loads,
             "locked_object_count": len(self._locked),
             "block_bytes": self.store.block_bytes,

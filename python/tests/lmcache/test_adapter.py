@@ -117,6 +117,7 @@ def test_a_drive_that_is_far_behind_gets_no_more_stores(store_dir, monkeypatch, 
         monkeypatch.setitem(alone.adapter._under_way, -1, oldest)
         assert not alone.store(keys)
         assert "the drive is 61 s behind" in caplog.text
+        assert alone.adapter.report_status()["store_inflight_oldest_s"] >= 61
         monkeypatch.undo()
         assert alone.store(keys) and alone.load(keys) == "HHH"
 
@@ -151,6 +152,7 @@ def test_figures_say_what_the_store_does(store_dir):
         status = alone.adapter.report_status()
         assert status["is_healthy"] and status["resident"] == 12 and status["slots"] > 900
         assert status["store_inflight_task_count"] == status["load_inflight_task_count"] == 0
+        assert status["store_inflight_oldest_s"] == 0
         usage = alone.adapter.get_usage()
         assert usage.total_bytes_used == 12 * (64 << 10) == usage.bytes_by_cache_salt[""]
         assert not alone.adapter.supports_global_eviction
