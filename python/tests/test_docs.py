@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvhoist import doctor
+from kvhoist._store_settings import StoreSettings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -103,3 +104,11 @@ def test_the_pages_configurations_are_what_the_adapters_read(page, count):
     for engine, text in found:
         settings, _ = doctor._settings(engine, json.loads(text), 1, None)
         assert "/mnt/nvme" in str(getattr(settings, "store", settings).path)
+
+
+@pytest.mark.parametrize("page", ["vllm", "lmcache"])
+def test_the_table_of_a_tier_has_every_setting_that_it_takes(page):
+    table = (DOCS / f"{page}.md").read_text(encoding="utf-8").split("| setting | default | |", 1)[1].split("\n\n", 1)[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")}
+    # These two are refused.
+    assert StoreSettings.__dataclass_fields__.keys() - {"pool_shares", "capacity_total"} <= named
