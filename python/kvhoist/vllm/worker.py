@@ -87,12 +87,15 @@ class KvhoistWorker(OffloadingWorker):
     def _begun(self, job_id: int, blocks: GPULoadStoreSpec, keys: Keys, is_load: bool) -> bool:
         """Begins a job. A job that cannot begin fails, with every key."""
         method = "submit_load" if is_load else "submit_store"
-        if is_load:
-            self._targets[job_id] = (blocks.block_ids, [])
         if keys.resets != self._opened.resets:
             logger.debug("kvhoist: a job that was made before a reset does not begin: %d chunks", len(keys.names))
-            self._store.fail(job_id, keys.names if is_load else [], is_load)
+            if is_load:
+                # The request is computed. No chunk has failed, so none is counted.
+                self._failed[job_id] = set(map(int, blocks.block_ids))
+            self._store.fail(job_id, [], is_load)
             return True
+        if is_load:
+            self._targets[job_id] = (blocks.block_ids, [])
         begin = self._guarded(method, self, lambda: self._begin(job_id, blocks, keys, is_load), len(keys.names))
         if begin is self:
             self._store.fail(job_id, keys.names, is_load)

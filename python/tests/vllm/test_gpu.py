@@ -300,6 +300,23 @@ def test_a_reset_leaves_no_job_that_reads_the_gpu_later(store_dir):
         assert served.serve(waiting) == 0
 
 
+def test_a_load_that_a_reset_comes_before_is_no_failure(store_dir, monkeypatch):
+    with Served(settings(store_dir)) as served:
+        names = names_of("a", 4)
+        served.serve(names)
+        request, ids = served.request(names), served.take(5)
+        tokens = served.matched(request)
+        with monkeypatch.context() as patch:
+            # The plan of the step is made, and its worker has not begun.
+            patch.setattr(served.worker, "handle_preemptions", lambda _meta: served.scheduler.reset_cache())
+            failed, blocks = served.load(request, ids, tokens)
+        assert failed == {request.request_id} if NEW else blocks == set(ids[0][:4]), "the request computes them"
+        served.manager._figures._asked_at = 0.0
+        figures = served.manager.get_stats().data["data"]
+        assert not any(figures["vllm:kv_offload_kvhoist_loads_failed"].values())
+        assert not served.manager._opened.known
+
+
 def test_the_disk_holds_its_capacity_and_no_more(store_dir):
     with Served(settings(store_dir, capacity="2MiB", host_bytes="1MiB")) as served:
         slots = served.store.cache.stats()["tiers"]["disk"]["slots"]
