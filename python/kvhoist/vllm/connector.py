@@ -43,6 +43,15 @@ class KvhoistConnector(OffloadingConnector):
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As vLLM's; stores from a sliding window say which blocks of their chunks are gone."""
+        meta, scheduler = super().build_connector_meta(scheduler_output), self.connector_scheduler
+        each = scheduler.config.blocks_per_chunk
+        if each > 1 and scheduler._sliding_window_groups:
+            for job in meta.store_jobs.values():
+                scheduler.manager.add_blocks(job.dst_spec, scheduler._req_status[job.req_id].group_states, each)
+        return meta
+
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Offloads of a finished request what was computed."""
         self._leave_out_last(request)

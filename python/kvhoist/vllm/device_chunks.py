@@ -24,6 +24,9 @@ from .jobs import ChunkJobs
 
 logger = logging.getLogger(__name__)
 
+#: In place of a block that a store has zeros for.
+ABSENT = -1
+
 #: Chunk-sized places that loads write unwanted pages to, used in turn.
 _SPARES = 4
 
@@ -54,8 +57,8 @@ class Group:
 class Part:
     """The chunks of one group in a job, and their blocks of the KV cache.
 
-    `blocks` are the blocks of all chunks in order, from block `skip` of the first chunk on, for which a store writes
-    zeros; the last chunk of a load may end early.
+    `blocks` are the blocks of all chunks in order, from block `skip` of the first chunk on. A store writes zeros for
+    those before it and those that are `ABSENT`. The last chunk of a load may end early.
     """
 
     group: int
@@ -154,23 +157,22 @@ class DeviceChunks(ChunkJobs):
         group, (bases, strides, offsets, sizes) = self.groups[part.group], self._cuts[part.group]
         count = len(part.keys)
         end = part.skip + len(part.blocks)
-        # The last chunk of a load may be loaded in part. A store of fewer blocks has a hole: vLLM leaves out blocks of a
-        # sliding window that were freed meanwhile, and does not say which.
+        # The last chunk of a load may be loaded in part. A store of fewer blocks has a hole somewhere.
         least = (count - 1) * group.blocks_per_chunk + 1 if is_load else count * group.blocks_per_chunk
         if not least <= end <= count * group.blocks_per_chunk:
             raise ValueError(
                 f"found {len(part.blocks)} blocks from block {part.skip} on, expected those of {count} chunks of "
                 f"{group.blocks_per_chunk}"
             )
-        blocks = numpy.full(count * group.blocks_per_chunk, -1, dtype=numpy.int64)
+        blocks = numpy.full(count * group.blocks_per_chunk, ABSENT, dtype=numpy.int64)
         blocks[part.skip : end] = part.blocks
         addresses = (bases + blocks[:, None] * strides).reshape(count, -1)
         spare = self._zeros
         if is_load:
             self._turn = (self._turn + 1) % len(self._unwanted)
             spare = self._unwanted[self._turn]
-        if len(part.blocks) < len(blocks):
-            absent = numpy.repeat(blocks < 0, len(group.pages)).reshape(count, -1)
+        if (blocks == ABSENT).any():
+            absent = numpy.repeat(blocks == ABSENT, len(group.pages)).reshape(count, -1)
             addresses = numpy.where(absent, spare + offsets, addresses)
         if len(sizes) > len(offsets):
             filler = numpy.full((count, 1), spare + group.chunk_bytes, dtype=numpy.int64)

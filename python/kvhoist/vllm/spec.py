@@ -187,6 +187,16 @@ class KvhoistManager(OffloadingManager):
     def _name(self, key: bytes) -> bytes:
         return self._salt + key
 
+    def add_blocks(self, keys: Keys, groups: Collection[Any], blocks_per_chunk: int) -> None:
+        """Adds the blocks of a store's chunks. `groups` have vLLM's keys and blocks of the request."""
+        names, each = set(keys.names), blocks_per_chunk
+        keys.blocks = {
+            name: group.block_ids[at * each : (at + 1) * each]
+            for group in groups
+            for at, key in enumerate(group.offload_keys)
+            if (name := self._name(key)) in names
+        }
+
     def _keys(self, keys: list[bytes], parents: Mapping[bytes, bytes | None] | None = None) -> Keys:
         return Keys([self._name(key) for key in keys], self._opened.resets, parents)
 

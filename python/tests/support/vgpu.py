@@ -79,11 +79,16 @@ FINISHED = requests.RequestStatus.FINISHED_STOPPED
 class Gpu:
     """The KV cache of a small model: `layers` has a tensor a layer, `packed` has all layers of a block in one piece."""
 
-    def __init__(self, layout="layers", layers=4, groups=1, blocks=BLOCKS, heads=2, head_size=64, padding=0) -> None:
+    def __init__(
+        self, layout="layers", layers=4, groups=1, blocks=BLOCKS, heads=2, head_size=64, padding=0, window=0
+    ) -> None:
+        """`window`: tokens of a sliding window of all layers."""
+        kind = interface.SlidingWindowSpec if window else interface.FullAttentionSpec
         specs = [
-            interface.FullAttentionSpec(
+            kind(
                 block_size=TOKENS, num_kv_heads=heads, head_size=head_size, dtype=torch.bfloat16,
                 **({"page_size_padded": padding} if padding else {}),
+                **({"sliding_window": window} if window else {}),
             )
             for _ in range(groups)
         ]  # fmt: skip
