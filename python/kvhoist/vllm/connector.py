@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from .._values import config_error
 from .long_rope import has_long_rope
+from .prefix import Prefix
 from .spec import TAKES_FAILED_REQUESTS, engine_weights, reports_failures
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,13 @@ class KvhoistConnector(OffloadingConnector):
             for job in meta.store_jobs.values():
                 scheduler.manager.add_blocks(job.dst_spec, scheduler._req_status[job.req_id].group_states, each)
         return meta
+
+    def reset_cache(self) -> bool | None:
+        """Hides all chunks. Of requests with blocks from before nothing is stored: the weights may change, and vLLM
+        would offer these blocks again, also those that a sliding window has left to others."""
+        for status in self.connector_scheduler._req_status.values():
+            Prefix.of(status.req_context).is_outdated = status.req.num_computed_tokens > 0
+        return super().reset_cache()
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Offloads of a finished request what was computed."""

@@ -249,10 +249,11 @@ class KvhoistManager(OffloadingManager):
         return self._guarded("prepare_store", nothing, lambda: self._prepare_store(list(keys), req_context))
 
     def _prepare_store(self, keys: list[bytes], context: Any) -> PrepareStoreOutput:
-        new = [key for key in dict.fromkeys(keys) if self._answer(self._name(key), None) is _MISS]
+        prefix = Prefix.of(context)
+        wanted = () if prefix.is_outdated else dict.fromkeys(keys)
+        new = [key for key in wanted if self._answer(self._name(key), None) is _MISS]
         taken = new[: max(self._storing_max - len(self._storing), 0)]
         self._dropped += len(new) - len(taken)
-        prefix = Prefix.of(context)
         chains = prefix.chains(prefix.by_group(taken, taken, context), context) if taken else []
         parents = {
             self._name(chain[0]): None if parent is None else self._name(parent) for parent, chain, _ in chains

@@ -109,6 +109,8 @@ class KvhoistTier(SecondaryTierManager):
         stages = getattr(getattr(getattr(offloading_spec, "config", None), "parallel", None), "pp_size", 1)
         self._steps_to_flush = max(3, stages + 1)
         self._touched_by_vllm = False
+        #: Requests that have not finished.
+        self._contexts: dict[str, Any] = {}
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
         self._guarded, self._failed = failures.guarded, failures.failed
@@ -154,7 +156,10 @@ class KvhoistTier(SecondaryTierManager):
     def submit_store(self, job_metadata: Any) -> None:
         """Begins to store chunks from vLLM's memory, one chain in prefix order for each KV cache group."""
         job, keys = job_metadata, list(job_metadata.keys)
-        self._begun("submit_store", job, keys, lambda: self._store(job, keys))
+        if Prefix.of(job.req_context).is_outdated:
+            self.store.fail(job.job_id, [], False)
+        else:
+            self._begun("submit_store", job, keys, lambda: self._store(job, keys))
 
     def _store(self, job: Any, keys: list[bytes]) -> None:
         prefix = Prefix.of(job.req_context)
@@ -210,7 +215,12 @@ class KvhoistTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Returns when no transfer uses vLLM's memory; `get_finished_jobs` has the results. vLLM calls it at a reset."""
+        """Returns when no transfer uses vLLM's memory; `get_finished_jobs` has the results. vLLM calls it at a reset.
+
+        It then offers all chunks of running requests again, also of blocks that a sliding window has left to others.
+        """
+        for context in self._contexts.values():
+            Prefix.of(context).is_outdated = True
         self._guarded("drain_jobs", None, self.store.drain)
         if not _HOLDS_PROMOTIONS:
             self._missing_for = self._steps_to_flush
@@ -228,10 +238,12 @@ class KvhoistTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No conditions for a request."""
+        self._contexts[req_context.req_id] = req_context
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Counts a use of the request's chunks, unless vLLM does (0.33 never calls `touch`), and takes its hint."""
+        self._contexts.pop(req_context.req_id, None)
         if not self._touched_by_vllm:
             self._guarded("touch", None, lambda: self._touch_finished(positions(req_context)))
         self._guarded("hint", None, lambda: give_hint(self.store, req_context))

@@ -233,6 +233,22 @@ def test_a_reset_waits_for_what_is_under_way(store_dir):
             engine.forget()
 
 
+def test_what_a_running_request_offers_again_after_a_reset_is_not_stored(store_dir):
+    """Blocks that a sliding window has left to others are among it."""
+    keys = keys_of("a", 4)
+    with Engine([tier_config(store_dir)]) as engine:
+        context = engine.request(keys)
+        engine.put(context, keys[:2])
+        engine.settle()
+        engine.forget()
+        assert engine.put(context, keys)
+        engine.settle()
+        engine.finish(context)
+        assert not engine.tier.counters
+    with Engine([tier_config(store_dir)]) as engine:
+        assert engine.resolve(engine.request(keys), keys) == "HHMM"
+
+
 def test_a_shutdown_lets_go_of_the_memory(store_dir):
     engine = Engine([tier_config(store_dir)], rows=48, cell_bytes=64 << 10)
     keys = stored(engine, "a", 16)

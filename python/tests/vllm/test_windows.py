@@ -1,4 +1,4 @@
-"""Chunks that a sliding window has left in part, under vLLM's own Scheduler: no wrong block is stored."""
+"""Chunks of sliding windows and blocks from before a reset, under vLLM's own Scheduler: no wrong block is stored."""
 
 from __future__ import annotations
 
@@ -51,6 +51,31 @@ def test_a_chunk_is_stored_whose_missing_blocks_no_load_asks_for(store_dir):
         assert engine.store.contains(bytes(request.block_hashes[7]) + bytes(4)) == NEW
         engine.forget()
         assert engine.serve("later", list(range(8 * TOKENS + 3))) == (8 * TOKENS if NEW else 0)
+
+
+def test_nothing_from_before_a_reset_is_stored_after_it(store_dir):
+    """vLLM offers all blocks of a running request again."""
+    with Engine(settings(store_dir)) as engine:
+        engine.add("running", PROMPT, new_tokens=40)
+        engine.step()
+        engine.step()
+        assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "the GPU's own blocks are in use"
+        engine.run()
+        engine.forget()
+        assert engine.serve("new weights", PROMPT) == 0
+        engine.forget()
+        assert engine.serve("later", PROMPT) == 7 * TOKENS
+
+
+def test_requests_that_a_reset_preempts_are_stored(store_dir):
+    with Engine(settings(store_dir)) as engine:
+        engine.add("running", PROMPT, new_tokens=40)
+        engine.step()
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        engine.run()
+        engine.forget()
+        assert engine.serve("later", PROMPT) == 7 * TOKENS
 
 
 @pytest.mark.parametrize(
