@@ -45,12 +45,21 @@ class KvhoistConnector(OffloadingConnector):
         self._failed_blocks: set[int] = set()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's; stores from a sliding window say which blocks of their chunks are gone."""
-        meta, scheduler = super().build_connector_meta(scheduler_output), self.connector_scheduler
+        """As vLLM's, with what it leaves out about stores from a sliding window.
+
+        They say which blocks of their chunks are gone. Those of a finished request begin before another request writes
+        to its blocks, as vLLM has it for other layers.
+        """
+        scheduler = self.connector_scheduler
+        allocated = scheduler._current_batch_allocated_block_ids
+        meta = super().build_connector_meta(scheduler_output)
         each = scheduler.config.blocks_per_chunk
-        if each > 1 and scheduler._sliding_window_groups:
-            for job in meta.store_jobs.values():
-                scheduler.manager.add_blocks(job.dst_spec, scheduler._req_status[job.req_id].group_states, each)
+        for job_id, job in meta.store_jobs.items() if scheduler._sliding_window_groups else ():
+            status = scheduler._req_status[job.req_id]
+            if each > 1:
+                scheduler.manager.add_blocks(job.dst_spec, status.group_states, each)
+            if status.req.is_finished() and not allocated.isdisjoint(job.src_spec.block_ids.tolist()):
+                meta.jobs_to_flush.add(job_id)
         return meta
 
     def reset_cache(self) -> bool | None:

@@ -16,7 +16,16 @@ HAS_WHAT_LOADS_ASK_FOR = hasattr(OffloadingConnectorScheduler, "_reachable_store
 
 
 def check_windows(spec: Any) -> None:
-    """Refuses chunks of several blocks where vLLM may leave some of them out."""
+    """Refuses what has vLLM store wrong chunks of windows: where it may leave blocks out, or offers them too late."""
+    longest = max(group.tokens_per_block for group in spec.config.groups)
+    late = [
+        group.group_id
+        for group in spec.config.groups
+        if getattr(group, "sliding_window_size_in_chunks", None) and group.tokens_per_block < longest
+    ]
+    if late and not spec.offload_prompt_only:
+        expected = f"true: vLLM offers the end of an answer of KV cache groups {late} when its blocks may be others"
+        raise config_error("offload_prompt_only", False, expected)
     groups = _groups_with_holes(spec.blocks_per_chunk) if spec.blocks_per_chunk > 1 else []
     if groups:
         name = "block_size" if "block_size" in spec.extra_config else "blocks_per_chunk"

@@ -58,7 +58,8 @@ class Engine:
         self.worker.register_kv_caches(self.gpu.caches)
         self.scheduler = scheduling.Scheduler(
             self.config, self.gpu.config, Unset(accept_tokens=lambda *_: True, should_advance=lambda *_, **__: False),
-            TOKENS, mm_registry=Unset(supports_multimodal_inputs=lambda *_: False),
+            max(group.kv_cache_spec.block_size for group in self.gpu.config.kv_cache_groups), hash_block_size=TOKENS,
+            mm_registry=Unset(supports_multimodal_inputs=lambda *_: False),
         )  # fmt: skip
         self.store = self.worker.connector_worker.worker._store
         self.ended: dict[str, str] = {}

@@ -80,11 +80,12 @@ class Gpu:
     """The KV cache of a small model: `layers` has a tensor a layer, `packed` has all layers of a block in one piece."""
 
     def __init__(
-        self, layout="layers", layers=4, groups=1, blocks=BLOCKS, heads=2, head_size=64, padding=0, window=0
-    ) -> None:
-        """`window`: tokens of a sliding window of all layers."""
+        self, layout="layers", layers=4, groups=1, blocks=BLOCKS, heads=2, head_size=64, padding=0, window=0,
+        specs=None,
+    ) -> None:  # fmt: skip
+        """`window`: tokens of a sliding window of all layers. `specs`: the groups, whose pages have one size."""
         kind = interface.SlidingWindowSpec if window else interface.FullAttentionSpec
-        specs = [
+        specs = specs or [
             kind(
                 block_size=TOKENS, num_kv_heads=heads, head_size=head_size, dtype=torch.bfloat16,
                 **({"page_size_padded": padding} if padding else {}),
@@ -93,7 +94,7 @@ class Gpu:
             for _ in range(groups)
         ]  # fmt: skip
         self.page = specs[0].page_size_bytes
-        names = [[f"g{group}.l{layer}" for layer in range(layers)] for group in range(groups)]
+        names = [[f"g{group}.l{layer}" for layer in range(layers)] for group in range(len(specs))]
         device = torch.device("cuda") if on_gpu() else torch.device("cpu")
         packed = layout == "packed"
         # Groups of one model share its tensors: layer n of each lies in the n-th.
