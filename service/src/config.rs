@@ -59,8 +59,8 @@ pub struct ServerConfig {
     /// Milliseconds within which a client must read a part of its replies, and a new connection must say hello, before
     /// it is cut off. 1 to 86,400,000.
     pub stall_ms: u64,
-    /// Milliseconds without a connection after which the service ends by itself. `None`: it does not. 1 to
-    /// 86,400,000.
+    /// Milliseconds without a client after which the service ends by itself: without a connection that has attached to
+    /// a space or held a file. `None`: it does not. 1 to 86,400,000.
     pub linger_ms: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! The file whose lock a service holds: one at a socket, one below the first path.
+//! The files whose locks a service holds: one at its socket, one below each path.
 
 use std::{
     fs::{self, File, Metadata, OpenOptions, TryLockError},

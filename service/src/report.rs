@@ -12,11 +12,12 @@ use crate::error::{Error, Result};
 pub struct ServiceReport {
     /// What clients get as well.
     pub status: ServiceStatus,
-    /// The spaces that are open: those to which a client has attached since the service started.
+    /// The spaces that are open, those to which a client has attached since the service started; and those that are not
+    /// served, with the reason in [`Stats::disk_retired`].
     pub spaces: Vec<OpenSpace>,
 }
 
-/// An open space of a service.
+/// A space of a service that is open, or not served.
 #[derive(Debug, Clone)]
 pub struct OpenSpace {
     /// Its name.

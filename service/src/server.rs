@@ -63,7 +63,7 @@ impl Server {
         folders::prepare(&config)?;
         // Held for the life of the service, and released by the kernel however it ends.
         let mut locks = vec![ServiceLock::take(config.socket.with_added_extension("lock"), &config.socket)?];
-        if let Some(path) = config.paths.first() {
+        for path in &config.paths {
             locks.push(ServiceLock::take(path.join("kvhoist-service.lock"), path)?);
         }
         let mut places = Places::of(&config.paths);
@@ -255,7 +255,10 @@ async fn serve(
         tokio::select! { biased;
             // The sender is gone: the server was dropped.
             _ = drained.wait_for(|drained| *drained) => break,
-            Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
+            // Who only asks, or was refused, is no client: others may ask all the time.
+            Some(ended) = sessions.join_next(), if !sessions.is_empty() => if ended.unwrap_or(true) {
+                alone_since = Instant::now();
+            },
             Some(sender) = asked.recv() => drop(sender.send(state.report())),
             accepted = accept() => match accepted {
                 Ok(caller) => {
@@ -287,7 +290,8 @@ async fn serve(
     }
 }
 
-fn let_in(state: &Rc<ServiceState>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
+/// Serves or refuses a connection; the result of its task is whether it was a client's.
+fn let_in(state: &Rc<ServiceState>, (wire, peer): Caller, sessions: &mut JoinSet<bool>) {
     let admitted = peer.and_then(|peer| {
         if state.connections() < state.config.connections_max {
             return Ok(peer);

@@ -198,11 +198,30 @@ impl System for Machine {
     }
 }
 
+/// Removes a folder of a space for good, the file that makes it one last: until then it is known, with the disk of its
+/// stores.
 fn remove_folder(path: &Path) -> Result<()> {
-    match fs::remove_dir_all(path) {
+    let remove = || {
+        for entry in fs::read_dir(path)? {
+            let entry = entry?;
+            match entry.file_type()?.is_dir() {
+                true => fs::remove_dir_all(entry.path())?,
+                false if entry.file_name() != FILE_NAME => fs::remove_file(entry.path())?,
+                false => {}
+            }
+        }
+        sync_folder(path)?;
+        fs::remove_dir_all(path)?;
+        path.parent().map_or(Ok(()), sync_folder)
+    };
+    match remove() {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
         _ => Ok(()),
     }
+}
+
+fn sync_folder(path: &Path) -> io::Result<()> {
+    fs::File::open(path)?.sync_all()
 }
 
 /// Writes a file that is complete or absent after a crash at any moment.
@@ -213,7 +232,7 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     fs::rename(&temporary, path).map_err(failed)?;
     let folder = path.parent().unwrap_or(Path::new("."));
     for folder in [Some(folder), folder.parent()].into_iter().flatten() {
-        fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        sync_folder(folder).map_err(failed)?;
     }
     Ok(())
 }

@@ -96,14 +96,17 @@ struct Session {
     layers: (UnboundedSender<LayerOf>, UnboundedReceiver<LayerOf>),
     /// The handshake is done.
     greeted: bool,
+    /// It has attached to a space, or held a file.
+    is_client: bool,
     /// When the client last read a part of its replies, or had read all.
     taken: Instant,
     /// When the service drained, and every request of the client was answered.
     last_replies: Option<Instant>,
 }
 
-/// Serves a connection until it ends, and unmaps the client's memory before it hangs up.
-pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, wire: Arc<dyn Wire>) {
+/// Serves a connection until it ends, and unmaps the client's memory before it hangs up. True if it was a client's: it
+/// has attached to a space, or held a file.
+pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, wire: Arc<dyn Wire>) -> bool {
     let mut link = Link::new(wire);
     link.receiver.frame_bytes_max = FRAME_BYTES_UNATTACHED;
     link.receiver.count_in(&state.unread);
@@ -121,6 +124,7 @@ pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, w
         pinned: BTreeMap::new(),
         layers: unbounded_channel(),
         greeted: false,
+        is_client: false,
         taken: Instant::now(),
         last_replies: None,
         state,
@@ -130,15 +134,16 @@ pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, w
         Ok(()) => session.run().await,
         Err(end) => end,
     };
-    session.finish(end).await;
+    session.finish(end).await
 }
 
-/// Sends a connection the reason why it is refused.
-pub(super) async fn refuse(state: Rc<ServiceState>, wire: Arc<dyn Wire>, failure: Failure) {
+/// Sends a connection the reason why it is refused. False, as of [`serve`].
+pub(super) async fn refuse(state: Rc<ServiceState>, wire: Arc<dyn Wire>, failure: Failure) -> bool {
     let mut link = Link::new(wire);
     link.sender.push(refusal(&state, failure), None);
     tell(&mut link).await;
     link.hang_up();
+    false
 }
 
 /// The answer to a client that is not admitted: a welcome with the fault, and a goodbye with the reason.
@@ -315,6 +320,7 @@ impl Session {
         let reply = match result {
             Outcome::Reply(reply) => reply,
             Outcome::Attached(Ok(entered)) => {
+                self.is_client = true;
                 let reply = self.enter(entered);
                 let fds: Vec<_> = self.device_end.iter().flat_map(DeviceEnd::descriptors).collect();
                 self.reply_with(id, &reply, fds);
@@ -325,6 +331,7 @@ impl Session {
                 Reply::Failed(failure)
             }
             Outcome::Held(Ok(hold)) => {
+                self.is_client = true;
                 self.reply_with(id, &Reply::Held, Some(hold.memory()));
                 self.held.insert(id, hold);
                 return Ok(());
@@ -346,7 +353,7 @@ impl Session {
     }
 
     /// Sends the reason, unmaps the client's memory, and hangs up.
-    async fn finish(mut self, end: End) {
+    async fn finish(mut self, end: End) -> bool {
         let goodbye = match end {
             End::Gone => None,
             End::Drained => Some(Failure::new(ServiceFault::Draining, "the service is ending; connect again later")),
@@ -384,5 +391,6 @@ impl Session {
         }
         self.device_end.iter().for_each(DeviceEnd::tell);
         self.link.hang_up();
+        self.is_client
     }
 }

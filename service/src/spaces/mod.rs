@@ -74,6 +74,24 @@ enum State {
 struct Entry {
     manifest: SpaceManifest,
     state: State,
+    /// Why its store could not be opened the last time.
+    trouble: Option<Failure>,
+}
+
+impl Entry {
+    fn new(manifest: SpaceManifest, state: State) -> Self {
+        Entry { manifest, state, trouble: None }
+    }
+
+    /// The figures of its cache; of one that is not served, why.
+    fn stats(&self) -> Option<Stats> {
+        let ((State::Refused(failure), _) | (_, Some(failure))) = (&self.state, &self.trouble) else {
+            return Some(self.space()?.cache.stats());
+        };
+        let mut stats = Stats::default();
+        stats.disk_retired = Some(failure.text.clone());
+        Some(stats)
+    }
 }
 
 /// The space that a client wants.
@@ -135,7 +153,7 @@ impl Spaces {
         for (path, folder, manifest) in found {
             let fits = |manifest: &SpaceManifest| disk.take(manifest.of(), manifest.capacity_bytes);
             match manifest.map(|manifest| (fits(&manifest), manifest)) {
-                Ok((Ok(_), manifest)) => drop(entries.insert(folder, Entry { manifest, state: State::Closed })),
+                Ok((Ok(_), manifest)) => drop(entries.insert(folder, Entry::new(manifest, State::Closed))),
                 Ok((Err(failure), manifest)) => {
                     let found = format!(
                         "the space {:?} with {} bytes of disk ({})",
@@ -153,7 +171,7 @@ impl Spaces {
             // What its stores take is nobody else's.
             let bytes = system.store_bytes(&folders(&config, &folder)).min(disk.available(manifest.of()));
             manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
-            entries.insert(folder, Entry { manifest, state: State::Refused(Failure::from(&error)) });
+            entries.insert(folder, Entry::new(manifest, State::Refused(Failure::from(&error))));
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
@@ -228,7 +246,7 @@ impl Spaces {
             }
             None => {
                 manifest.capacity_bytes = self.take_capacity(manifest.of(), capacity_bytes)?;
-                entries.insert(folder, Entry { manifest: manifest.clone(), state: State::Opening(vec![sender]) });
+                entries.insert(folder, Entry::new(manifest.clone(), State::Opening(vec![sender])));
             }
         }
         tokio::task::spawn_local(Rc::clone(self).open(manifest, host_bytes, device, is_new));
@@ -265,13 +283,12 @@ impl Spaces {
         (self.disk.left(), self.host.left())
     }
 
-    /// The spaces that are open.
+    /// The spaces that are open, and those that are not served.
     pub(super) fn opened(&self) -> Vec<OpenSpace> {
         let entries = self.entries.borrow();
         let report = |(folder, entry): (&String, &Entry)| {
-            let cache = &entry.space()?.cache;
             let (namespace, folder) = (entry.manifest.namespace.clone(), folder.clone());
-            Some(OpenSpace { namespace, folder, stats: cache.stats() })
+            Some(OpenSpace { namespace, folder, stats: entry.stats()? })
         };
         entries.iter().filter_map(report).collect()
     }
@@ -289,14 +306,7 @@ impl Spaces {
                 capacity_bytes,
                 host_bytes: space.map_or(0, |space| space.host.bytes()),
                 clients: space.map_or(0, |space| space.clients.get()),
-                stats: match &entry.state {
-                    State::Refused(Failure { text, .. }) => {
-                        let mut stats = Stats::default();
-                        stats.disk_retired = Some(text.clone());
-                        Some(stats)
-                    }
-                    _ => space.map(|space| space.cache.stats()),
-                },
+                stats: entry.stats(),
             }
         };
         self.entries.borrow().iter().map(status).collect()

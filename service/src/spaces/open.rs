@@ -12,6 +12,7 @@ use super::{Space, Spaces, State, host::HostShare, manifest::SpaceManifest, pool
 use crate::{
     error::{Error, Result},
     protocol::{Failure, SpaceDevice},
+    seldom::Seldom,
 };
 
 /// Slots in the host memory of one space.
@@ -44,6 +45,9 @@ impl Spaces {
             Err(_) => State::Closed,
         };
         let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
+        if opened.is_ok() {
+            entry.trouble = None;
+        }
         let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
             unreachable!("only this call ends the opening");
         };
@@ -76,7 +80,12 @@ impl Spaces {
             Ok(cache) => cache,
             Err(error) => {
                 self.host.give_back(manifest.of(), grant.bytes);
-                return Err(Failure::from(&error.with_settings_named(&OF_SPACES)));
+                let is_of_store = matches!(error, Error::Store { .. } | Error::Io { .. });
+                let failure = Failure::from(&error.with_settings_named(&OF_SPACES));
+                if is_of_store {
+                    self.not_opened(manifest, &failure);
+                }
+                return Err(failure);
             }
         };
         let claimed = self.claim_host(manifest.of(), &grant).await;
@@ -108,6 +117,18 @@ impl Spaces {
             device,
             pins,
         }))
+    }
+
+    /// Notes for the operator that a space's store could not be opened.
+    fn not_opened(&self, manifest: &SpaceManifest, failure: &Failure) {
+        static NOT_OPENED: Seldom = Seldom::new();
+        if let Some(others) = NOT_OPENED.turn() {
+            let (space, reason) = (&manifest.namespace, &failure.text);
+            tracing::error!(space, reason, others, "the store of a space could not be opened");
+        }
+        if let Some(entry) = self.entries.borrow_mut().get_mut(&manifest.folder()) {
+            entry.trouble = Some(failure.clone());
+        }
     }
 
     async fn open_cache(

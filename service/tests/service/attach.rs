@@ -3,13 +3,15 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
 use kvhoist::{Config, DirectIo, DiskPath, Error, ServiceFault, Tier, block_on};
 use kvhoist_service::{Client, Server, ServerConfig, SpaceStatus, remove_space};
 
 use crate::{
-    node::{BLOCK_BYTES, options_of, status_of},
+    node::{BLOCK_BYTES, HANG, options_of, status_of},
     pool_client::{POOL_BLOCKS, PoolClient},
 };
 
@@ -170,4 +172,63 @@ fn a_space_that_does_not_fit_any_longer_is_refused_and_the_others_are_served() {
     drop(connect(&socket, "other", 2 * disk(SLOTS), 0).expect("it has what the other had"));
     drop(good);
     end(&server);
+}
+
+#[test]
+fn a_store_that_cannot_be_opened_is_shown_until_it_can_be() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (server, socket) = start(folder.path());
+    drop(connect(&socket, "damaged", disk(SLOTS), 0).expect("made"));
+    let store_of = folder.path().join(space(&socket, "damaged").folder).join("kvhoist.store");
+    end(&server);
+    let whole = fs::read(&store_of).expect("there");
+    fs::write(&store_of, [0xa5; 1 << 16]).expect("written");
+
+    let (server, socket) = start(folder.path());
+    assert_eq!(space(&socket, "damaged").stats, None, "nobody has looked");
+    connect(&socket, "damaged", 0, 0).expect_err("no store");
+    let troubles = || {
+        let report = server.report().expect("it runs").spaces;
+        let told = report.iter().find(|space| space.namespace == "damaged").expect("not forgotten").stats.clone();
+        let shown = space(&socket, "damaged").stats.expect("what is wrong");
+        [told, shown].map(|stats| stats.disk_trouble().map(str::to_owned))
+    };
+    let store = store_of.display().to_string();
+    troubles().iter().for_each(|text| assert!(text.as_ref().is_some_and(|text| text.contains(&store)), "{text:?}"));
+    fs::write(&store_of, whole).expect("put back");
+    connect(&socket, "damaged", 0, 0).expect("as it was");
+    assert_eq!(troubles(), [None, None]);
+    end(&server);
+}
+
+#[test]
+fn a_service_has_all_of_its_paths_to_itself() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let paths = ["one", "two"].map(|name| folder.path().join(name));
+    paths.iter().for_each(|path| fs::create_dir(path).expect("made"));
+    let config = |name: &str, paths: &[PathBuf]| {
+        let mut config = ServerConfig::new(folder.path().join(name));
+        (config.paths, config.capacity_bytes, config.host_bytes) = (paths.to_vec(), 2 * disk(SLOTS), 1 << 20);
+        config
+    };
+    let server = Server::start(config("both", &paths)).expect("a service");
+    let refused = Server::start(config("second", &paths[1..])).expect_err("it is the other's").to_string();
+    assert!(refused.contains("two") && refused.contains("another service's"), "{refused}");
+    end(&server);
+    end(&Server::start(config("second", &paths[1..])).expect("nobody has it"));
+}
+
+#[test]
+fn who_only_asks_keeps_no_service_alive() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut config = ServerConfig::new(folder.path().join("socket"));
+    (config.host_bytes, config.linger_ms) = (1 << 20, Some(1_000));
+    let socket = config.socket.clone();
+    let server = Server::start(config).expect("a service");
+    let begun = Instant::now();
+    while kvhoist_service::status(&socket).is_ok() {
+        assert!(begun.elapsed() < HANG, "nobody but this has come");
+        thread::sleep(Duration::from_millis(20));
+    }
+    server.wait().expect("a good end");
 }
