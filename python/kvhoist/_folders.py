@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 
 from . import _native
@@ -15,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 #: The share of a file system that a new store leaves free.
 FREE_SHARE_MIN = 0.01
+
+#: How long a store may be locked that is about to be opened.
+LOCK_WAIT_S = 1.0
 
 #: Paths that were warned of.
 _warned: set[str] = set()
@@ -64,6 +70,25 @@ def make_store_folder(path: str, directory: str, file_bytes: int) -> None:
             f"{printable(directory)}: found {free} bytes free, expected {file_bytes} for the store and {reserve} to be "
             "left; lower `capacity`, or free space"
         )
+
+
+def refuse_locked(directory: str) -> None:
+    """Raises StoreError where another cache has the store of a folder open. A store that is not there has no lock."""
+    path = os.path.join(directory, "kvhoist.store")
+    give_up = time.monotonic() + LOCK_WAIT_S
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                # That of a process which was just killed goes with the last of its I/O.
+                if time.monotonic() > give_up:
+                    raise StoreError(
+                        f"{printable(path)}: found a lock on it: the store is open in another process, or twice in "
+                        "this one; expected a store that is not open; close the other, or choose another `path`"
+                    ) from None
+                time.sleep(0.005)
 
 
 def make_private_folders(directory: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, Optional
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
@@ -20,10 +20,11 @@ from .._values import config_error, warn_of_keywords
 from ..errors import ClosedError, DeadlineError, RefusedError, UnavailableError
 from ..service.pause import Pause
 from ..service.supervisor import ServiceSupervisor
+from .batch_stats import BatchStats
 from .hits import policy, pool_result, trailing
 from .identity import Identity
 from .pool_service import is_writer, wants_service
-from .pools import Geometry, PoolStore, prefix_parent, split_capacity
+from .pools import PoolStore, prefix_parent, split_capacity
 from .refusals import (
     refuse_adapters_without_keys,
     refuse_replicas,
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 #: SGLang's name of the pool that `register_mem_pool_host` registers.
 KV = "kv"
-
-#: The most batches whose figures are kept for `get_stats`.
-_STATS_BATCHES_MAX = 4096
 
 
 class HiCacheKvhoist(HiCacheStorage):
@@ -80,7 +78,8 @@ class HiCacheKvhoist(HiCacheStorage):
         #: One of the ranks with the same pages of the KV pool stores them.
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
-        self._pages: dict[str, tuple[Any, int]] = {}
+        #: The stores of all registered pools, and those that are open.
+        self._registered: dict[str, PoolStore | UnifiedStore] = {}
         self._stores: dict[str, PoolStore | UnifiedStore] = {}
         self._announced = False
         self._closed = False
@@ -89,79 +88,89 @@ class HiCacheKvhoist(HiCacheStorage):
         failures = Failures(logger, "pages", self._missed)
         self._guarded, self._failed = failures.guarded, failures.failed
         self.counters = failures.counters
-        self._prefetched: deque = deque(maxlen=_STATS_BATCHES_MAX)
-        self._backed_up: deque = deque(maxlen=_STATS_BATCHES_MAX)
+        self._batches = BatchStats()
 
     # Attaching: errors are raised, for the operator.
 
+    @contextmanager
+    def _attaching(self) -> Iterator[None]:
+        """Closes what is open where the attach fails, for the next one. SGLang does not, once its threads run."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Registers SGLang's host pool. Raises if the store cannot be opened."""
-        self.mem_pool_host = mem_pool_host
-        self._add(KV, mem_pool_host)
-        if not hasattr(HiCacheStorage, "on_host_pools_registered"):
-            # Versions before 0.5.23 do not say which pool is the last.
-            self._open_waiting()
+        """Registers SGLang's host pool. Raises if the store cannot be opened.
+
+        SGLang undoes an attach that fails here, and none that fails later. So all is checked here that can be.
+        """
+        with self._attaching():
+            self.mem_pool_host = mem_pool_host
+            store = self._add(KV, mem_pool_host)
+            refuse_unknown_shares(self.config.pool_shares, {KV, *map(str, PoolName)})
+            store.check(self._kv_capacity())
+            if not hasattr(HiCacheStorage, "on_host_pools_registered"):
+                # A version before 0.5.23, which does not say which pool is the last; a group of pools has all of them.
+                for entry in getattr(mem_pool_host, "entries", ()):
+                    self._announced = True
+                    self._add(str(entry.name), entry.host_pool)
+                self._open_waiting()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Registers another host pool of the model (Mamba, SWA, an indexer, a draft), with a store of its own."""
         name = str(host_pool_name)
         self.registered_pools[name] = host_pool
-        if name == KV:
-            # The pool that is registered already, or the one that it wraps.
-            self._add(KV, host_pool)
-            return
-        self._add(name, host_pool)
-        if not self._announced and hasattr(HiCacheStorage, "on_host_pools_registered"):
-            return
-        if name not in self.config.pool_shares:
-            raise config_error(
-                "pool_shares",
-                self.config.pool_shares,
-                f"a share for pool {name!r}, which comes after the others were opened: {{{name!r}: 0.2}}",
-            )
-        self._open_waiting()
+        with self._attaching():
+            self._add(name, host_pool)
+            if name in self._stores or not self._stores:
+                return
+            if name not in self.config.pool_shares:
+                raise config_error(
+                    "pool_shares",
+                    self.config.pool_shares,
+                    f"a share for pool {name!r}, which comes after the others were opened: {{{name!r}: 0.2}}",
+                )
+            self._open_waiting()
 
     def on_host_pools_registered(self) -> None:
         """Opens the stores: the number of pools that share the capacity is known now."""
         self._announced = True
-        self._open_waiting()
+        with self._attaching():
+            self._open_waiting()
 
-    def _add(self, name: str, pool: Any) -> None:
+    def _add(self, name: str, pool: Any) -> PoolStore | UnifiedStore:
         with self._lock:
-            if name not in self._stores:
-                self._pages[name] = (
-                    pool,
-                    int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
-                )
+            if name in self._registered:
+                # KV comes a second time: the same pool, or the one that it wraps.
+                return self._registered[name]
+            tokens = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
+            socket = self._keeper.socket if self._keeper else None
+            identity = self.identity if socket is None else self.identity.shared(name)
+            given = self.config, identity, name, pool, tokens, socket
+            store = UnifiedStore(*given, self._plan(name, pool)) if self._scheme.unified else PoolStore(*given)
+            self._registered[name] = store
+            return store
 
     def _open_waiting(self) -> None:
         """Opens a store for each pool without one."""
         with self._lock:
             if self._closed:
                 raise ClosedError("the backend is closed")
-            # Pools may be registered later, under SGLang's names.
-            refuse_unknown_shares(self.config.pool_shares, {*self._pages, *map(str, PoolName)})
-            waiting = {name: pool for name, pool in self._pages.items() if name not in self._stores}
+            waiting = {name: store for name, store in self._registered.items() if name not in self._stores}
             # The capacity is that of all ranks with the same KV pages: pools that are each rank's have a part for each.
             parts = {name: self.identity.parts(name) for name in waiting}
-            sizes = {
-                name: Geometry.of(pool, tokens).page_bytes * parts[name] for name, (pool, tokens) in waiting.items()
-            }
+            sizes = {name: store.page_bytes * parts[name] for name, store in waiting.items()}
             split = {name: nbytes // parts[name] for name, nbytes in split_capacity(self.config, sizes).items()}
             if not self._announced:
                 # Pools that are registered later have shares in the settings.
                 split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
-            for name, (pool, tokens) in waiting.items():
-                self._stores[name] = self._open(name, pool, tokens, split[name])
-
-    def _open(self, name: str, pool: Any, tokens: int, capacity: int) -> PoolStore | UnifiedStore:
-        socket = self._keeper.socket if self._keeper else None
-        identity = self.identity if socket is None else self.identity.shared(name)
-        given = self.config, identity, name, pool, tokens, capacity, socket
-        store = UnifiedStore(*given, self._plan(name, pool)) if self._scheme.unified else PoolStore(*given)
-        for part in store.parts():
-            part.say(self._writes(name))
-        return store
+            for name, store in waiting.items():
+                store.open(split[name])
+                self._stores[name] = store
+                for part in store.parts():
+                    part.say(self._writes(name))
 
     def _writes(self, name: str) -> bool:
         """Whether this rank stores a pool's pages."""
@@ -179,8 +188,8 @@ class HiCacheKvhoist(HiCacheStorage):
             raise RefusedError("pages: hidden since a clear; restart the server")
         store = self._stores.get(name)
         if store is None:
-            if name not in self._pages:
-                raise LookupError(f"pool {name!r} was never registered; known: {sorted(self._pages)}")
+            if name not in self._registered:
+                raise LookupError(f"pool {name!r} was never registered; known: {sorted(self._registered)}")
             self._open_waiting()
             store = self._stores[name]
         return store
@@ -193,7 +202,8 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Reads pages into the host pool; a result for each."""
-        return self._move(KV, "batch_get_v1", keys, lambda store: store.get(keys, host_indices), self._prefetched)
+        got = self._batches.prefetched
+        return self._move(KV, "batch_get_v1", keys, lambda store: store.get(keys, host_indices), got)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool; a result for each."""
@@ -201,7 +211,7 @@ class HiCacheKvhoist(HiCacheStorage):
             return [True] * len(keys)
         parent = prefix_parent(extra_info)
         return self._move(
-            KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._backed_up
+            KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._batches.backed_up
         )
 
     # v2: pages of all pools
@@ -247,7 +257,7 @@ class HiCacheKvhoist(HiCacheStorage):
                 "batch_get_v2",
                 list(transfer.keys or []),
                 lambda store, t=transfer: store.get(list(t.keys or []), t.host_indices),
-                self._prefetched,
+                self._batches.prefetched,
             )
             for transfer in transfers
         }
@@ -267,7 +277,7 @@ class HiCacheKvhoist(HiCacheStorage):
                 "batch_set_v2",
                 list(transfer.keys or []),
                 lambda store, t=transfer: stored(store, t),
-                self._backed_up,
+                self._batches.backed_up,
             )
             if self._writes(str(transfer.name))
             else [True] * len(transfer.keys or [])
@@ -290,7 +300,7 @@ class HiCacheKvhoist(HiCacheStorage):
             why = f"found {len(targets)} targets, expected a tensor for each of {len(keys)} keys"
             self._failed(method, why, len(keys))
             return [None] * len(keys)
-        done = self._move(KV, method, keys, lambda store: store.get_flat(keys, targets), self._prefetched)
+        done = self._move(KV, method, keys, lambda store: store.get_flat(keys, targets), self._batches.prefetched)
         return [target if there else None for target, there in zip(targets, done)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -308,7 +318,8 @@ class HiCacheKvhoist(HiCacheStorage):
             why = f"found {len(values)} values, expected one for each of {len(keys)} keys"
             self._failed("batch_set", why, len(keys))
             return False
-        return all(self._move(KV, "batch_set", keys, lambda store: store.set_flat(keys, values), self._backed_up))
+        stored = self._batches.backed_up
+        return all(self._move(KV, "batch_set", keys, lambda store: store.set_flat(keys, values), stored))
 
     def exists(self, key: str) -> bool:
         """Whether the page is there."""
@@ -336,21 +347,7 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def get_stats(self) -> Any:
         """Pages and GB/s of each batch since the last call."""
-        return self._guarded("get_stats", None, self._take_stats)
-
-    def _take_stats(self) -> Any:
-        from sglang.srt.observability.metrics_collector import StorageMetrics
-
-        metrics = StorageMetrics()
-        for batches, pages, bandwidth in (
-            (self._prefetched, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
-            (self._backed_up, metrics.backup_pgs, metrics.backup_bandwidth),
-        ):
-            for _ in range(len(batches)):
-                count, gb_per_s = batches.popleft()
-                pages.append(count)
-                bandwidth.append(gb_per_s)
-        return metrics
+        return self._guarded("get_stats", None, self._batches.take)
 
     def stats(self) -> dict:
         """The cache's figures of each pool, and the counts of failures."""
@@ -374,7 +371,7 @@ class HiCacheKvhoist(HiCacheStorage):
         return otherwise if self._pause.is_on() else self._guarded(method, otherwise, run)
 
     def _move(
-        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore | UnifiedStore], list], batches: deque
+        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore | UnifiedStore], list], batches: Any
     ) -> list[bool]:
         if self._pause.is_on():
             self._failed(method, "the service has not answered a moment ago", len(keys))

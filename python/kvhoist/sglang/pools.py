@@ -10,18 +10,19 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Sequence
 
-from .._folders import make_store_folder
+from .._folders import make_store_folder, refuse_locked
 from .._native import Region
 from .._store_settings import StoreSettings
 from .._stores import slug
 from .._values import config_error
 from ..cache import Cache, slot_bytes, slots_on_each, store_bytes
 from ..client import Client
-from ..errors import ClosedError, ConfigError, RefusedError
+from ..errors import ClosedError, ConfigError, RefusedError, UnavailableError
+from ..service.launch import listens
 from .identity import Identity, holds_draft
 from .pool_memory import flat_bytes, huge_page_share, percent, pool_memory
 from .pool_service import connect_pool
-from .refusals import warn_of_small_pages
+from .refusals import refuse_empty_pages, warn_of_small_pages
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +69,15 @@ def _page_indices(page_tokens: int) -> Any:
 
 
 class PoolStore:
-    """The store of one pool of one rank.
+    """The store of one pool of one rank; `open` comes before all that moves pages.
 
     Methods raise; the backend catches. One thread may read while another stores and a third looks keys up.
     """
 
+    cache: Cache | Client
+
     def __init__(
-        self, config: StoreSettings, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int,
+        self, config: StoreSettings, identity: Identity, name: str, pool: Any, page_tokens: int,
         socket: str | None = None,
     ) -> None:  # fmt: skip
         self.name = name
@@ -82,16 +85,32 @@ class PoolStore:
         self.config = config
         self.identity = identity
         self.geometry = Geometry.of(pool, page_tokens)
-        self.capacity = capacity
+        refuse_empty_pages(name, pool, self.geometry.page_bytes)
+        #: Bytes on disk, from `open` on.
+        self.capacity = 0
         #: The socket of the service that has the pages, or `None` where this process has them.
         self.socket = socket
         #: The pool's memory, where it is lent to a service.
         self.regions: list[Region] = []
         self._open_lock = threading.Lock()
         self.directories = self._directories()
-        self.cache: Cache | Client = self._open() if socket is None else connect_pool(self, socket)
 
     # Opening
+
+    def check(self, capacity: int) -> None:
+        """Raises what would keep a store of so many bytes from being opened, where that is known already."""
+        if self.socket is not None:
+            if not listens(self.socket):
+                raise UnavailableError(f"service: found none that listens at {self.socket}, expected one; start it")
+            return
+        self._make_folders(capacity)
+        for directory in self.directories:
+            refuse_locked(directory)
+
+    def open(self, capacity: int) -> None:
+        """Opens the store, or attaches to its space, with so many bytes on disk."""
+        self.capacity = capacity
+        self.cache = self._open() if self.socket is None else connect_pool(self, self.socket)
 
     def namespace(self) -> str:
         """The cache's namespace: readable words, then a digest of everything that the bytes depend on."""
@@ -104,18 +123,22 @@ class PoolStore:
         model, rank, pool, digest = self.namespace().split("/")
         return [os.path.join(path, f"{model}-{digest[:12]}", rank, pool) for path in self.config.path]
 
-    def _open(self) -> Cache:
+    def _make_folders(self, capacity: int) -> None:
+        """Makes the folders of the store. Raises what is wrong with its sizes, or where it has no room."""
         page = self.geometry.page_bytes
         slot = slot_bytes(page)
         try:
-            slots = slots_on_each(self.capacity, len(self.directories), page)
+            slots = slots_on_each(capacity, len(self.directories), page)
         except ConfigError as error:
-            raise config_error("capacity", self.capacity, f"room for pages of pool {self.name!r}: {error}") from None
+            raise config_error("capacity", capacity, f"room for pages of pool {self.name!r}: {error}") from None
         if self.config.host_bytes < slot:
             expected = f"room for one page of {slot} bytes of pool {self.name!r}"
             raise config_error("host_bytes", self.config.host_bytes, expected)
         for path, directory in zip(self.config.path, self.directories):
             make_store_folder(path, directory, store_bytes(slots, page))
+
+    def _open(self) -> Cache:
+        self._make_folders(self.capacity)
         cache = Cache(
             self.directories,
             block_bytes=self.geometry.page_bytes,

@@ -96,6 +96,16 @@ def refuse_memory_saver(args: Any) -> None:
         raise config_error("enable_memory_saver", True, expected)
 
 
+def refuse_empty_pages(name: str, pool: Any, page_bytes: int) -> None:
+    """Refuses pools that only number their pages, whose bytes lie in other pools: which are there cannot be told."""
+    if not page_bytes:
+        expected = (
+            "a pool with bytes: the storage backend does not keep DeepSeek V4, whose pages lie in pools beside this "
+            "one; use KvhoistLinker (SGLang 0.5.23), or no storage backend"
+        )
+        raise config_error("model", f"{type(pool).__name__} for pool {name}, with pages of 0 bytes", expected)
+
+
 def refuse_unknown_shares(shares: Iterable[str], pools: Iterable[str]) -> None:
     """Refuses a share for a pool that does not exist: its part of the capacity would be in no store."""
     known = set(pools)

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -164,7 +165,7 @@ class UnifiedStore:
     """
 
     def __init__(
-        self, config: StoreSettings, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int,
+        self, config: StoreSettings, identity: Identity, name: str, pool: Any, page_tokens: int,
         socket: str | None, planned: Any,
     ) -> None:  # fmt: skip
         from msgspec.structs import asdict
@@ -177,14 +178,21 @@ class UnifiedStore:
         sizes = [sum(chunk.get_page_buffer_meta(numpy.arange(page_tokens))[1]) for chunk in pools]
         self.page_bytes = sum(sizes)
         config = replace(config, host_bytes=config.host_bytes // len(pools))
-        self._chunks: list[ChunkStore] = []
-        try:
-            for chunk, chunk_pool, nbytes in zip(planned.suffixes, pools, sizes):
-                place = f"{name}-{chunk}", chunk_pool, page_tokens, capacity * nbytes // self.page_bytes, socket
-                self._chunks.append(ChunkStore(agreement, chunk, config, identity, *place))
-        except BaseException:
-            self.close()
-            raise
+        self._chunks = [
+            ChunkStore(agreement, chunk, config, identity, f"{name}-{chunk}", chunk_pool, page_tokens, socket)
+            for chunk, chunk_pool in zip(planned.suffixes, pools)
+        ]
+
+    def check(self, capacity: int) -> None:
+        for chunk in self._chunks:
+            chunk.check(capacity * chunk.page_bytes // self.page_bytes)
+
+    def open(self, capacity: int) -> None:
+        with ExitStack() as opened:
+            for chunk in self._chunks:
+                chunk.open(capacity * chunk.page_bytes // self.page_bytes)
+                opened.callback(chunk.close)
+            opened.pop_all()
 
     def parts(self) -> list[PoolStore]:
         """The stores of the chunks."""

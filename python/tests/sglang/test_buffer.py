@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+
 import pytest
 import sgl
 
@@ -67,3 +70,39 @@ def test_the_host_pool_stages_and_the_service_keeps(geometry, store_dir):
         assert fetched(rank, 1000) == len(tokens)
         assert rank.backend.stats()["pools"]["kv"]["tiers"]["disk"]["hits"] == PAGES
         rank.close()
+
+
+def test_a_server_whose_attach_failed_attaches_again(store_dir):
+    """SGLang's tree, as the HTTP call asks it, with requests before and after."""
+    geometry = sgl.MHA_LONG
+    extra = sgl.extra_config(store_dir, prefetch_threshold=geometry.page_tokens)
+    rank = BufferOnly(geometry, dict(extra))
+    tokens = list(range(7000, 7000 + PAGES * geometry.page_tokens))
+    buffers, indices = device_noise(rank.device, 5), rank.slots.alloc(len(tokens))
+    want = rows(buffers, indices)
+    rank.insert(tokens, indices)
+    name = rank.tree.cache_controller.storage_config.model_name
+
+    def attach(**more):
+        return rank.tree.attach_storage_backend("dynamic", json.dumps({**extra, **more}), name)
+
+    assert rank.tree.detach_storage_backend()[0]
+    (store,) = store_dir.rglob("kvhoist.store")
+    with open(store, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ended, said = attach()
+        assert not ended and "lock" in said
+    assert attach() == (True, "Attached HiCache storage backend successfully.")
+    # What fails later leaves SGLang half attached, and nothing of kvhoist's: a detach mends it.
+    assert rank.tree.detach_storage_backend()[0]
+    ended, said = attach(capacity="32MiB")
+    assert not ended and "Failed to attach" in said
+    with open(store, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert attach()[0] is False
+    assert rank.tree.detach_storage_backend()[0] and attach()[0]
+    rank.evict_all()
+    device_noise(rank.device, 6)
+    assert rank.fetch(tokens) == len(tokens)
+    assert same(rows(rank.device.k_buffer + rank.device.v_buffer, rank.places(tokens)), want)
+    rank.close()
