@@ -258,6 +258,14 @@ def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
     assert config.write_policy == "write_through"
 
 
+def test_reads_under_sglang_end_before_its_flush_gives_up():
+    """It waits 10 s for the read of an aborted request; a deadline may take a quarter longer."""
+    extra = {"path": "/a", "capacity": "1GiB"}
+    assert backend_settings(extra, {}).deadline_ms * 1.25 < 10_000
+    assert backend_settings({**extra, "deadline_ms": 20_000}, {}).deadline_ms == 20_000
+    assert backend_settings(extra, {"KVHOIST_DEADLINE_MS": "20000"}).deadline_ms == 20_000
+
+
 @pytest.mark.parametrize("missing", ["path", "capacity"])
 def test_what_must_be_given(missing):
     extra = {"path": "/a", "capacity": "1GiB"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Mapping, NamedTuple
 
 from .._store_settings import StoreSettings
@@ -12,6 +13,10 @@ SGLANG_KEYS = frozenset(
     "backend_name module_path class_name interface_v1 allocator prefetch_threshold prefetch_timeout_base "
     "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys tp_lcm_size file_storage_path".split()
 )
+
+#: A deadline may take a quarter longer, and a flush of SGLang 0.5.23 raises where the read of an aborted request has
+#: not ended after 10 s.
+DEADLINE_MS = 7_000
 
 #: Who has the same keys for the same pages: each rank of one topology, or SGLang's unified coordinates.
 KEY_SCHEMES = ("ranks", "unified")
@@ -31,7 +36,10 @@ def backend_settings(extra_config: Any, environ: Mapping[str, str] | None = None
     key_scheme(extra_config)
     given = _object(extra_config)
     own = SGLANG_KEYS | {"key_scheme", *KeyScheme._fields}
-    return StoreSettings.load({k: v for k, v in given.items() if k not in own}, environ)
+    ours = {k: v for k, v in given.items() if k not in own}
+    if not (os.environ if environ is None else environ).get("KVHOIST_DEADLINE_MS"):
+        ours.setdefault("deadline_ms", DEADLINE_MS)
+    return StoreSettings.load(ours, environ)
 
 
 def key_scheme(extra_config: Any) -> KeyScheme:
