@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 #: SGLang's name of the pool that `register_mem_pool_host` registers.
 KV = "kv"
 
+#: Ranks whose pages a clear has left. They stay hidden while this process lives, also from a later attach.
+_hidden: set[Identity] = set()
+
 
 class HiCacheKvhoist(HiCacheStorage):
     """Pages of SGLang's host pools on NVMe.
@@ -57,6 +60,9 @@ class HiCacheKvhoist(HiCacheStorage):
         self._scheme = agreed(key_scheme(storage_config.extra_config), storage_config, args)
         self._plan = partial(plan, self._scheme, storage_config=storage_config, server_args=args)
         self.identity = Identity.of(storage_config, args, self.config.revision)
+        if self.identity in _hidden:
+            expected = "another one, or a restart: a clear has left the pages of this one"
+            raise config_error("revision", self.config.revision, expected)
         refuse_adapters_without_keys(args)
         warn_of_salts()
         warn_of_copies(storage_config.extra_config)
@@ -73,8 +79,6 @@ class HiCacheKvhoist(HiCacheStorage):
             _figures.serve(self.config.metrics_port, self.identity.number())
         self._lines = _figures.Lines()
         self._pause = Pause()
-        #: Since a clear with a service.
-        self._is_hidden = False
         #: One of the ranks with the same pages of the KV pool stores them.
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
@@ -184,7 +188,7 @@ class HiCacheKvhoist(HiCacheStorage):
         return [part for store in list(self._stores.values()) for part in store.parts()]
 
     def _store(self, name: str) -> PoolStore | UnifiedStore:
-        if self._is_hidden:
+        if self.identity in _hidden:
             raise RefusedError("pages: hidden since a clear; restart the server")
         store = self._stores.get(name)
         if store is None:
@@ -328,22 +332,23 @@ class HiCacheKvhoist(HiCacheStorage):
     # The rest
 
     def clear(self) -> bool:
-        """Forgets every page of this rank, also on disk. Those of a service are others' too: this rank uses none of them
-        then, and stores none, as long as it runs."""
-        if self._keeper is not None:
-            self._is_hidden = True
-            logger.error(
-                "kvhoist: clear: pages of a service are other ranks' and servers' too, and stay, whatever SGLang answers; "
-                "this rank finds and stores none until it is restarted"
-            )
-            return False
+        """Forgets every page of this rank, also on disk. Where they stay, as those of a service, which are others' too,
+        this rank uses none of them, and stores none, as long as it runs."""
 
         def cleared() -> bool:
             for store in list(self._stores.values()):
                 store.clear()
             return True
 
-        return self._guarded("clear", False, cleared)
+        if self._keeper is None and self._guarded("clear", False, cleared):
+            return True
+        _hidden.add(self.identity)
+        logger.error(
+            "kvhoist: clear: pages %s, and stay, whatever SGLang answers; this rank finds and stores none until it is "
+            "restarted",
+            "of a service are other ranks' and servers' too" if self._keeper else "could not be removed",
+        )
+        return False
 
     def get_stats(self) -> Any:
         """Pages and GB/s of each batch since the last call."""

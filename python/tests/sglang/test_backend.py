@@ -286,12 +286,33 @@ def test_after_a_clear_with_a_service_nothing_is_found_or_stored(store_dir, monk
     backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
     indices, keys = pool.alloc(2 * pool.page_size), keys_for(sgl.MHA, 2)
     assert all(backend.batch_set_v1(keys, indices)) and backend.batch_exists(keys) == 2
+    monkeypatch.setattr("kvhoist.sglang.backend._hidden", set())
     monkeypatch.setattr(backend, "_keeper", object())
     assert backend.clear() is False
     assert "whatever SGLang answers" in caplog.text
     assert backend.batch_exists(keys) == 0
     assert not any(backend.batch_get_v1(keys, indices)) and not any(backend.batch_set_v1(keys, indices))
-    monkeypatch.undo()
+    monkeypatch.setattr(backend, "_keeper", None)
+    backend.close()
+    # Attached again in the same process, which may have other weights now, the backend would find them.
+    with pytest.raises(ConfigError, match="^revision: found '', expected another one, or a restart"):
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    again = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, revision="2"))
+    assert again.batch_exists(keys) == 0
+    again.close()
+
+
+def test_pages_that_a_clear_could_not_remove_are_not_found(store_dir, monkeypatch, caplog):
+    pool = filled(sgl.MHA)
+    backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    monkeypatch.setattr("kvhoist.sglang.backend._hidden", set())
+    indices, keys = pool.alloc(2 * pool.page_size), keys_for(sgl.MHA, 2)
+    assert all(backend.batch_set_v1(keys, indices)) and backend.batch_exists(keys) == 2
+    (store,) = store_dir.rglob("kvhoist.store")
+    store.unlink()
+    assert backend.clear() is False
+    assert "could not be removed" in caplog.text
+    assert backend.batch_exists(keys) == 0 and not any(backend.batch_get_v1(keys, indices))
     backend.close()
 
 

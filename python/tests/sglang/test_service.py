@@ -201,12 +201,13 @@ def test_pages_of_every_layout_come_back_through_a_service(store_dir):
             backend.close()
 
 
-def test_pools_that_cannot_be_mapped_are_copied_and_the_log_says_so(store_dir, caplog):
+def test_pools_that_cannot_be_mapped_are_copied_and_the_log_says_so(store_dir, caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="kvhoist")
     with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
         for geometry, layout in ((sgl.MHA, "layer_first"), (sgl.MLA, "page_first_direct"), (sgl.MLA_ODD, "page_first")):
             caplog.clear()
             pool = filled(geometry, layout)
+            monkeypatch.setattr("kvhoist.sglang.backend._hidden", set())
             extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket)
             backend = sgl.backend(geometry, pool, extra)
             assert '"allocator": "shm"' in caplog.text and f"service at {node.socket}" in caplog.text
