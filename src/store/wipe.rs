@@ -45,7 +45,7 @@ impl Store {
             Opened::Store(store) => (Some(store.shape), store.files),
             Opened::Lost { files, .. } => (None, files),
         };
-        files.iter().try_for_each(lock)?;
+        let _locks = files.iter().map(lock).collect::<Result<Vec<_>>>()?;
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         if !confirm(shape.as_ref(), &paths) {
             return Ok(false);
@@ -70,17 +70,24 @@ impl Store {
     }
 }
 
-/// Takes the exclusive lock, which also excludes readers.
-fn lock(file: &ReadOnlyFile) -> Result<()> {
-    match file.file.try_lock() {
-        Ok(()) => Ok(()),
+/// Takes the exclusive lock, which also excludes readers, and returns the descriptor that has it.
+fn lock(file: &ReadOnlyFile) -> Result<File> {
+    let failed = |error| Error::io("lock", &file.path, error);
+    // NFS and CIFS lock exclusively by a descriptor that is open for writing only.
+    let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
+    let writable = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&file.path);
+    let writable = writable.map_err(|error| cannot_open(&file.path, error))?;
+    // The readers' lock of this process would be in the way.
+    file.file.unlock().map_err(failed)?;
+    match writable.try_lock() {
+        Ok(()) => Ok(writable),
         Err(TryLockError::WouldBlock) => Err(close_it(Error::store(
             file.path.clone(),
             "a lock on it: another process is reading the store",
             "a store that is not open",
             String::new(),
         ))),
-        Err(TryLockError::Error(error)) => Err(Error::io("lock", &file.path, error)),
+        Err(TryLockError::Error(error)) => Err(failed(error)),
     }
 }
 
@@ -129,5 +136,25 @@ fn close_it(error: Error) -> Error {
             Error::store(path, found, expected, "close what has it open first (lsof names it)")
         }
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{config::DirectIo, disk::open_read_only};
+
+    #[test]
+    fn the_descriptor_that_has_the_lock_is_open_for_writing() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("store");
+        fs::write(&path, [0; HEAD_BYTES]).expect("written");
+        let file = open_read_only(&path, DirectIo::Prefer, false).expect("open");
+        let locked = lock(&file).expect("nobody else has it");
+        locked.set_len(1).expect("open for writing");
+        let other = File::open(&path).expect("open");
+        assert!(matches!(other.try_lock_shared(), Err(TryLockError::WouldBlock)), "it excludes readers");
+        drop(locked);
+        other.try_lock_shared().expect("the lock was that descriptor's");
     }
 }
