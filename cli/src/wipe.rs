@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, IsTerminal, Write},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use kvhoist::store::{Shape, Store};
@@ -20,7 +20,8 @@ use crate::{
 /// Flags of `kvhoist wipe`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// All directories, files or block devices of one store, in any order.
+    /// All directories, files or block devices of one store, in any order. The same again finishes a wipe that was cut
+    /// off.
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<PathBuf>,
     /// Remove the store without asking.
@@ -50,8 +51,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         )));
     }
     let (mut told, mut shown) = (String::new(), None);
-    let confirm = |shape: Option<&Shape>, paths: &[PathBuf]| {
-        told = describe(shape, paths);
+    let confirm = |shape: Option<&Shape>, paths: &[PathBuf], gone: &[&Path]| {
+        told = describe(shape, paths, gone);
         args.yes || is_meant(&told)
     };
     let wiped = Store::at(&args.paths).wipe(confirm, |done, total| {
@@ -65,8 +66,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-fn describe(shape: Option<&Shape>, paths: &[PathBuf]) -> String {
+fn describe(shape: Option<&Shape>, paths: &[PathBuf], gone: &[&Path]) -> String {
     let paths: Vec<String> = paths.iter().map(|path| shown(path)).collect();
+    let gone: Vec<String> = gone.iter().map(|path| shown(path)).collect();
+    if !gone.is_empty() {
+        return format!("the rest of a store, at {} (gone already: {})", paths.join(", "), gone.join(", "));
+    }
     let what = shape.map_or_else(
         || "a damaged store".to_owned(),
         |shape| {

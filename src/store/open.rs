@@ -82,6 +82,14 @@ pub(super) enum Opened {
 /// # Errors
 /// [`Error::Store`] if they are not the members of one store, or a cache has it open; [`Error::Io`].
 pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
+    open_rest(paths, 0, options)
+}
+
+/// Opens what is left of a store of which so many members are `gone`: [`Opened::Lost`] if any is.
+///
+/// # Errors
+/// As those of [`open`].
+pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Result<Opened> {
     if paths.is_empty() {
         let expected = "the files, directories or devices of one store";
         return Err(Error::argument("paths", "no path", expected));
@@ -114,8 +122,8 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
         }
     }
     members.sort_by_key(|(superblock, _)| superblock.member);
-    check_complete(&members, lost.len())?;
-    if !lost.is_empty() {
+    check_complete(&members, lost.len() + gone)?;
+    if lost.len() + gone > 0 {
         lost.extend(members.into_iter().map(|(_, file)| file));
         return Ok(Opened::Lost { files: lost, faults });
     }
@@ -178,8 +186,8 @@ fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
     damaged.map(|copy| fault(file, SUPERBLOCK_OFFSETS[copy], FaultKind::SuperblockCopy)).collect()
 }
 
-/// Checks that the members, which are sorted, are those of one store, each once, but for so many that are `lost`.
-fn check_complete(members: &[(Superblock, ReadOnlyFile)], lost: usize) -> Result<()> {
+/// Checks that the members, which are sorted, are those of one store, each once, but for so many that are `absent`.
+fn check_complete(members: &[(Superblock, ReadOnlyFile)], absent: usize) -> Result<()> {
     let Some((first, first_file)) = members.first() else { return Ok(()) };
     for (at, (superblock, file)) in members.iter().enumerate() {
         if superblock.uuid != first.uuid {
@@ -190,12 +198,12 @@ fn check_complete(members: &[(Superblock, ReadOnlyFile)], lost: usize) -> Result
             ));
         }
         let is_twice = at > 0 && members[at - 1].0.member == superblock.member;
-        if is_twice || lost == 0 && usize::from(superblock.member) != at {
+        if is_twice || absent == 0 && usize::from(superblock.member) != at {
             let found = format!("member {} of a store of {}", superblock.member, superblock.members);
             return Err(refuse(&file.path, found, format!("member {at}, which is missing or here twice")));
         }
     }
-    let named = members.len() + lost;
+    let named = members.len() + absent;
     if usize::from(first.members) != named {
         let found = format!("a store of {} members", first.members);
         return Err(refuse(&first_file.path, found, format!("one of {named}, as many as paths are named")));

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
-    io,
+    io::{self, Read},
     os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
@@ -14,40 +14,54 @@ use rustix::{
 
 use super::{
     Options, Store,
-    open::{Opened, Shape, open},
+    open::{Opened, Shape, open_rest},
 };
 use crate::{
-    disk::{ReadOnlyFile, cannot_open, format::HEAD_BYTES},
+    config::DirectIo,
+    disk::{
+        ReadOnlyFile, cannot_open,
+        format::{HEAD_BYTES, is_zero},
+        is_missing, open_read_only,
+    },
     error::{Error, Result},
 };
 
 /// Bytes of a device that are zeroed at a time.
 const PART_BYTES: u64 = 1 << 30;
 
+/// Bytes in which all file systems, volumes and partition tables begin; btrfs, for one, leaves the first 64 KiB.
+const FOREIGN_BYTES: u64 = 1 << 20;
+
 impl Store {
     /// Removes the store if `confirm` returns true: deletes its files, or zeros its devices, as an open looks for data
     /// there. Returns whether it did.
     ///
-    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened), and its files and
-    /// devices. Other content of a directory stays. No process can open the store meanwhile. `progress` gets the
-    /// bytes of devices that are zeroed, and those of all: a device that cannot zero itself is written. How the store
-    /// would be read ([`allow_in_use`](Self::allow_in_use) and the rest) does not matter here.
+    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened, or in part gone),
+    /// its files and devices, and those paths that are gone already, as after a wipe that was cut off: they have no
+    /// file, or hold zeros, and stay as they are. Other content of a directory stays. No process can open the store
+    /// meanwhile. `progress` gets the bytes of devices that are zeroed, and those of all: a device that cannot zero
+    /// itself is written. How the store would be read ([`allow_in_use`](Self::allow_in_use) and the rest) does not
+    /// matter here.
     ///
     /// # Errors
-    /// [`Error::Store`] if the paths are not exactly those of one store, or a process has it open; [`Error::Io`], after
-    /// which a part of the store may already be gone: superblocks go last, and until then it can be repeated.
+    /// [`Error::Store`] if the paths are not exactly those of one store, or nothing is left of it, or a process has it
+    /// open; [`Error::Io`], after which a part of the store may already be gone. It can be repeated with the same paths
+    /// until all is gone: superblocks go last.
     pub fn wipe(
         &self,
-        confirm: impl FnOnce(Option<&Shape>, &[PathBuf]) -> bool,
+        confirm: impl FnOnce(Option<&Shape>, &[PathBuf], &[&Path]) -> bool,
         mut progress: impl FnMut(u64, u64),
     ) -> Result<bool> {
-        let (shape, files) = match open(&self.paths(), &Options::default()).map_err(close_it)? {
+        let (gone, rest): (Vec<_>, Vec<_>) = self.paths().into_iter().partition(|path| is_gone(path));
+        // Where nothing is left, the open says what there is.
+        let (gone, rest) = if rest.is_empty() { (rest, gone) } else { (gone, rest) };
+        let (shape, files) = match open_rest(&rest, gone.len(), &Options::default()).map_err(close_it)? {
             Opened::Store(store) => (Some(store.shape), store.files),
             Opened::Lost { files, .. } => (None, files),
         };
         let _locks = files.iter().map(lock).collect::<Result<Vec<_>>>()?;
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
-        if !confirm(shape.as_ref(), &paths) {
+        if !confirm(shape.as_ref(), &paths, &gone) {
             return Ok(false);
         }
         // All, and until the end, before anything is written: they may be part of something else by now.
@@ -68,6 +82,18 @@ impl Store {
         files.iter().filter(|file| !file.device).try_for_each(remove)?;
         Ok(true)
     }
+}
+
+/// Whether nothing is left at a path: no file, or zeros. Anything else is the open's to accept or to refuse.
+fn is_gone(path: &Path) -> bool {
+    if is_missing(path).unwrap_or(false) {
+        return true;
+    }
+    let Ok(file) = open_read_only(path, DirectIo::Prefer, true) else { return false };
+    let mut bytes = Vec::new();
+    // Not by the descriptor that is open already, whose direct I/O wants aligned memory.
+    let read = File::open(&file.path).and_then(|file| file.take(FOREIGN_BYTES).read_to_end(&mut bytes));
+    !file.in_use && read.is_ok() && is_zero(&bytes)
 }
 
 /// Takes the exclusive lock, which also excludes readers, and returns the descriptor that has it.
@@ -142,7 +168,6 @@ fn close_it(error: Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::DirectIo, disk::open_read_only};
 
     #[test]
     fn the_descriptor_that_has_the_lock_is_open_for_writing() {

@@ -9,7 +9,7 @@ mod read_only;
 mod sys;
 
 pub use path::FILE_NAME;
-pub(crate) use path::cannot_open;
+pub(crate) use path::{cannot_open, is_missing};
 pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{

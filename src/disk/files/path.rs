@@ -175,6 +175,15 @@ pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
     Ok(Opened::new(path, file, now.is_block_device(), false))
 }
 
+/// Whether there is no file of `configured` in a directory that exists.
+///
+/// # Errors
+/// As those of an open.
+pub fn is_missing(configured: &Path) -> Result<bool> {
+    let found = fs::symlink_metadata(store_path(configured)?);
+    Ok(found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound))
+}
+
 /// Refuses files that another user could have planted or can change: wrong owner, permissions for group or others, or
 /// several names.
 fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {

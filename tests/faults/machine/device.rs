@@ -4,11 +4,15 @@ use std::{
     fs::{File, OpenOptions},
     io::Read,
     os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
     thread,
     time::Duration,
 };
 
-use kvhoist::{Cache, Error, StorageKind, block_on, store::Store};
+use kvhoist::{
+    Cache, Error, StorageKind, block_on,
+    store::{Shape, Store},
+};
 
 use super::{
     apart::LoopDevice,
@@ -37,13 +41,13 @@ fn a_wiped_device_is_empty_and_a_wipe_that_was_cut_off_can_be_repeated() {
         }
         // Mounted, say, through another node of it: nothing is written.
         let held = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(device.path()).expect("nobody has it");
-        match Store::at([device.path()]).wipe(|_, _| true, |_, _| panic!("it was begun")) {
+        match Store::at([device.path()]).wipe(|_, _, _| true, |_, _| panic!("it was begun")) {
             Err(Error::Store { found, .. }) => assert!(found.contains("a device in use"), "{found}"),
             other => panic!("{other:?}"),
         }
         drop(held);
         let mut told = Vec::new();
-        let wiped = Store::at([device.path()]).wipe(|_, _| true, |done, total| told.push((done, total)));
+        let wiped = Store::at([device.path()]).wipe(|_, _, _| true, |done, total| told.push((done, total)));
         assert!(wiped.expect("a store of its own"));
         assert!(told.last().is_some_and(|(done, total)| *total == 64 << 20 && done + 8192 == *total), "{told:?}");
         bytes.clear();
@@ -55,6 +59,36 @@ fn a_wiped_device_is_empty_and_a_wipe_that_was_cut_off_can_be_repeated() {
         block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 3000))).expect("nothing is in its way");
     assert!(!block_on(common::fetch_verified(&cache, 1)));
     serves(&cache);
+}
+
+#[test]
+fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
+    let dirs = [directory(), directory()];
+    let [Some(a), Some(b)] = dirs.each_ref().map(|dir| device(dir.path())) else { skip!("no loop devices here") };
+    let mut settings = config_at(a.path(), StorageKind::Auto, 512);
+    settings.disk.paths.extend(config_at(b.path(), StorageKind::Auto, 512).disk.paths);
+    serves(&block_on(Cache::open(settings)).expect("open"));
+    let of = |device: &LoopDevice| OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    let (mut head, mut bytes) = (vec![0; 8192], Vec::new());
+    of(&b).read_exact_at(&mut head, 0).expect("its superblocks");
+    let wipe = || {
+        let mut gone_already = Vec::new();
+        let confirm = |_: Option<&Shape>, _: &[PathBuf], gone: &[&Path]| {
+            gone_already.extend(gone.iter().map(|path| path.to_path_buf()));
+            true
+        };
+        Store::at([a.path(), b.path()]).wipe(confirm, |_, _| {}).map(|wiped| (wiped, gone_already))
+    };
+    assert_eq!(wipe().expect("a store"), (true, vec![]));
+    of(&b).write_all_at(&head, 0).expect("as it was before the last write");
+    // A file system that begins behind zeros is nobody's rest.
+    of(&a).write_all_at(b"_BHRfS_M", 65536 + 64).expect("written");
+    assert!(matches!(wipe(), Err(Error::Store { .. })));
+    of(&a).write_all_at(&[0; 8], 65536 + 64).expect("written");
+    assert_eq!(wipe().expect("the rest of it"), (true, vec![a.path().to_owned()]));
+    of(&b).read_to_end(&mut bytes).expect("readable");
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    assert!(matches!(wipe(), Err(Error::Store { .. })), "nothing is left");
 }
 
 #[test]
