@@ -65,6 +65,13 @@ impl Failure {
         Failure { text: text.into(), status: Self::RUN }
     }
 
+    /// Why a service did not start or fully end: what is wrong in flags and settings stays so, all else may pass.
+    pub fn of_service(error: kvhoist::Error) -> Self {
+        use kvhoist::Error::{Argument, Config};
+        let status = if matches!(error, Config { .. } | Argument { .. }) { Self::USAGE } else { Self::RUN };
+        Failure { status, ..error.into() }
+    }
+
     /// Interrupted by the user.
     pub fn interrupted() -> Self {
         Failure { text: "interrupted".into(), status: Self::INTERRUPTED }

@@ -25,12 +25,13 @@ impl Targets {
     /// Writes the file.
     ///
     /// # Errors
-    /// [`Failure::USAGE`] where it cannot be written.
+    /// Where it cannot be written.
     pub fn write(socket: &Path, address: SocketAddr) -> Result<Self, Failure> {
         let path = socket.with_added_extension("targets.json");
         let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
         // Prometheus runs as another user; it holds an address only.
-        OutputFile::create("--http", &path)?.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
+        let file = OutputFile::create("--http", &path).map_err(|failure| Failure::run(failure.to_string()))?;
+        file.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
         Ok(Targets(path))
     }
 }

@@ -32,12 +32,12 @@ use crate::{
     size::parse_bytes,
 };
 
-/// What the exit statuses mean: the first signal is no failure.
+/// What the exit statuses mean: the first signal is no failure, and a service manager starts again after 1 only.
 pub const EXIT_STATUS: &str = "\
 Exit status:
   0    ended by a signal (Ctrl-C, SIGTERM, SIGHUP) or --linger, with all blocks written
-  1    failure
-  2    wrong or missing flag, input or store: correct it and try again
+  1    failure that may pass: a store, path, socket or address that is taken or missing; an I/O error
+  2    wrong or missing flag or setting: correct it and try again
   130  interrupted a second time, without waiting for the blocks";
 
 /// Flags of `kvhoist serve`.
@@ -200,7 +200,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let (socket, paths) = (config.socket.clone(), config.paths.clone());
     // Before the service makes anything.
     let bound = args.http.map(http::bind).transpose()?;
-    let server = Arc::new(Server::start(config)?);
+    let server = Arc::new(Server::start(config).map_err(Failure::of_service)?);
     let source = Arc::new(http::Source::new(Arc::clone(&server), paths.clone()));
     let mut said = format!("kvhoist: listening at {}\n", shown(&socket));
     let mut _targets = None;
@@ -228,7 +228,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     };
     let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
     thread::Builder::new().name("kvhoist-signals".into()).spawn(end).map_err(failed)?;
-    Ok(server.wait()?)
+    server.wait().map_err(Failure::of_service)
 }
 
 /// Notifies systemd, if it asks for it (sd_notify(3)).

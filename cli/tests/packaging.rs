@@ -112,6 +112,24 @@ fn the_unit_is_one_that_systemd_reads() {
 }
 
 #[test]
+fn the_unit_is_started_again_until_it_starts_unless_its_flags_are_wrong() {
+    let unit = read("packaging/systemd/kvhoist.service");
+    let (head, service) = unit.split_once("\n[Service]\n").expect("two parts");
+    for line in
+        ["After=local-fs.target network-online.target", "Wants=network-online.target", "StartLimitIntervalSec=0"]
+    {
+        assert!(head.lines().any(|found| found == line), "{line}");
+    }
+    for line in ["Restart=on-failure", "RestartSec=5"] {
+        assert!(service.lines().any(|found| found == line), "{line}");
+    }
+    let never =
+        format!("\n  {}    wrong or missing flag or setting", part(service, "\nRestartPreventExitStatus=", "\n"));
+    let help = run(Command::new(env!("CARGO_BIN_EXE_kvhoist")).args(["serve", "--help"])).stdout;
+    assert!(text(&help).contains(&never), "{never}: {}", text(&help));
+}
+
+#[test]
 fn a_restart_of_the_unit_leaves_the_folder_that_containers_mount() {
     let unit = read("packaging/systemd/kvhoist.service");
     let folder = part(&unit, "\nRuntimeDirectory=", "\n");

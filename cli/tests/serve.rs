@@ -167,7 +167,7 @@ fn a_killed_service_leaves_a_socket_that_the_next_one_replaces() {
     let (socket, store) = (serving.socket(), serving.store.path().display().to_string());
     let second =
         kvhoist(&["serve", "--socket", &socket, "--path", &store, "--capacity", "2MiB", "--host-bytes", "1MiB"]);
-    assert_eq!(second.status.code(), Some(2));
+    assert_eq!(second.status.code(), Some(1));
     assert!(text(&second.stderr).contains("another service's"), "{}", text(&second.stderr));
     serving.child.kill().expect("killed");
     assert_eq!(serving.child.wait().expect("dead").signal(), Some(9));
@@ -274,7 +274,7 @@ fn wrong_flags_are_said() {
         "--host-bytes",
         "1MiB",
     ]);
-    assert_eq!(taken.status.code(), Some(2));
+    assert_eq!(taken.status.code(), Some(1));
     assert!(text(&taken.stderr).contains("no socket"), "{}", text(&taken.stderr));
     assert_eq!(std::fs::read_to_string(place.path().join("file")).expect("there"), "mine");
 }

@@ -9,6 +9,7 @@ mod host;
 pub mod otlp;
 
 use std::{
+    io::{self, ErrorKind},
     net::{SocketAddr, TcpListener},
     path::PathBuf,
     sync::Arc,
@@ -103,11 +104,13 @@ pub struct Bound {
 /// Takes an address, before the service starts.
 ///
 /// # Errors
-/// [`Failure::USAGE`] where the address cannot be listened at.
+/// Where the address cannot be listened at: [`Failure::USAGE`] if this user may not, another status if it may be free,
+/// or of this machine, later.
 pub fn bind(address: SocketAddr) -> Result<Bound, Failure> {
-    let refused = |error: std::io::Error| {
+    let refused = |error: io::Error| {
         let why = error.kind();
-        Failure::usage(format!("--http {address}: {why}; name an address of this machine and a port that is free"))
+        let text = format!("--http {address}: {why}; name an address of this machine and a port that is free");
+        if why == ErrorKind::PermissionDenied { Failure::usage(text) } else { Failure::run(text) }
     };
     let listener = TcpListener::bind(address).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;

@@ -62,7 +62,7 @@ fn metrics_health_and_a_page_are_served_over_http() {
         "--http",
         &address,
     ]);
-    assert_eq!(taken.status.code(), Some(2));
+    assert_eq!(taken.status.code(), Some(1));
     assert!(text(&taken.stderr).contains("name an address of this machine and a port that is free"));
 
     serving.signal();

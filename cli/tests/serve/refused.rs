@@ -13,14 +13,15 @@ use kvhoist_service::{Client, ClientOptions};
 
 use super::{BLOCK_BYTES, kvhoist, stores, text};
 
-/// Starts a service that must be refused, and returns its one line. Nothing may be left at the socket, and in `path`.
-fn refused(path: &Path, sizes: [&str; 2], more: &[&str]) -> String {
+/// Starts a service that must be refused with this status, and returns its one line. Nothing may be left at the socket,
+/// and in `path`.
+fn refused(status: i32, path: &Path, sizes: [&str; 2], more: &[&str]) -> String {
     let place = tempfile::tempdir().expect("a directory");
     let (socket, path) = (place.path().join("s").display().to_string(), path.display().to_string());
     let flags = ["serve", "--socket", &socket, "--path", &path, "--capacity", sizes[0], "--host-bytes", sizes[1]];
     let output = kvhoist(&[&flags[..], more].concat());
     let said = text(&output.stderr).to_owned();
-    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert_eq!(output.status.code(), Some(status), "{said}");
     assert_eq!(said.lines().filter(|line| line.starts_with("kvhoist: ")).count(), 1, "{said}");
     let left: Vec<_> = fs::read_dir(place.path()).expect("there").map(|entry| entry.expect("one").path()).collect();
     assert!(left.is_empty(), "a refused service leaves {left:?}");
@@ -30,13 +31,13 @@ fn refused(path: &Path, sizes: [&str; 2], more: &[&str]) -> String {
 
 #[test]
 fn a_drive_that_is_not_mounted_is_no_reason_to_fill_the_root() {
-    let said = refused(Path::new("/nonexistent/kv"), ["1GiB", "1MiB"], &[]);
+    let said = refused(1, Path::new("/nonexistent/kv"), ["1GiB", "1MiB"], &[]);
     assert!(said.contains("/nonexistent/kv: found no folder /nonexistent") && said.contains("mount"), "{said}");
     assert!(!Path::new("/nonexistent").exists());
     let store = stores();
     let file = store.path().join("file");
     fs::write(&file, "mine").expect("written");
-    assert!(refused(&file, ["1GiB", "1MiB"], &[]).contains("expected a folder"));
+    assert!(refused(1, &file, ["1GiB", "1MiB"], &[]).contains("expected a folder"));
 }
 
 #[test]
@@ -55,7 +56,7 @@ fn wrong_places_and_sizes_are_said_in_the_words_of_the_command() {
         ),
         (["64MiB", "1MiB"], &["--linger", "0"], "'--linger <SECONDS>': expected 1 to 86400".into()),
     ] {
-        let said = refused(store.path(), sizes, more);
+        let said = refused(2, store.path(), sizes, more);
         assert!(said.contains(&wanted), "{wanted} in {said}");
     }
     let nowhere = place.path().join("no/s").display().to_string();
@@ -64,6 +65,7 @@ fn wrong_places_and_sizes_are_said_in_the_words_of_the_command() {
     let said = text(&output.stderr);
     let wanted = format!("{nowhere}: found no folder {}", place.path().join("no").display());
     assert!(said.contains(&wanted) && !said.contains("os error"), "{said}");
+    assert_eq!(output.status.code(), Some(1), "a folder that may be there later");
     let file = place.path().join("settings");
     for (settings, wanted) in [
         (
@@ -87,12 +89,12 @@ fn wrong_places_and_sizes_are_said_in_the_words_of_the_command() {
 #[test]
 fn more_than_the_machine_has_is_refused_at_the_start() {
     let store = stores();
-    let disk = refused(store.path(), ["900TiB", "1MiB"], &[]);
+    let disk = refused(2, store.path(), ["900TiB", "1MiB"], &[]);
     assert!(disk.contains("--capacity: found 900.0 TiB (989560464998400 bytes), expected "), "{disk}");
     assert!(disk.contains(" at most, which the file systems of the paths have"), "{disk}");
-    let memory = refused(store.path(), ["1GiB", "900TiB"], &[]);
+    let memory = refused(2, store.path(), ["1GiB", "900TiB"], &[]);
     assert!(memory.contains("--host-bytes: found 900.0 TiB (989560464998400 bytes), expected "), "{memory}");
-    let disk = refused(store.path(), ["2PiB", "1MiB"], &[]);
+    let disk = refused(2, store.path(), ["2PiB", "1MiB"], &[]);
     assert!(disk.contains("--capacity: found 2.0 PiB (2251799813685248 bytes), expected "), "{disk}");
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
 }
@@ -102,15 +104,17 @@ fn a_place_for_figures_that_cannot_be_had_is_said_before_the_service_starts() {
     let (store, taken) = (stores(), TcpListener::bind("127.0.0.1:0").expect("bound"));
     let sizes = ["64MiB", "1MiB"];
     for wrong in ["text", "9401", "localhost", "example.com:9401"] {
-        let said = refused(store.path(), sizes, &["--http", wrong]);
+        let said = refused(2, store.path(), sizes, &["--http", wrong]);
         assert!(
             said.contains("--http") && said.contains("expected IP:PORT, such as 127.0.0.1:9401"),
             "{wrong}: {said}"
         );
     }
-    let address = taken.local_addr().expect("an address").to_string();
-    let said = refused(store.path(), sizes, &["--http", &address]);
-    assert!(said.contains("name an address of this machine and a port that is free"), "{said}");
+    // The other is of no machine (RFC 5737), as one that a network has not given yet.
+    for later in [&taken.local_addr().expect("an address").to_string(), "192.0.2.1:9401"] {
+        let said = refused(1, store.path(), sizes, &["--http", later]);
+        assert!(said.contains("name an address of this machine and a port that is free"), "{said}");
+    }
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
 }
 
@@ -121,8 +125,15 @@ fn a_refusal_after_the_locks_were_taken_leaves_none() {
     let (socket, path) = (place.path().join("s").display().to_string(), store.path().display().to_string());
     let output =
         kvhoist(&["serve", "--socket", &socket, "--path", &path, "--capacity", "2MiB", "--host-bytes", "1MiB"]);
-    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     assert!(!place.path().join("s.lock").exists() && !store.path().join("kvhoist-service.lock").exists());
+    // Nor is a file that cannot be written for Prometheus a wrong flag.
+    fs::create_dir(place.path().join("t.targets.json")).expect("made");
+    let (socket, http) = (place.path().join("t").display().to_string(), ["--http", "127.0.0.1:0"]);
+    let flags = ["serve", "--socket", &socket, "--path", &path, "--capacity", "2MiB", "--host-bytes", "1MiB"];
+    let output = kvhoist(&[&flags[..], &http].concat());
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("found a directory"), "{}", text(&output.stderr));
 }
 
 /// The lines of a service's log: a start, a client, an end.
