@@ -24,9 +24,9 @@ fn meminfo(kernel: &Kernel<'_>, name: &str) -> Option<u64> {
     Some(rest.trim_end_matches("kB").trim().parse::<u64>().ok()? << 10)
 }
 
-/// All memory, or the lower limit of a cgroup.
+/// All memory, or the lowest limit of a cgroup.
 pub(crate) fn memory_bytes(kernel: &Kernel<'_>) -> Option<u64> {
-    let (total, limit) = (meminfo(kernel, "MemTotal:"), cgroup(kernel).map(|(_, _, limit)| limit));
+    let (total, limit) = (meminfo(kernel, "MemTotal:"), cgroups(kernel).into_iter().map(|(_, _, limit)| limit));
     total.into_iter().chain(limit).min()
 }
 
@@ -38,7 +38,7 @@ fn memory(kernel: &Kernel<'_>, ranks: u32, wanted: u64) -> Vec<Finding> {
         let fix = format!("{}, or free memory: ps aux --sort=-rss | head", lower_to(free, ranks));
         findings.push(compared("memory", found, wanted, free, &fix));
     }
-    if let Some((name, left, limit)) = cgroup(kernel) {
+    if let Some((name, left, limit)) = cgroups(kernel).into_iter().min_by_key(|(_, left, _)| *left) {
         let found = format!("{} of the limit of {} are left in the cgroup {name}", shown(left), shown(limit));
         let fix = format!(
             "raise it: docker --memory, resources.limits.memory in Kubernetes, MemoryMax= in systemd; or {}",
@@ -61,14 +61,14 @@ fn compared(what: &'static str, found: String, wanted: u64, free: u64, fix: &str
     if wanted > free { Finding::trouble(what, found, fix) } else { Finding::note(what, found) }
 }
 
-/// The cgroup, of this process or above it, with the least memory left: name, bytes left, limit.
-fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
-    let memberships = kernel.read("proc/self/cgroup")?;
-    let mut tightest: Option<(String, u64, u64)> = None;
+/// The cgroups, of this process and above it, that limit memory: name, bytes left, limit.
+fn cgroups(kernel: &Kernel<'_>) -> Vec<(String, u64, u64)> {
+    let memberships = kernel.read("proc/self/cgroup").unwrap_or_default();
+    let mut limited = Vec::new();
     for line in memberships.lines() {
         // `0::/a/b` in version 2, `7:memory:/a/b` in version 1.
         let mut parts = line.splitn(3, ':').skip(1);
-        let (controllers, path) = (parts.next()?, parts.next()?);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
         let (folder, limit_file, used_file) = match controllers {
             "" => ("sys/fs/cgroup", "memory.max", "memory.current"),
             list if list.split(',').any(|name| name == "memory") => {
@@ -83,16 +83,13 @@ fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
             let used = used.saturating_sub(cached(kernel, &format!("{folder}{at}/memory.stat")));
             // Version 1 represents "no limit" by the largest number of pages.
             if let Some(limit) = limit.filter(|&limit| limit < 1 << 60) {
-                let left = limit.saturating_sub(used);
-                if tightest.as_ref().is_none_or(|(_, least, _)| left < *least) {
-                    tightest = Some((if at.is_empty() { "/".into() } else { at.into() }, left, limit));
-                }
+                limited.push((if at.is_empty() { "/".into() } else { at.into() }, limit.saturating_sub(used), limit));
             }
             let Some((parent, _)) = at.rsplit_once('/') else { break };
             at = parent;
         }
     }
-    tightest
+    limited
 }
 
 /// Bytes that a cgroup uses for files and gives up for other use.

@@ -82,6 +82,12 @@ fn the_tightest_cgroup_above_the_process_counts() {
         let files = [&files[..], &[("sys/fs/cgroup/pods/memory.stat", stat)]].concat();
         assert_eq!(troubles(&plan(2, 1 << 30), &files), [], "{stat}");
     }
+    // The lowest limit may be of another than the one with the least left.
+    let full = [(deep, "1610612736"), ("sys/fs/cgroup/pods/memory.current", "2147483648")];
+    let root = machine(&[&files[..], &full].concat());
+    assert_eq!(limits::memory_bytes(&Kernel { root: root.path() }), Some(1_610_612_736));
+    let found = troubles(&plan(1, 1 << 30), &[&files[..], &full].concat());
+    assert!(found.len() == 1 && found[0].1.contains("0 bytes of the limit of 2.0 GiB"), "{found:?}");
     let old =
         [("proc/self/cgroup", "4:cpu:/x\n3:memory,misc:/x"), ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "4096")];
     assert_eq!(troubles(&plan(1, 1 << 30), &old).len(), 1);
