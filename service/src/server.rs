@@ -1,6 +1,7 @@
 //! The service: a thread that listens and admits clients.
 
 use std::{
+    collections::BTreeSet,
     fs,
     future::pending,
     io,
@@ -38,6 +39,9 @@ use super::{
 };
 use crate::error::{Error, Result, ServiceFault};
 
+/// Who has asked whether a service is there finds it for this long, or a tenth of the time that it lingers.
+const GRACE_MAX: Duration = Duration::from_secs(10);
+
 /// The pause after a connection for which the system has no descriptor.
 const NO_DESCRIPTOR: Duration = Duration::from_millis(100);
 
@@ -63,7 +67,8 @@ impl Server {
         folders::prepare(&config)?;
         // Held for the life of the service, and released by the kernel however it ends.
         let mut locks = vec![ServiceLock::take(config.socket.with_added_extension("lock"), &config.socket)?];
-        for path in &config.paths {
+        // In one order: of two services that start with the same paths one has them.
+        for path in config.paths.iter().collect::<BTreeSet<_>>() {
             locks.push(ServiceLock::take(path.join("kvhoist-service.lock"), path)?);
         }
         let mut places = Places::of(&config.paths);
@@ -255,10 +260,13 @@ async fn serve(
         tokio::select! { biased;
             // The sender is gone: the server was dropped.
             _ = drained.wait_for(|drained| *drained) => break,
-            // Who only asks, or was refused, is no client: others may ask all the time.
-            Some(ended) = sessions.join_next(), if !sessions.is_empty() => if ended.unwrap_or(true) {
-                alone_since = Instant::now();
-            },
+            Some(ended) = sessions.join_next(), if !sessions.is_empty() => {
+                // Who only asks, or was refused, may do so all the time. It has time to attach.
+                let linger = linger.unwrap_or_default();
+                let grace = if ended.unwrap_or(true) { linger } else { GRACE_MAX.min(linger / 10) };
+                let since = Instant::now().checked_sub(linger - grace);
+                alone_since = since.map_or(alone_since, |since| since.max(alone_since));
+            }
             Some(sender) = asked.recv() => drop(sender.send(state.report())),
             accepted = accept() => match accepted {
                 Ok(caller) => {

@@ -202,22 +202,25 @@ impl System for Machine {
 /// stores.
 fn remove_folder(path: &Path) -> Result<()> {
     let remove = || {
-        for entry in fs::read_dir(path)? {
+        let folder = match fs::read_dir(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            folder => folder?,
+        };
+        for entry in folder {
             let entry = entry?;
-            match entry.file_type()?.is_dir() {
-                true => fs::remove_dir_all(entry.path())?,
-                false if entry.file_name() != FILE_NAME => fs::remove_file(entry.path())?,
-                false => {}
-            }
+            let removed = match entry.file_type()?.is_dir() {
+                true => fs::remove_dir_all(entry.path()),
+                false if entry.file_name() != FILE_NAME => fs::remove_file(entry.path()),
+                false => Ok(()),
+            };
+            // Another may remove them too.
+            removed.or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
         }
         sync_folder(path)?;
         fs::remove_dir_all(path)?;
         path.parent().map_or(Ok(()), sync_folder)
     };
-    match remove() {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
-        _ => Ok(()),
-    }
+    remove().map_err(|error| Error::io("remove", path, error))
 }
 
 fn sync_folder(path: &Path) -> io::Result<()> {
