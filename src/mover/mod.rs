@@ -301,7 +301,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn answer_all(self: &Rc<Self>, (answers, next): FlightEnd) {
         self.answer(answers);
         if let Some(write) = next {
-            self.spawn(Rc::clone(self).write(write));
+            self.spawn(Rc::clone(self).write(*write));
         }
     }
 

@@ -81,7 +81,7 @@ impl DeferredWork for MatchedRead {
         // First: nothing of a waiter's may come between a write and the reactor.
         if let Some(write) = next {
             // Where the reactor is gone, the write's flight ended with it.
-            drop(self.ends.urgent.send(Urgent::Write(write)));
+            drop(self.ends.urgent.send(Urgent::Write(*write)));
         }
         for (waiter, answer) in answers {
             drop(waiter.send(answer));

@@ -32,8 +32,9 @@ pub(crate) enum BegunStore {
     NoSlot,
 }
 
-/// The end of a flight: the answers to its waiters, sent after the lock is released, and the write that follows.
-pub(crate) type FlightEnd = (Few<(oneshot::Sender<Outcome>, Outcome)>, Option<PendingWrite>);
+/// The end of a flight: the answers to its waiters, sent after the lock is released, and the write that follows. Boxed:
+/// every read would move it.
+pub(crate) type FlightEnd = (Few<(oneshot::Sender<Outcome>, Outcome)>, Option<Box<PendingWrite>>);
 
 impl Shared {
     /// Begins a store: as [`store_known`](Locked::store_known), and with a slot for a block whose bytes are needed.
@@ -368,7 +369,7 @@ impl Locked<'_> {
             } else if let Some(pin) = self.pin_source(id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
                 let started = self.flights.begin((key, Tier::Disk), id, class, next, true);
-                return (answers, Some(self.pending_write(key, pin, started, class)));
+                return (answers, Some(Box::new(self.pending_write(key, pin, started, class))));
             } else if let (Tier::Host, Some(error)) = (tier, failed) {
                 // It did not arrive in host memory, from which it would be written.
                 self.count(&self.shared().metrics.writes_refused, 1);
