@@ -11,6 +11,7 @@ from .._values import config_error
 from .long_rope import has_long_rope
 from .prefix import Prefix
 from .spec import TAKES_FAILED_REQUESTS, engine_weights, reports_failures
+from .windows import windows_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class KvhoistConnector(OffloadingConnector):
         finally:
             reports_failures.reset(told)
             engine_weights.reset(named)
+        self._windows = windows_of(kv_cache_config)
         #: The request of each load under way.
         self._requests: dict[int, str] = {}
         #: Failed loads to report: requests, or blocks where vLLM does not take requests.
@@ -45,28 +47,21 @@ class KvhoistConnector(OffloadingConnector):
         self._failed_blocks: set[int] = set()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's, with what it leaves out about stores from a sliding window.
-
-        They say which blocks of their chunks are gone. Those of a finished request begin before another request writes
-        to its blocks, as vLLM has it for other layers.
-        """
+        """As vLLM's. Stores from a sliding window say which blocks of their chunks are gone."""
         scheduler = self.connector_scheduler
-        allocated = scheduler._current_batch_allocated_block_ids
         meta = super().build_connector_meta(scheduler_output)
         each = scheduler.config.blocks_per_chunk
-        for job_id, job in meta.store_jobs.items() if scheduler._sliding_window_groups else ():
-            status = scheduler._req_status[job.req_id]
-            if each > 1:
-                scheduler.manager.add_blocks(job.dst_spec, status.group_states, each)
-            if status.req.is_finished() and not allocated.isdisjoint(job.src_spec.block_ids.tolist()):
-                meta.jobs_to_flush.add(job_id)
+        for job in meta.store_jobs.values() if each > 1 and scheduler._sliding_window_groups else ():
+            states = scheduler._req_status[job.req_id].group_states
+            scheduler.manager.add_blocks(job.dst_spec, states, each, self._windows)
         return meta
 
     def reset_cache(self) -> bool | None:
         """Hides all chunks. Of requests with blocks from before nothing is stored: the weights may change, and vLLM
         would offer these blocks again, also those that a sliding window has left to others."""
         for status in self.connector_scheduler._req_status.values():
-            Prefix.of(status.req_context).is_outdated = status.req.num_computed_tokens > 0
+            # For good: what it computes again may find blocks of before on the GPU.
+            Prefix.of(status.req_context).is_outdated |= status.req.num_computed_tokens > 0
         return super().reset_cache()
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:

@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from vllm.v1.kv_offload.base import (
 )
 
 from .._values import config_error
-from .device_chunks import DeviceChunks, Group, Page
+from .device_chunks import ABSENT, DeviceChunks, Group, Page
 from .device_settings import DeviceSettings, vllm_settings
 from .figures import Figures, metric_definitions
 from .hints import give_hint
 from .prefix import Prefix, positions
 from .tier import VERSION, place_of
+from .windows import refuse_late_ends
 from .worker import Keys, KvhoistWorker, Opened
 
 try:
@@ -93,6 +95,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
                 "1: this version of vLLM cannot compute a request of a model with several KV cache groups again after "
                 "a failed load; use vLLM 0.33, or TieringOffloadingSpec with KvhoistTier",
             )  # fmt: skip
+        refuse_late_ends(self)
         self.settings = vllm_settings(self.extra_config)
         self._weights = engine_weights.get()
 
@@ -187,15 +190,22 @@ class KvhoistManager(OffloadingManager):
     def _name(self, key: bytes) -> bytes:
         return self._salt + key
 
-    def add_blocks(self, keys: Keys, groups: Collection[Any], blocks_per_chunk: int) -> None:
-        """Adds the blocks of a store's chunks. `groups` have vLLM's keys and blocks of the request."""
-        names, each = set(keys.names), blocks_per_chunk
-        keys.blocks = {
-            name: group.block_ids[at * each : (at + 1) * each]
-            for group in groups
-            for at, key in enumerate(group.offload_keys)
-            if (name := self._name(key)) in names
-        }
+    def add_blocks(self, keys: Keys, groups: Collection[Any], blocks_per_chunk: int, whole: set[bytes]) -> None:
+        """Adds the blocks of a store's chunks. `groups` have vLLM's keys and blocks of the request; `whole` are the ends
+        of the keys whose chunks need all of them."""
+        each = blocks_per_chunk
+        for group in groups:
+            end = group.offload_keys[0][-4:] if group.offload_keys else b""
+            names, gone = {name for name in keys.names if name[-4:] == end}, 0 if end in whole else ABSENT
+            # The job's are mostly the last that vLLM has begun to store; a prompt has thousands.
+            begun, all_ = group.next_stored_chunk_idx, len(group.offload_keys)
+            for at in chain(range(min(begun, all_) - 1, -1, -1), range(begun, all_)) if names else ():
+                name = self._name(group.offload_keys[at])
+                if name in names:
+                    keys.blocks[name] = [block or gone for block in group.block_ids[at * each : (at + 1) * each]]
+                    names.remove(name)
+                if not names:
+                    break
 
     def _keys(self, keys: list[bytes], parents: Mapping[bytes, bytes | None] | None = None) -> Keys:
         return Keys([self._name(key) for key in keys], self._opened.resets, parents)

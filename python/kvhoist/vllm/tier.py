@@ -49,7 +49,7 @@ from .hints import give_hint  # noqa: E402
 from .long_rope import is_without_long_rope  # noqa: E402
 from .prefix import Prefix, positions  # noqa: E402
 from .shared_chunks import SharedChunkStore  # noqa: E402
-from .windows import check_windows  # noqa: E402
+from .windows import refuse_holes, refuse_late_ends  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ class KvhoistTier(SecondaryTierManager):
         if not _HOLDS_PROMOTIONS and not getattr(offloading_spec, "offload_prompt_only", True):
             expected = "true: before 0.33 vLLM offloads the last token of an answer, whose KV it has not computed"
             raise config_error("offload_prompt_only", False, expected)
-        check_windows(offloading_spec)
+        refuse_late_ends(offloading_spec)
+        refuse_holes(offloading_spec)
         self.locality = None if locality is None else Locality(locality)
         self.config = tier_settings(_own(settings, offloading_spec))
         rows, row_bytes = primary_kv_view.shape  # pyright: ignore[reportGeneralTypeIssues]

@@ -11,44 +11,74 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from .._values import config_error
 
-#: Whether the chunks that vLLM stores have all blocks that a load may ask for. Before 0.33 they surely have their last.
-HAS_WHAT_LOADS_ASK_FOR = hasattr(OffloadingConnectorScheduler, "_reachable_store_block_mask")
+#: Whether vLLM offloads chunks of recurrent states whole.
+_HAS_WHOLE_STATES = hasattr(OffloadingConnectorScheduler, "_reachable_store_block_mask")
 
 
-def check_windows(spec: Any) -> None:
-    """Refuses what has vLLM store wrong chunks of windows: where it may leave blocks out, or offers them too late."""
+def refuse_late_ends(spec: Any) -> None:
+    """Refuses to have vLLM offload answers where it offers their end when its blocks may be another request's."""
+    cache = getattr(_of_the_engine("vllm_config", "cache_config"), "cache_config", None)
+    if spec.offload_prompt_only or getattr(cache, "prefix_cache_retention_interval", 0) is not None:
+        return
     longest = max(group.tokens_per_block for group in spec.config.groups)
     late = [
         group.group_id
         for group in spec.config.groups
         if getattr(group, "sliding_window_size_in_chunks", None) and group.tokens_per_block < longest
     ]
-    if late and not spec.offload_prompt_only:
-        expected = f"true: vLLM offers the end of an answer of KV cache groups {late} when its blocks may be others"
+    if late:
+        expected = (
+            f"true, or a prefix_cache_retention_interval: vLLM offers the end of an answer of KV cache groups {late} "
+            "when its blocks may be others"
+        )
         raise config_error("offload_prompt_only", False, expected)
-    groups = _groups_with_holes(spec.blocks_per_chunk) if spec.blocks_per_chunk > 1 else []
+
+
+def refuse_holes(spec: Any) -> None:
+    """Refuses chunks of several blocks beside groups of which blocks may be missing: a tier cannot know which."""
+    groups = _groups_with_holes(spec) if spec.blocks_per_chunk > 1 else []
     if groups:
         name = "block_size" if "block_size" in spec.extra_config else "blocks_per_chunk"
-        expected = "not more than the window" if HAS_WHAT_LOADS_ASK_FOR else "chunks of one block, or vLLM 0.33"
         raise config_error(
             name, f"{spec.extra_config.get(name)} with a sliding window, or a state, in KV cache groups {groups}",
-            f"{expected}: this version of vLLM offloads chunks of these groups with blocks missing",
+            "chunks of one block: vLLM offloads chunks of these groups with blocks missing; or KvhoistConnector, which "
+            "leaves them out",
         )  # fmt: skip
 
 
-def _groups_with_holes(blocks_per_chunk: int) -> list[int]:
-    """Those of the engine that is being made. vLLM shows a tier no windows, so they are taken from its caller."""
+def windows_of(kv_cache_config: Any) -> set[bytes]:
+    """What the keys of those groups end with of which a load may ask for any block of a chunk, and vLLM frees some. Of
+    a recurrent state it asks for the last one."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    return {at.to_bytes(4, "big") for at, group in enumerate(groups) if _is_window(group.kv_cache_spec)}
+
+
+def _of_the_engine(name: str, has: str) -> Any:
+    """A configuration of the engine that is being made. vLLM shows it to no tier and no spec; its callers have it."""
     frame: Any = sys._getframe()
-    while frame is not None and not hasattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups"):
+    while frame is not None and not hasattr(frame.f_locals.get(name), has):
         frame = frame.f_back
-    groups = [] if frame is None else frame.f_locals["kv_cache_config"].kv_cache_groups
-    return [at for at, group in enumerate(groups) if _has_holes(group.kv_cache_spec, blocks_per_chunk)]
+    return None if frame is None else frame.f_locals[name]
 
 
-def _has_holes(spec: Any, blocks_per_chunk: int) -> bool:
+def _groups_with_holes(spec: Any) -> list[int]:
+    config = _of_the_engine("kv_cache_config", "kv_cache_groups")
+    groups = [] if config is None else config.kv_cache_groups
+    # Before 0.33 every group was offloaded.
+    offloaded = {getattr(group, "group_id", at) for at, group in enumerate(spec.config.groups)}
+    has_holes = _is_window if _HAS_WHOLE_STATES else _is_freed
+    return [at for at, group in enumerate(groups) if at in offloaded and has_holes(group.kv_cache_spec)]
+
+
+def _is_freed(spec: Any) -> bool:
+    return not isinstance(_one_of(spec), FullAttentionSpec)
+
+
+def _is_window(spec: Any) -> bool:
+    one = _one_of(spec)
+    return _is_freed(one) and bool(getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None))
+
+
+def _one_of(spec: Any) -> Any:
     # A group of layers of several sizes has a specification for each.
-    spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
-    if isinstance(spec, FullAttentionSpec):
-        return False
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
-    return not HAS_WHAT_LOADS_ASK_FOR or 0 < window < blocks_per_chunk * spec.block_size
+    return next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))

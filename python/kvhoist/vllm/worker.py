@@ -12,8 +12,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, LookupResul
 
 from .._guard import Failures
 from .._misses import Misses
-from .device_chunks import ABSENT, DeviceChunks, Part
-from .windows import HAS_WHAT_LOADS_ASK_FOR
+from .device_chunks import DeviceChunks, Part
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,9 @@ class Keys(LoadStoreSpec):
         self.names = names
         #: For the first chunk of each group: the chunk before it in the prefix.
         self.parents = parents or {}
-        #: For a store from a sliding window: the blocks of each chunk, 0 for one that is gone.
-        self.blocks: Mapping[bytes, list[int]] = {}
+        #: For a store beside sliding windows or states: the blocks of each chunk, 0 for one that is gone, `ABSENT` for
+        #: one that no load asks for.
+        self.blocks: dict[bytes, list[int]] = {}
 
 
 class Opened:
@@ -131,11 +131,10 @@ class KvhoistWorker(OffloadingWorker):
             chunks = names.pop(group, [])
             each = self._store.groups[group].blocks_per_chunk
             skip = int(index) % each
-            if keys.blocks and (skip + count < len(chunks) * each or skip and not HAS_WHAT_LOADS_ASK_FOR):
-                # vLLM leaves out blocks that are gone, and does not say which.
-                if not HAS_WHAT_LOADS_ASK_FOR:
-                    chunks = [name for name in chunks if 0 not in keys.blocks[name]]
-                ids, skip = [block or ABSENT for name in chunks for block in keys.blocks[name]], 0
+            if keys.blocks and (skip or count < len(chunks) * each):
+                # vLLM leaves out blocks that are gone, and does not say which. Another request may load them.
+                chunks = [name for name in chunks if 0 not in keys.blocks[name]]
+                ids, skip = [block for name in chunks for block in keys.blocks[name]], 0
             if chunks or len(ids):
                 parts.append(Part(group, chunks, ids, skip, keys.parents.get(chunks[0]) if chunks else None))
         if names or start != len(blocks.block_ids):

@@ -61,9 +61,11 @@ def vllm_config(
             distributed_executor_backend="uni", nnodes_within_dp=1,
         ),
         cache_config=SimpleNamespace(
-            prefix_cache_retention_interval=None, enable_prefix_caching=True, block_size=TOKENS,
+            enable_prefix_caching=True, block_size=TOKENS,
             kv_cache_layout="LBHNC", hash_block_size=None, mamba_cache_mode="none",
-            prefix_match_unit=None, **{"cache_dtype": "auto", **(cache or {})},
+            prefix_match_unit=None,
+            # vLLM's default. `None` keeps what a window needs at every boundary.
+            **{"cache_dtype": "auto", "prefix_cache_retention_interval": 0, **(cache or {})},
         ),
         model_config=SimpleNamespace(
             use_mla=False, model="meta/tiny", get_total_num_kv_heads=lambda: 2,

@@ -72,7 +72,7 @@ class Served:
         )
         caches = made(interface.KVCacheConfig, num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[group])
         config = SimpleNamespace(
-            cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+            cache_config=SimpleNamespace(prefix_cache_retention_interval=0, enable_prefix_caching=True),
             parallel_config=SimpleNamespace(world_size=len(engine.views), decode_context_parallel_size=1),
             speculative_config=None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import vtier
@@ -15,8 +16,11 @@ import torch  # noqa: E402
 from vengine import NEW, Engine  # noqa: E402
 from vgpu import TOKENS, Gpu, connectors, interface, settings, vllm_config  # noqa: E402
 
+import kvhoist.vllm  # noqa: E402
 from kvhoist import ConfigError  # noqa: E402
-from kvhoist.vllm.device_chunks import Part, chunk_keys  # noqa: E402
+from kvhoist.vllm.device_chunks import ABSENT, chunk_keys  # noqa: E402
+from kvhoist.vllm.spec import KvhoistManager  # noqa: E402
+from kvhoist.vllm.worker import Keys  # noqa: E402
 
 PROMPT = list(range(1000, 1000 + 7 * TOKENS + 5))
 
@@ -38,8 +42,8 @@ def test_a_chunk_that_a_window_has_left_in_part_is_not_served(store_dir):
         assert engine.serve("later", PROMPT) == 6 * TOKENS
 
 
-def test_a_chunk_is_stored_whose_missing_blocks_no_load_asks_for(store_dir):
-    """0.33 offloads it. 0.28 does not know which blocks a load asks for, so there nothing of it is stored."""
+def test_a_chunk_with_missing_blocks_is_not_stored(store_dir):
+    """Its own request would not load them. Another one may, whose prompt ends elsewhere."""
     gpu = Gpu(window=2 * TOKENS, blocks=11)
     with Engine(settings(store_dir, blocks_per_chunk=8), gpu, max_num_batched_tokens=6 * TOKENS) as engine:
         request = engine.add("first", list(range(11 * TOKENS)))
@@ -49,9 +53,9 @@ def test_a_chunk_is_stored_whose_missing_blocks_no_load_asks_for(store_dir):
         (state,) = engine.scheduler.connector.connector_scheduler._req_status["first"].group_states
         assert [n for n, block in enumerate(state.block_ids[:8]) if not block] == [2, 3]
         engine.run()
-        assert engine.store.contains(bytes(request.block_hashes[7]) + bytes(4)) == NEW
+        assert not engine.store.contains(bytes(request.block_hashes[7]) + bytes(4))
         engine.forget()
-        assert engine.serve("later", list(range(8 * TOKENS + 3))) == (8 * TOKENS if NEW else 0)
+        assert engine.serve("later", list(range(8 * TOKENS + 3))) == 0
 
 
 def spec_of(kind, block_tokens: int, heads: int, **more):
@@ -64,41 +68,24 @@ def hybrid_specs() -> list:
     return [full, spec_of(interface.SlidingWindowSpec, TOKENS, 4, sliding_window=2 * TOKENS)]
 
 
-class Hybrid(Engine):
-    """An engine with these groups."""
-
-    def names_of(self, request, group: int) -> list[bytes]:
-        each = (4, 1)[group]
-        return [bytes(name) + group.to_bytes(4, "big") for name in request.block_hashes[each - 1 :: each]]
-
-    def _compute(self, request, count: int) -> None:
-        end = request.num_computed_tokens
-        for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
-            names, size = self.names_of(request, group), (4, 1)[group] * TOKENS
-            for at in range((end - count) // size, -(-end // size)):
-                if blocks[at]:
-                    self.gpu.fill(blocks[at], names[at] if at < len(names) else b"not whole yet")
-
-
 @pytest.mark.skipif(not NEW, reason="before 0.33 such a model is refused")
-def test_the_end_of_an_answer_is_stored_before_its_blocks_are_others(store_dir):
-    """vLLM offers it when its request has finished, whose blocks another request gets in the same step."""
-    extra = settings(store_dir, offload_prompt_only=False, store_bytes_queued_max="16MiB")
-    with Hybrid(extra, Gpu(specs=hybrid_specs(), blocks=24)) as engine:
-        request = engine.add("first", list(range(8 * TOKENS + 3)), new_tokens=3 * TOKENS - 2)
-        while not request.is_finished():
-            engine.step()
-        engine.add("second", list(range(5000, 5000 + 14 * TOKENS)))
-        engine.run()
-        stored = 0
-        block = engine.gpu.config.num_blocks - 1
-        for group in range(2):
-            for name in filter(engine.store.contains, engine.names_of(request, group)):
-                stored += 1
-                engine.store.submit_load(10_000 + stored, [Part(group, [name], [block])])
-                engine.store.wait()
-                assert engine.gpu.holds(block, name), "another request's bytes"
-        assert engine.store.contains(engine.names_of(request, 1)[9]) and stored == 8
+def test_answers_are_refused_whose_end_is_offered_too_late(store_dir):
+    """vLLM offers it when its request has finished, whose blocks may be others by then."""
+    role, gpu = connectors.KVConnectorRole.SCHEDULER, Gpu(specs=hybrid_specs())
+
+    def make(retention, **more) -> None:
+        config = vllm_config(settings(store_dir, **more), cache={"prefix_cache_retention_interval": retention})
+        try:
+            kvhoist.vllm.KvhoistConnector(config, role, gpu.config)
+        except ConfigError as error:
+            # No worker has opened the store.
+            if error.field != "distributed_executor_backend":
+                raise
+
+    make(0, offload_prompt_only=False)
+    make(None)
+    with pytest.raises(ConfigError, match="^offload_prompt_only: found False, .* of KV cache groups .1. when"):
+        make(None, offload_prompt_only=False)
 
 
 def test_nothing_from_before_a_reset_is_stored_after_it(store_dir):
@@ -126,14 +113,15 @@ def test_requests_that_a_reset_preempts_are_stored(store_dir):
         assert engine.serve("later", PROMPT) == 7 * TOKENS
 
 
-def made_with_a_tier(store_dir, gpu: Gpu, **more) -> None:
+def made_with_a_tier(store_dir, gpu: Gpu, retention=0, **more) -> None:
     """vLLM's own connector with a tier, for a moment."""
     plain = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
     extra = {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8 << 20,
         "secondary_tiers": [vtier.tier_config(store_dir)], **more,
     }  # fmt: skip
-    plain.OffloadingConnector(vllm_config(extra), connectors.KVConnectorRole.SCHEDULER, gpu.config).shutdown()
+    config = vllm_config(extra, cache={"prefix_cache_retention_interval": retention})
+    plain.OffloadingConnector(config, connectors.KVConnectorRole.SCHEDULER, gpu.config).shutdown()
 
 
 @pytest.mark.parametrize(
@@ -141,8 +129,7 @@ def made_with_a_tier(store_dir, gpu: Gpu, **more) -> None:
     [
         (0, {"blocks_per_chunk": 4}, None),
         (2, {"blocks_per_chunk": 1}, None),
-        (4, {"blocks_per_chunk": 4}, None if NEW else "blocks_per_chunk"),
-        (3, {"blocks_per_chunk": 4}, "blocks_per_chunk"),
+        (4, {"blocks_per_chunk": 4}, "blocks_per_chunk"),
         (3, {"block_size": 4 * TOKENS}, "block_size"),
     ],
 )
@@ -160,5 +147,21 @@ def test_a_tier_is_refused_whose_chunks_would_have_holes(store_dir, window, cut,
 def test_a_tier_is_refused_that_would_get_the_end_of_an_answer_too_late(store_dir):
     made_with_a_tier(store_dir, Gpu(specs=hybrid_specs()))
     made_with_a_tier(store_dir, Gpu(window=2 * TOKENS), offload_prompt_only=False)
+    made_with_a_tier(store_dir, Gpu(specs=hybrid_specs()), offload_prompt_only=False)
     with pytest.raises(ConfigError, match="^offload_prompt_only: found False, .* of KV cache groups .1. when"):
-        made_with_a_tier(store_dir, Gpu(specs=hybrid_specs()), offload_prompt_only=False)
+        made_with_a_tier(store_dir, Gpu(specs=hybrid_specs()), retention=None, offload_prompt_only=False)
+
+
+def test_the_blocks_of_a_store_are_told_by_group():
+    """Of a window a chunk needs all of them, of a state the last one."""
+    window, state = bytes([0, 0, 0, 1]), bytes([0, 0, 0, 2])
+    groups = [
+        SimpleNamespace(
+            offload_keys=[bytes([at]) + end for at in range(4)], block_ids=[9, 9, 0, 7, 0, 6, 5, 4], next_stored_chunk_idx=2
+        )
+        for end in (window, state)
+    ]  # fmt: skip
+    names = [b"salt" + bytes([at]) + end for end in (window, state) for at in (1, 3)]
+    keys = Keys(names, 0)
+    KvhoistManager.add_blocks(SimpleNamespace(_name=lambda key: b"salt" + key), keys, groups, 2, {window})
+    assert [keys.blocks[name] for name in names] == [[0, 7], [5, 4], [ABSENT, 7], [5, 4]]
