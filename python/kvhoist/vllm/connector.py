@@ -11,7 +11,7 @@ from .._values import config_error
 from .long_rope import has_long_rope
 from .prefix import Prefix
 from .spec import TAKES_FAILED_REQUESTS, engine_weights, reports_failures
-from .windows import windows_of
+from .windows import whole_groups
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class KvhoistConnector(OffloadingConnector):
         finally:
             reports_failures.reset(told)
             engine_weights.reset(named)
-        self._windows = windows_of(kv_cache_config)
+        self._whole = whole_groups(kv_cache_config)
         #: The request of each load under way.
         self._requests: dict[int, str] = {}
         #: Failed loads to report: requests, or blocks where vLLM does not take requests.
@@ -53,7 +53,7 @@ class KvhoistConnector(OffloadingConnector):
         each = scheduler.config.blocks_per_chunk
         for job in meta.store_jobs.values() if each > 1 and scheduler._sliding_window_groups else ():
             states = scheduler._req_status[job.req_id].group_states
-            scheduler.manager.add_blocks(job.dst_spec, states, each, self._windows)
+            scheduler.manager.add_blocks(job.dst_spec, states, each, self._whole)
         return meta
 
     def reset_cache(self) -> bool | None:

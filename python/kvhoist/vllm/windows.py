@@ -46,11 +46,12 @@ def refuse_holes(spec: Any) -> None:
         )  # fmt: skip
 
 
-def windows_of(kv_cache_config: Any) -> set[bytes]:
-    """What the keys of those groups end with of which a load may ask for any block of a chunk, and vLLM frees some. Of
-    a recurrent state it asks for the last one."""
-    groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    return {at.to_bytes(4, "big") for at, group in enumerate(groups) if _is_window(group.kv_cache_spec)}
+def whole_groups(kv_cache_config: Any) -> set[bytes]:
+    """What the keys of those groups end with of which a load may ask for any block of a chunk: all but recurrent
+    states, of which it asks for the last one."""
+    groups = enumerate(getattr(kv_cache_config, "kv_cache_groups", ()))
+    is_state = {at: _is_freed(group.kv_cache_spec) and not _is_window(group.kv_cache_spec) for at, group in groups}
+    return {at.to_bytes(4, "big") for at, state in is_state.items() if not state}
 
 
 def _of_the_engine(name: str, has: str) -> Any:

@@ -20,6 +20,7 @@ import kvhoist.vllm  # noqa: E402
 from kvhoist import ConfigError  # noqa: E402
 from kvhoist.vllm.device_chunks import ABSENT, chunk_keys  # noqa: E402
 from kvhoist.vllm.spec import KvhoistManager  # noqa: E402
+from kvhoist.vllm.windows import whole_groups  # noqa: E402
 from kvhoist.vllm.worker import Keys  # noqa: E402
 
 PROMPT = list(range(1000, 1000 + 7 * TOKENS + 5))
@@ -154,13 +155,17 @@ def test_a_tier_is_refused_that_would_get_the_end_of_an_answer_too_late(store_di
 
 def test_the_blocks_of_a_store_are_told_by_group():
     """Of a window a chunk needs all of them, of a state the last one."""
+    specs = [*hybrid_specs(), spec_of(interface.SlidingWindowSpec, TOKENS, 4, sliding_window=0)]
+    assert whole_groups(Gpu(specs=specs).config) == {bytes([0, 0, 0, at]) for at in range(2)}
     window, state = bytes([0, 0, 0, 1]), bytes([0, 0, 0, 2])
     groups = [
         SimpleNamespace(
-            offload_keys=[bytes([at]) + end for at in range(4)], block_ids=[9, 9, 0, 7, 0, 6, 5, 4], next_stored_chunk_idx=2
+            offload_keys=[bytes([at]) + end for at in range(4)],
+            block_ids=[9, 9, 0, 7, 0, 6, 5, 4],
+            next_stored_chunk_idx=2,
         )
         for end in (window, state)
-    ]  # fmt: skip
+    ]
     names = [b"salt" + bytes([at]) + end for end in (window, state) for at in (1, 3)]
     keys = Keys(names, 0)
     KvhoistManager.add_blocks(SimpleNamespace(_name=lambda key: b"salt" + key), keys, groups, 2, {window})
