@@ -32,3 +32,11 @@ def trailing(there: list, window: int) -> set:
         if run >= min(window, pages):
             lengths.add(pages)
     return lengths
+
+
+def ends(lengths: set, window: int) -> list[int]:
+    """Pages that are among the last `window` of a prefix of one of these lengths, from the end of the longest on."""
+    found: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        found += range((min(length, found[-1]) if found else length) - 1, max(0, length - window) - 1, -1)
+    return found

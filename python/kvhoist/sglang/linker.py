@@ -19,8 +19,8 @@ from .._guard import Failures
 from .._values import config_error, warn_of_keywords
 from ..errors import UnavailableError
 from .device_pools import by_component, pools_of, rows_of
-from .hits import policy, trailing
-from .linker_pages import Batch, Figures, Offloads, Pages, Part
+from .hits import ends, policy, trailing
+from .linker_pages import Batch, Figures, Held, Offloads, Part
 from .linker_rank import identity_of, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
@@ -33,23 +33,14 @@ KV = str(PoolName.KV)
 #: Pages are held, and kept on drives, for so many seconds between a lookup and the load at most.
 HELD_S = 60.0
 
-#: Ends of prefixes that were restored, of which it is known: at most so many.
+#: Windows and states of shorter prefixes take such a part of the room for held pages: others' longest need it, too.
+_SHORTER_PART = 2
+
+#: Ends of prefixes that were loaded, of which it is known: at most so many.
 _RESTORED_MAX = 65_536
 
 #: Seconds between two lines of figures in the log, where there was anything to do.
 _FIGURES_EVERY_S = 60.0
-
-
-class Held(NamedTuple):
-    """What a request's last lookup has found, held for its load."""
-
-    until: float
-    #: Of each component: its pages, and what is held of them.
-    parts: list[tuple[Pages, Any]]
-
-    def release(self) -> None:
-        for pages, held in self.parts:
-            pages.release(held)
 
 
 class LayerCounter:
@@ -109,7 +100,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         if window is not None:
             self._kept[str(PoolName.SWA)] = -(-window // params.page_size)
         self._held: dict[str, Held] = {}
-        #: The last keys of prefixes that requests were offered as their longest, the latest last.
+        #: The last keys of prefixes that requests have loaded, the latest last: the same on all ranks.
         self._restored: dict[str, None] = {}
         #: Loads that the next batch begins, with what is held for them.
         self._queued: dict[str, tuple[list[Part], Held | None]] = {}
@@ -135,7 +126,10 @@ class KvhoistLinker(UnifiedCacheLinker):
     # Lookup
 
     def lookup(self, rid: str, transfers: list) -> list[int]:
-        """Every prefix length, in pages, that can be restored; what the longest needs is held for the request."""
+        """Every prefix length, in pages, that can be restored, held for the request.
+
+        SGLang loads the longest one that all ranks have found. Which one that is, only the load knows.
+        """
         return self._failures.guarded("lookup", [], lambda: self._lookup(rid, transfers))
 
     def _lookup(self, rid: str, transfers: list) -> list[int]:
@@ -147,47 +141,30 @@ class KvhoistLinker(UnifiedCacheLinker):
         keys = self._named(by_name[KV].keys)
         tiers = self._pages[KV].tiers(keys)
         lengths = set(range(1, len(tiers) + 1))
-        # Of each component but KV: how many pages of a prefix's end it needs, and which pages are there.
-        ends: dict[str, tuple[int, list[bool]]] = {}
+        # Of each component but KV: how many pages of a prefix's end it needs.
+        windows: dict[str, int] = {}
         for name, transfer in by_name.items():
             if name == KV or name not in self._pages or not lengths:
                 continue
             if policy(transfer) != "trailing_pages":
                 raise config_error("hit_policy", policy(transfer), f"trailing_pages of component {name}")
-            ends[name] = max(1, len(transfer.keys or ())), self._pages[name].there(keys[: len(tiers)])
-            lengths &= trailing(ends[name][1], ends[name][0])
+            windows[name] = max(1, len(transfer.keys or ()))
+            lengths &= trailing(self._pages[name].there(keys[: len(tiers)]), windows[name])
         if not lengths:
             return []
         longest = max(lengths)
-        self._let_older_go(keys, longest, ends)
-        parts = []
+        self._held[rid] = held = Held(time.monotonic() + HELD_S, longest, [], [])
         for name, pages in self._pages.items():
-            wanted = keys[:longest] if name == KV else keys[max(0, longest - ends[name][0]) : longest]
+            window = min(windows.get(name, longest), longest)
+            wanted = keys[longest - window : longest]
             pages.cache.keep(wanted, HELD_S)
-            parts.append((pages, pages.hold(wanted)))
-        self._held[rid] = Held(time.monotonic() + HELD_S, parts)
+            held.parts.append((pages, pages.hold(wanted)))
+            # The other ranks may lack the longest.
+            if shorter := ends(lengths, window)[window:]:
+                held.shorter.append((pages, pages.hold([keys[at] for at in shorter], _SHORTER_PART)))
         for tier in set(tiers[:longest]):
             self._figures[f"hits_{tier}"] += tiers[:longest].count(tier)
         return sorted(lengths)
-
-    def _let_older_go(self, keys: list[str], longest: int, ends: dict[str, tuple[int, list[bool]]]) -> None:
-        """Evicts first what only shorter prefixes of this chain need, where no request has come for them.
-
-        A conversation leaves a state and a window at the end of each turn, and returns for the last. Ends that a
-        request has come for, such as a common system prompt's, stay in the order of their use.
-        """
-        if not ends:
-            return
-        self._restored.pop(keys[longest - 1], None)
-        self._restored[keys[longest - 1]] = None
-        if len(self._restored) > _RESTORED_MAX:
-            del self._restored[next(iter(self._restored))]
-        for name, (window, there) in ends.items():
-            needed = [at for at, key in enumerate(keys[:longest]) if at == longest - 1 or key in self._restored]
-            wanted = {before for at in needed for before in range(max(0, at + 1 - window), at + 1)}
-            for at in range(longest):
-                if there[at] and at not in wanted:
-                    self._pages[name].cache.release([keys[at]])
 
     def _let_go(self, held: Held | None) -> None:
         if held is not None:
@@ -220,8 +197,42 @@ class KvhoistLinker(UnifiedCacheLinker):
         if not parts:
             return False
         self._let_go(self._queued.pop(rid, (None, None))[1])
-        self._queued[rid] = (parts, self._held.pop(rid, None))
+        held = self._held.pop(rid, None)
+        self._queued[rid] = (parts, held)
+        # A rank where this fails loads as the others do.
+        self._failures.guarded("keep", None, lambda: self._keep(parts, held))
         return True
+
+    def _keep(self, parts: list[Part], held: Held | None) -> None:
+        """Keeps what is about to be loaded, and nothing that only other prefixes need."""
+        by_name = {part.pages.name: part for part in parts}
+        keys = by_name.pop(KV).keys
+        if held is not None and held.longest == len(keys):
+            held.release_shorter()
+        for part in parts:
+            part.pages.cache.keep(part.keys, HELD_S)
+        self._let_older_go(keys, list(by_name.values()))
+
+    def _let_older_go(self, keys: list[str], ends: list[Part]) -> None:
+        """Evicts first what only shorter prefixes of this chain need, where no request has come for them.
+
+        A conversation leaves a state and a window at the end of each turn, and returns for the last. Ends that a
+        request has come for, such as a common system prompt's, stay in the order of their use. All ranks let the same
+        go: one that did so for a longer prefix would release what the others are about to load.
+        """
+        if not ends:
+            return
+        self._restored.pop(keys[-1], None)
+        self._restored[keys[-1]] = None
+        if len(self._restored) > _RESTORED_MAX:
+            del self._restored[next(iter(self._restored))]
+        needed = [at for at, key in enumerate(keys) if key in self._restored]
+        for part in ends:
+            window, cache = len(part.keys), part.pages.cache
+            wanted = {before for at in needed for before in range(max(0, at + 1 - window), at + 1)}
+            for at, there in enumerate(cache.contains_each(keys)):
+                if there and at not in wanted:
+                    cache.release([keys[at]])
 
     def _parts(self, transfers: list) -> list[Part]:
         """Pages and rows of transfers. Waits until the current stream has made their indices."""

@@ -82,9 +82,9 @@ class Pages:
             return [there and key not in self._unread for key, there in zip(keys, found)]
         return [len(self.tiers([key])) == 1 for key in keys]
 
-    def hold(self, keys: Sequence[str]) -> Any:
-        """Holds those of the pages that are in host memory, as far as there is room."""
-        held = self.cache.hold(keys, max(self.held_max - self.held, 0))
+    def hold(self, keys: Sequence[str], part: int = 1) -> Any:
+        """Holds those of the pages that are in host memory, as far as there is room, or in this part of the room."""
+        held = self.cache.hold(keys, -(-max(self.held_max - self.held, 0) // part))
         self.held += len(held)
         return held
 
@@ -125,6 +125,26 @@ class Pages:
                 self.cache.remove(key)
         finally:
             self._unread.difference_update(keys)
+
+
+class Held(NamedTuple):
+    """What a request's last lookup has found, held for its load."""
+
+    until: float
+    #: The longest prefix, in pages.
+    longest: int
+    #: Of each component: its pages, and what is held of them for the longest prefix.
+    parts: list[tuple[Pages, Any]]
+    #: The same for the shorter ones alone.
+    shorter: list[tuple[Pages, Any]]
+
+    def release(self) -> None:
+        for pages, held in self.parts + self.shorter:
+            pages.release(held)
+
+    def release_shorter(self) -> None:
+        for pages, held in self.shorter:
+            pages.release(held)
 
 
 class Part(NamedTuple):

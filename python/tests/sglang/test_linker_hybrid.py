@@ -195,6 +195,13 @@ def turns(hybrid, keys, first: int, last: int) -> None:
         assert hybrid.offload(hybrid.transfers(keys[at : at + 1], (0, 1)))
 
 
+def restore(hybrid, rid: str, keys) -> None:
+    """A request that comes for a prefix."""
+    assert max(hybrid.linker.lookup(rid, hybrid.transfers(keys))) == len(keys)
+    assert hybrid.linker.load(rid, hybrid.transfers(keys, (8, 2)))
+    assert hybrid.linker.finish_layer_wise_loading(hybrid.linker.start_layer_wise_loading())
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_states_inside_a_conversation_go_before_its_last_and_before_others(store_dir, monkeypatch, shared):
     hybrid, slots = small(store_dir, monkeypatch)
@@ -208,8 +215,8 @@ def test_states_inside_a_conversation_go_before_its_last_and_before_others(store
         turns(hybrid, talk, 0, slots - 1)
         if shared:
             # Another conversation begins with the first turn of this one.
-            assert hybrid.linker.lookup("b", hybrid.transfers(talk[:1])) == [1]
-        assert max(hybrid.linker.lookup("a", hybrid.transfers(talk))) == slots - 1
+            restore(hybrid, "b", talk[:1])
+        restore(hybrid, "a", talk)
         hybrid.linker.reset()
         turns(hybrid, late, 0, slots - 2)
         there = [hybrid.linker._pages["mamba"].cache.contains(key) for key in other + talk]
