@@ -24,7 +24,7 @@ from .linker_pages import Batch, Figures, Held, Offloads, Part
 from .linker_rank import identity_of, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
-from .refusals import refuse_adapters_without_keys, refuse_memory_saver, refuse_replicas
+from .refusals import refuse_adapters_without_keys, refuse_memory_saver, refuse_replicas, refuse_stages
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         refuse_adapters_without_keys(server_args)
         refuse_replicas(server_args, self.settings.in_service)
         refuse_memory_saver(server_args)
+        refuse_stages(params.pp_size)
         self.forward_stream = forward_stream
         self._figures, self._failures = Figures(), Failures(logger, "pages")
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()

@@ -96,6 +96,16 @@ def refuse_memory_saver(args: Any) -> None:
         raise config_error("enable_memory_saver", True, expected)
 
 
+def refuse_stages(count: int) -> None:
+    """Refuses, for the linker, stages that each go by what their own ranks have found, and have loaded."""
+    if count > 1:
+        expected = (
+            "1: SGLang tells no other pipeline stage what one has found or could not load; use the storage backend "
+            "beside it"
+        )
+        raise config_error("pp_size", count, expected)
+
+
 def refuse_empty_pages(name: str, pool: Any, page_bytes: int) -> None:
     """Refuses pools that only number their pages, whose bytes lie in other pools: which are there cannot be told."""
     if not page_bytes:

@@ -1,7 +1,9 @@
-"""Ranks of a server that have found different prefixes under the linker: SGLang loads the longest one that all have, and
-each rank still has what it needs of that one."""
+"""Ranks of a server that have found different prefixes under the linker: SGLang loads the longest one that all have,
+and each rank still has what it needs of that one."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import sgl
@@ -15,10 +17,12 @@ if sgl.version() < (0, 5, 23):
 torch = pytest.importorskip("torch")
 
 from nodes import Node  # noqa: E402
-from sgl_linker import extra_config, tokens_of  # noqa: E402
+from sgl_linker import boot, extra_config, tokens_of  # noqa: E402
 from sgl_models import MODELS  # noqa: E402
 from sgl_pages import same  # noqa: E402
 from sgl_serving import Serving  # noqa: E402
+
+from kvhoist.errors import ConfigError  # noqa: E402
 
 #: Models where a prefix needs more than its pages.
 ENDING = ("swa", "mamba", "mamba_swa")
@@ -89,7 +93,7 @@ def test_a_rank_that_has_found_more_has_what_the_others_load(serving, model, mon
     others_lack(rank, TURNS[0], monkeypatch)
     req, result = rank.match(tokens)
     assert result.host_hit_length == TURNS[0] * rank.page
-    assert not any(pages["released"] for pages in rank.linker.stats()["components"].values()), "only a load knows what for"
+    assert not any(pages["released"] for pages in rank.linker.stats()["components"].values())
     turn_over(rank)
     assert rank.admit(req, result) == TURNS[0] * rank.page
     places = rank.taken(req)
@@ -131,6 +135,17 @@ def test_a_rank_that_cannot_keep_what_it_loads_loads_it_as_the_others_do(serving
     assert rank.linker.stats()["failed"] == {"keep": 1, "pages": 0}
     rank.given_back(*places)
     rank.settled("at the end")
+
+
+def test_pipeline_stages_are_refused(store_dir):
+    """SGLang loads in each stage what its own ranks have found, and aborts there alone what has not come."""
+    boot()
+    from kvhoist.sglang.linker import KvhoistLinker
+
+    with pytest.raises(ConfigError, match="^pp_size: found 2, expected 1: "):
+        KvhoistLinker(
+            SimpleNamespace(), SimpleNamespace(pp_size=2), components=set(), extra_config=extra_config(store_dir)
+        )
 
 
 def lookups(rank, tokens) -> list:
