@@ -52,8 +52,7 @@ class KvhoistConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         each = scheduler.config.blocks_per_chunk
         for job in meta.store_jobs.values() if each > 1 and scheduler._sliding_window_groups else ():
-            states = scheduler._req_status[job.req_id].group_states
-            scheduler.manager.add_blocks(job.dst_spec, states, each, self._whole)
+            scheduler.manager.add_blocks(job, scheduler._req_status, each, self._whole)
         return meta
 
     def reset_cache(self) -> bool | None:

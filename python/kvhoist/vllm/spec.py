@@ -190,11 +190,19 @@ class KvhoistManager(OffloadingManager):
     def _name(self, key: bytes) -> bytes:
         return self._salt + key
 
-    def add_blocks(self, keys: Keys, groups: Collection[Any], blocks_per_chunk: int, whole: set[bytes]) -> None:
-        """Adds the blocks of a store's chunks. `groups` have vLLM's keys and blocks of the request; `whole` are the ends
-        of the keys whose chunks need all of them."""
-        each = blocks_per_chunk
-        for group in groups:
+    def add_blocks(self, job: Any, requests: Mapping[str, Any], blocks_per_chunk: int, whole: set[bytes]) -> None:
+        """Adds the blocks of a store's chunks, without which none of those is stored that vLLM offers with blocks missing.
+        `requests` have vLLM's keys and blocks; `whole` are the ends of the keys whose chunks need all of them."""
+        job.dst_spec.blocks = {}
+        self._guarded("add_blocks", None, lambda: self._add_blocks(job, requests, blocks_per_chunk, whole))
+
+    def _add_blocks(self, job: Any, requests: Mapping[str, Any], each: int, whole: set[bytes]) -> None:
+        keys, blocks = job.dst_spec, job.src_spec.block_ids
+        if len(keys.names) == len(blocks) == 1 and keys.names[0][-4:] not in whole:
+            # vLLM says which block has a state. The request's table may have it elsewhere, or no longer.
+            keys.blocks[keys.names[0]] = [ABSENT] * (each - 1) + [int(blocks[0])]
+            return
+        for group in requests[job.req_id].group_states:
             end = group.offload_keys[0][-4:] if group.offload_keys else b""
             names, gone = {name for name in keys.names if name[-4:] == end}, 0 if end in whole else ABSENT
             # The job's are mostly the last that vLLM has begun to store; a prompt has thousands.

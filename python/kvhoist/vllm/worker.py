@@ -34,7 +34,7 @@ class Keys(LoadStoreSpec):
         self.parents = parents or {}
         #: For a store beside sliding windows or states: the blocks of each chunk, 0 for one that is gone, `ABSENT` for
         #: one that no load asks for.
-        self.blocks: dict[bytes, list[int]] = {}
+        self.blocks: dict[bytes, list[int]] | None = None
 
 
 class Opened:
@@ -131,8 +131,11 @@ class KvhoistWorker(OffloadingWorker):
             chunks = names.pop(group, [])
             each = self._store.groups[group].blocks_per_chunk
             skip = int(index) % each
-            if keys.blocks and (skip or count < len(chunks) * each):
+            if keys.blocks is not None and (skip or count < len(chunks) * each):
                 # vLLM leaves out blocks that are gone, and does not say which. Another request may load them.
+                known = [block for name in chunks for block in keys.blocks.get(name, ()) if block > 0]
+                if known != list(map(int, ids)):
+                    raise ValueError(f"found blocks {known} of {len(chunks)} chunks, expected vLLM's, {list(ids)}")
                 chunks = [name for name in chunks if 0 not in keys.blocks[name]]
                 ids, skip = [block for name in chunks for block in keys.blocks[name]], 0
             if chunks or len(ids):

@@ -34,9 +34,12 @@ class Unset(SimpleNamespace):
 class Engine:
     """An EngineCore without a model: the scheduler, and the worker's half of the connector."""
 
-    def __init__(self, extra: dict, gpu: Gpu | None = None, max_num_batched_tokens: int = 4096) -> None:
+    def __init__(
+        self, extra: dict, gpu: Gpu | None = None, max_num_batched_tokens: int = 4096, cache: dict | None = None, **more
+    ) -> None:
+        """`cache` and `more`: what vLLM's configuration says of the KV cache, and else."""
         self.gpu = gpu or Gpu()
-        config = vllm_config(extra)
+        config = vllm_config(extra, cache=cache)
         for part in ("cache_config", "parallel_config", "model_config", "kv_transfer_config"):
             setattr(config, part, Unset(**vars(getattr(config, part))))
         config.cache_config.num_gpu_blocks = self.gpu.config.num_blocks
@@ -53,6 +56,7 @@ class Engine:
                 enable_chunked_prefill=True, watermark=0.0, async_scheduling=False, prefill_schedule_interval=0,
             ),
         )  # fmt: skip
+        vars(self.config).update(more)
         role, make = vgpu.connectors.KVConnectorRole, kvhoist.vllm.KvhoistConnector
         self.worker = make(self.config, role.WORKER, self.gpu.config)
         self.worker.register_kv_caches(self.gpu.caches)

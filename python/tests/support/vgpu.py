@@ -62,10 +62,11 @@ def vllm_config(
         ),
         cache_config=SimpleNamespace(
             enable_prefix_caching=True, block_size=TOKENS,
-            kv_cache_layout="LBHNC", hash_block_size=None, mamba_cache_mode="none",
-            prefix_match_unit=None,
+            kv_cache_layout="LBHNC", hash_block_size=None, prefix_match_unit=None,
             # vLLM's default. `None` keeps what a window needs at every boundary.
-            **{"cache_dtype": "auto", "prefix_cache_retention_interval": 0, **(cache or {})},
+            **{
+                "cache_dtype": "auto", "prefix_cache_retention_interval": 0, "mamba_cache_mode": "none", **(cache or {})
+            },
         ),
         model_config=SimpleNamespace(
             use_mla=False, model="meta/tiny", get_total_num_kv_heads=lambda: 2,

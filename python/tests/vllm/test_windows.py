@@ -167,6 +167,43 @@ def test_the_blocks_of_a_store_are_told_by_group():
         for end in (window, state)
     ]
     names = [b"salt" + bytes([at]) + end for end in (window, state) for at in (1, 3)]
-    keys = Keys(names, 0)
-    KvhoistManager.add_blocks(SimpleNamespace(_name=lambda key: b"salt" + key), keys, groups, 2, {window})
-    assert [keys.blocks[name] for name in names] == [[0, 7], [5, 4], [ABSENT, 7], [5, 4]]
+    manager, told = SimpleNamespace(_name=lambda key: b"salt" + key), {"request": SimpleNamespace(group_states=groups)}
+
+    def blocks_of(names, blocks) -> list:
+        job = SimpleNamespace(req_id="request", src_spec=SimpleNamespace(block_ids=blocks), dst_spec=Keys(names, 0))
+        job.dst_spec.blocks = {}
+        KvhoistManager._add_blocks(manager, job, told, 2, {window})
+        return [job.dst_spec.blocks[name] for name in names]
+
+    assert blocks_of(names, [7, 5, 4, 7, 5, 4]) == [[0, 7], [5, 4], [ABSENT, 7], [5, 4]]
+    assert blocks_of(names[:1], [7]) == [[0, 7]]
+    assert blocks_of(names[2:3], [8]) == [[ABSENT, 8]], "vLLM's word goes before the table"
+
+
+def test_a_store_whose_blocks_are_not_known_fails_alone(store_dir, monkeypatch):
+    with Engine(settings(store_dir, blocks_per_chunk=2), Gpu(window=4 * TOKENS)) as engine:
+        manager = engine.scheduler.connector.connector_scheduler.manager
+        known = manager._add_blocks
+        monkeypatch.setattr(manager, "_add_blocks", lambda job, *more: known(job, {}, *more[1:]))
+        # The window has left the first chunks when the last ones are computed.
+        request = engine.add("first", PROMPT)
+        engine.run()
+        counters = manager._opened.failures.counters
+        assert counters["add_blocks"] and not counters["store chunks"]
+        assert engine.store.contains(bytes(request.block_hashes[3]) + bytes(4)), "a chunk without a hole"
+        engine.forget()
+        assert engine.serve("later", PROMPT) == 6 * TOKENS
+
+
+def test_a_chunk_is_not_stored_whose_blocks_are_not_those_that_vllm_names(store_dir):
+    with Engine(settings(store_dir, blocks_per_chunk=2)) as engine:
+        worker, names = engine.worker.connector_worker.worker, [b"one" + bytes(4), b"two" + bytes(4)]
+        keys = Keys(names, 0)
+        keys.blocks = {names[0]: [ABSENT, 3], names[1]: [4, 5]}
+        blocks = SimpleNamespace(block_ids=[3, 4, 5], group_sizes=[3], block_indices=[1])
+        (part,) = worker._parts(blocks, keys)
+        assert (part.skip, part.blocks) == (0, [ABSENT, 3, 4, 5])
+        for other in (None, [ABSENT, 6]):
+            keys.blocks.pop(names[0]) if other is None else keys.blocks.update({names[0]: other})
+            with pytest.raises(ValueError, match="^found blocks .* of 2 chunks, expected vLLM's, .3, 4, 5.$"):
+                worker._parts(blocks, keys)
