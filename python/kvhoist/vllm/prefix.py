@@ -13,6 +13,8 @@ class Prefix:
         self.touched: dict[bytes, int] = {}
         #: The last chunk of each group that was stored or loaded: (position, key).
         self.ends: dict[bytes, tuple[int, bytes]] = {}
+        #: It was scheduled, and has blocks.
+        self.has_run = False
         #: Some of its blocks may be from before a reset: nothing of it is stored.
         self.is_outdated = False
 

@@ -112,6 +112,8 @@ class KvhoistTier(SecondaryTierManager):
         self._touched_by_vllm = False
         #: Requests that have not finished.
         self._contexts: dict[str, Any] = {}
+        #: A reset was after the last step.
+        self._was_reset = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
         self._guarded, self._failed = failures.guarded, failures.failed
@@ -220,8 +222,9 @@ class KvhoistTier(SecondaryTierManager):
 
         It then offers all chunks of running requests again, also of blocks that a sliding window has left to others.
         """
-        for context in self._contexts.values():
-            Prefix.of(context).is_outdated = True
+        for prefix in map(Prefix.of, self._contexts.values()):
+            prefix.is_outdated |= prefix.has_run
+        self._was_reset = True
         self._guarded("drain_jobs", None, self.store.drain)
         if not _HOLDS_PROMOTIONS:
             self._missing_for = self._steps_to_flush
@@ -232,6 +235,13 @@ class KvhoistTier(SecondaryTierManager):
     def on_schedule_end(self, context: Any) -> None:
         """The end of a step."""
         self.store.step_ended()
+        for name in self._contexts.keys() & context.new_req_ids:
+            Prefix.of(self._contexts[name]).has_run = True
+        if self._was_reset:
+            self._was_reset = False
+            # Of those that the reset has preempted vLLM has no blocks from before.
+            for name in self._contexts.keys() & context.preempted_req_ids:
+                Prefix.of(self._contexts[name]).is_outdated = False
         if self._missing_for:
             self._missing_for -= 1
             if not self._missing_for:

@@ -164,9 +164,9 @@ class Engine:
             self.manager.complete_store(set(new), context)
         return new
 
-    def step(self) -> None:
-        """The end of a scheduler's step."""
-        self.manager.on_schedule_end(self.modules.base.ScheduleEndContext([], ()))
+    def step(self, new=(), preempted=()) -> None:
+        """The end of a scheduler's step, with the names of requests that it scheduled first, or preempted."""
+        self.manager.on_schedule_end(self.modules.base.ScheduleEndContext(list(new), preempted))
 
     def settle(self) -> None:
         """Steps until no job is under way."""

@@ -238,15 +238,37 @@ def test_what_a_running_request_offers_again_after_a_reset_is_not_stored(store_d
     keys = keys_of("a", 4)
     with Engine([tier_config(store_dir)]) as engine:
         context = engine.request(keys)
+        engine.step(new=[context.req_id])
         engine.put(context, keys[:2])
         engine.settle()
         engine.forget()
         assert engine.put(context, keys)
         engine.settle()
+        # In a later step it loses its blocks to others; what it had offered may be in vLLM's memory.
+        engine.step(preempted=[context.req_id])
+        assert engine.put(context, keys) == []
+        engine.settle()
         engine.finish(context)
         assert not engine.tier.counters
     with Engine([tier_config(store_dir)]) as engine:
         assert engine.resolve(engine.request(keys), keys) == "HHMM"
+
+
+def test_requests_that_have_nothing_from_before_a_reset_are_stored(store_dir):
+    waiting, preempted = keys_of("waiting", 4), keys_of("preempted", 4)
+    with Engine([tier_config(store_dir)]) as engine:
+        contexts = engine.request(waiting), engine.request(preempted)
+        engine.step(new=[contexts[1].req_id])
+        engine.manager.reset_cache()
+        engine.step(new=[contexts[0].req_id], preempted=[contexts[1].req_id])
+        engine.flush()
+        for context, keys in zip(contexts, (waiting, preempted)):
+            assert engine.put(context, keys) == keys
+            engine.settle()
+            engine.finish(context)
+    with Engine([tier_config(store_dir)]) as engine:
+        for keys in (waiting, preempted):
+            assert engine.resolve(engine.request(keys), keys) == "HHHH"
 
 
 def test_a_shutdown_lets_go_of_the_memory(store_dir):
