@@ -40,6 +40,10 @@ class KvhoistConnector(OffloadingConnector):
             reports_failures.reset(told)
             engine_weights.reset(named)
         self._whole = whole_groups(kv_cache_config)
+        #: vLLM's blocks of the GPU, in the scheduler.
+        self._gpu_blocks: Any = None
+        #: They had some at the last reset, which vLLM then keeps.
+        self._has_former_blocks = False
         #: The request of each load under way.
         self._requests: dict[int, str] = {}
         #: Failed loads to report: requests, or blocks where vLLM does not take requests.
@@ -55,9 +59,30 @@ class KvhoistConnector(OffloadingConnector):
             scheduler.manager.add_blocks(job, scheduler._req_status, each, self._whole)
         return meta
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Notes vLLM's blocks of the GPU."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._gpu_blocks = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's. Of a request that may have found blocks of before a reset on the GPU nothing is stored."""
+        scheduler = self.connector_scheduler
+        # States are found within a block, of which vLLM does not tell.
+        if self._has_former_blocks and (num_computed_tokens or scheduler._cow_source_groups):
+            Prefix.of(scheduler._req_status[request.request_id].req_context).is_outdated = True
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
     def reset_cache(self) -> bool | None:
         """Hides all chunks. Of requests with blocks from before nothing is stored: the weights may change, and vLLM
         would offer these blocks again, also those that a sliding window has left to others."""
+        # vLLM has reset its own cache before, unless blocks of it were in use, beside its null block.
+        pool = self._gpu_blocks
+        self._has_former_blocks = pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() > 1
+        if self._has_former_blocks:
+            logger.warning(
+                "kvhoist: a reset found blocks of the GPU in use, which vLLM keeps: nothing is stored of requests that "
+                "find some there, until a reset that finds none in use"
+            )
         for status in self.connector_scheduler._req_status.values():
             # For good: what it computes again may find blocks of before on the GPU.
             Prefix.of(status.req_context).is_outdated |= status.req.num_computed_tokens > 0

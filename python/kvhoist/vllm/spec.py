@@ -191,7 +191,7 @@ class KvhoistManager(OffloadingManager):
         return self._salt + key
 
     def add_blocks(self, job: Any, requests: Mapping[str, Any], blocks_per_chunk: int, whole: set[bytes]) -> None:
-        """Adds the blocks of a store's chunks, without which none of those is stored that vLLM offers with blocks missing.
+        """Adds the blocks of a store's chunks. Where that fails the job does, if vLLM offers it with blocks missing.
         `requests` have vLLM's keys and blocks; `whole` are the ends of the keys whose chunks need all of them."""
         job.dst_spec.blocks = {}
         self._guarded("add_blocks", None, lambda: self._add_blocks(job, requests, blocks_per_chunk, whole))

@@ -239,7 +239,7 @@ class KvhoistTier(SecondaryTierManager):
             Prefix.of(self._contexts[name]).has_run = True
         if self._was_reset:
             self._was_reset = False
-            # Of those that the reset has preempted vLLM has no blocks from before.
+            # They begin anew, and vLLM has offered nothing of theirs since.
             for name in self._contexts.keys() & context.preempted_req_ids:
                 Prefix.of(self._contexts[name]).is_outdated = False
         if self._missing_for:

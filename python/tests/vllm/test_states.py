@@ -66,8 +66,8 @@ class WithStates(Engine):
             state = states[start // TOKENS - 1]
             assert self.gpu.holds(state, self.name(request, start, 1)), "the model would go on from another state"
         self.found.setdefault(request.request_id, start)
-        for tokens in range(start // TOKENS * TOKENS + TOKENS, min(end, len(request.block_hashes) * TOKENS) + 1, TOKENS):
-            self.gpu.fill(full[tokens // TOKENS - 1], self.name(request, tokens, 0))
+        for at in range(start // TOKENS, min(end // TOKENS, len(request.block_hashes))):
+            self.gpu.fill(full[at], self.name(request, (at + 1) * TOKENS, 0))
         for group, block, boundary in self.offered.get(request.request_id, ()):
             self.gpu.fill(block, self.name(request, boundary, group))
 

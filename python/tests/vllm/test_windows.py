@@ -103,6 +103,24 @@ def test_nothing_from_before_a_reset_is_stored_after_it(store_dir):
         assert engine.serve("later", PROMPT) == 7 * TOKENS
 
 
+def test_what_a_request_finds_on_the_gpu_from_before_a_reset_is_not_stored(store_dir):
+    with Engine(settings(store_dir)) as engine:
+        engine.add("running", PROMPT, new_tokens=40)
+        engine.step()
+        engine.step()
+        assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert engine.serve("other", PROMPT) == 7 * TOKENS, "from the GPU"
+        assert engine.serve("without", list(range(4 * TOKENS + 5))) == 0
+        engine.forget()
+        assert engine.serve("new weights", PROMPT) == 0
+        assert engine.serve("without again", list(range(4 * TOKENS + 5))) == 4 * TOKENS
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert engine.serve("newer", PROMPT[: 3 * TOKENS + 5]) == 0
+        assert engine.serve("longer", PROMPT) == 3 * TOKENS
+        engine.forget()
+        assert engine.serve("later", PROMPT) == 7 * TOKENS
+
+
 def test_requests_that_a_reset_preempts_are_stored(store_dir):
     with Engine(settings(store_dir)) as engine:
         engine.add("running", PROMPT, new_tokens=40)
