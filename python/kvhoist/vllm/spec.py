@@ -30,7 +30,7 @@ from .figures import Figures, metric_definitions
 from .hints import give_hint
 from .prefix import Prefix, positions
 from .tier import VERSION, place_of
-from .windows import refuse_late_ends
+from .windows import groups_with_holes, refuse_late_ends
 from .worker import Keys, KvhoistWorker, Opened
 
 try:
@@ -55,7 +55,8 @@ reports_failures: ContextVar[bool] = ContextVar("reports_failures", default=Fals
 #: the connector is not kvhoist's.
 engine_weights: ContextVar[Mapping[str, Any] | None] = ContextVar("engine_weights", default=None)
 
-#: Whether vLLM takes failed requests. Before, it took failed blocks, of models with one KV cache group.
+#: Whether vLLM takes failed requests. Before, it took failed blocks, of models with one KV cache group, and continued
+#: at the first of them.
 TAKES_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")
 
 
@@ -89,11 +90,13 @@ class KvhoistOffloadingSpec(OffloadingSpec):
                 "kv_connector", "one that cannot report a failed load",
                 "'KvhoistConnector', with kv_connector_module_path 'kvhoist.vllm'",
             )  # fmt: skip
-        if not TAKES_FAILED_REQUESTS and len(config.groups) > 1:
+        freed = len(groups_with_holes(self))
+        if not TAKES_FAILED_REQUESTS and (len(config.groups) > 1 or freed):
             raise config_error(
-                "kv_cache_groups", len(config.groups),
-                "1: this version of vLLM cannot compute a request of a model with several KV cache groups again after "
-                "a failed load; use vLLM 0.33, or TieringOffloadingSpec with KvhoistTier",
+                "kv_cache_groups", f"{len(config.groups)}, of which {freed} have windows or states",
+                "1 of full attention: after a failed load this version of vLLM goes on at the first failed block, which "
+                "it knows in one group only, without the window or the state before it; use vLLM 0.33, or "
+                "TieringOffloadingSpec with KvhoistTier",
             )  # fmt: skip
         refuse_late_ends(self)
         self.settings = vllm_settings(self.extra_config)

@@ -36,7 +36,7 @@ def refuse_late_ends(spec: Any) -> None:
 
 def refuse_holes(spec: Any) -> None:
     """Refuses chunks of several blocks beside groups of which blocks may be missing: a tier cannot know which."""
-    groups = _groups_with_holes(spec) if spec.blocks_per_chunk > 1 else []
+    groups = groups_with_holes(spec) if spec.blocks_per_chunk > 1 else []
     if groups:
         name = "block_size" if "block_size" in spec.extra_config else "blocks_per_chunk"
         raise config_error(
@@ -44,6 +44,16 @@ def refuse_holes(spec: Any) -> None:
             "chunks of one block: vLLM offloads chunks of these groups with blocks missing; or KvhoistConnector, which "
             "leaves them out",
         )  # fmt: skip
+
+
+def groups_with_holes(spec: Any) -> list[int]:
+    """The KV cache groups of the engine that is being made of which vLLM offloads chunks with blocks missing."""
+    config = _of_the_engine("kv_cache_config", "kv_cache_groups")
+    groups = [] if config is None else config.kv_cache_groups
+    # Before 0.33 every group was offloaded.
+    offloaded = {getattr(group, "group_id", at) for at, group in enumerate(spec.config.groups)}
+    has_holes = _is_window if _HAS_WHOLE_STATES else _is_freed
+    return [at for at, group in enumerate(groups) if at in offloaded and has_holes(group.kv_cache_spec)]
 
 
 def whole_groups(kv_cache_config: Any) -> set[bytes]:
@@ -60,15 +70,6 @@ def _of_the_engine(name: str, has: str) -> Any:
     while frame is not None and not hasattr(frame.f_locals.get(name), has):
         frame = frame.f_back
     return None if frame is None else frame.f_locals[name]
-
-
-def _groups_with_holes(spec: Any) -> list[int]:
-    config = _of_the_engine("kv_cache_config", "kv_cache_groups")
-    groups = [] if config is None else config.kv_cache_groups
-    # Before 0.33 every group was offloaded.
-    offloaded = {getattr(group, "group_id", at) for at, group in enumerate(spec.config.groups)}
-    has_holes = _is_window if _HAS_WHOLE_STATES else _is_freed
-    return [at for at, group in enumerate(groups) if at in offloaded and has_holes(group.kv_cache_spec)]
 
 
 def _is_freed(spec: Any) -> bool:

@@ -117,9 +117,10 @@ class Engine:
         end = request.num_computed_tokens
         start = end - count
         self.found.setdefault(request.request_id, start)
-        for at in range(start // TOKENS):
-            # Block 0 is in place of those that a sliding window has left.
-            assert not blocks[at] or self.gpu.holds(blocks[at], names[at]), "the model would read other bytes"
+        # Block 0 is in place of those that a sliding window has left.
+        window = getattr(self.gpu.config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None) or start + 1
+        for at in range(max(start - window + 1, 0) // TOKENS, start // TOKENS):
+            assert self.gpu.holds(blocks[at], names[at]), "the model would read other bytes"
         for at in range(start // TOKENS, min(end // TOKENS, len(names))):
             self.gpu.fill(blocks[at], names[at])
 

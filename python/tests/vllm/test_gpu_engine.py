@@ -9,8 +9,8 @@ why = vtier.missing()
 if why:
     pytest.skip(why, allow_module_level=True)
 
-from vengine import Engine  # noqa: E402
-from vgpu import TOKENS, requests, settings  # noqa: E402
+from vengine import NEW, Engine  # noqa: E402
+from vgpu import TOKENS, Gpu, requests, settings  # noqa: E402
 
 
 def spoil(folder, gpu, name: bytes) -> None:
@@ -48,6 +48,18 @@ def test_a_request_whose_load_fails_is_computed_and_ends(store_dir):
         engine.serve("third", PROMPT)
         engine.forget()
         assert engine.serve("fourth", PROMPT) == 6 * TOKENS, "it was stored again"
+
+
+@pytest.mark.skipif(not NEW, reason="before 0.33 such a model is refused")
+def test_a_request_does_not_go_on_behind_what_a_window_has_left(store_dir):
+    with Engine(settings(store_dir), Gpu(window=2 * TOKENS)) as engine:
+        names = engine.names(engine.add("first", PROMPT))
+        engine.run()
+    with Engine(settings(store_dir), Gpu(window=2 * TOKENS)) as engine:
+        assert engine.serve("other", PROMPT[:-1]) == 6 * TOKENS
+    with Engine(settings(store_dir), Gpu(window=2 * TOKENS)) as engine:
+        spoil(store_dir, engine.gpu, names[5])
+        assert engine.serve("second", PROMPT) == 0
 
 
 def test_requests_beside_a_failed_one_are_served(store_dir):

@@ -12,7 +12,7 @@ why = vtier.missing()
 if why:
     pytest.skip(why, allow_module_level=True)
 
-from vgpu import Gpu, Served, connectors, names_of, on_gpu, settings, vllm_config  # noqa: E402
+from vgpu import TOKENS, Gpu, Served, connectors, names_of, on_gpu, settings, vllm_config  # noqa: E402
 
 import kvhoist.vllm  # noqa: E402
 from kvhoist import ConfigError  # noqa: E402
@@ -99,9 +99,10 @@ def test_a_worker_in_another_process_is_told_what_to_use(store_dir):
 
 
 @pytest.mark.skipif(NEW, reason="0.33 takes failed requests of any model")
-def test_several_groups_are_refused_where_their_failures_cannot_be_told(store_dir):
-    with pytest.raises(ConfigError, match="several KV cache groups"):
-        Served(settings(store_dir), Gpu(groups=2))
+@pytest.mark.parametrize("gpu, found", [({"groups": 2}, "2, of which 0"), ({"window": 2 * TOKENS}, "1, of which 1")])
+def test_models_are_refused_that_cannot_go_on_after_a_failed_load(store_dir, gpu, found):
+    with pytest.raises(ConfigError, match=f"^kv_cache_groups: found '{found} .*, expected 1 of full attention"):
+        Served(settings(store_dir), Gpu(**gpu))
 
 
 def test_all_of_the_tiers_settings_are_settings_of_the_spec():
