@@ -94,8 +94,8 @@ class KvhoistOffloadingSpec(OffloadingSpec):
         if not TAKES_FAILED_REQUESTS and (len(config.groups) > 1 or freed):
             raise config_error(
                 "kv_cache_groups", f"{len(config.groups)}, of which {freed} have windows or states",
-                "1 of full attention: after a failed load this version of vLLM goes on at the first failed block, which "
-                "it knows in one group only, without the window or the state before it; use vLLM 0.33, or "
+                "1 of full attention: after a failed load this version of vLLM goes on at the first failed block, "
+                "which it knows in one group only, without the window or the state before it; use vLLM 0.33, or "
                 "TieringOffloadingSpec with KvhoistTier",
             )  # fmt: skip
         refuse_late_ends(self)

@@ -16,9 +16,16 @@ _HAS_WHOLE_STATES = hasattr(OffloadingConnectorScheduler, "_reachable_store_bloc
 
 
 def refuse_late_ends(spec: Any) -> None:
-    """Refuses to have vLLM offload answers where it offers their end when its blocks may be another request's."""
+    """Refuses to have vLLM offload answers where it offers some of them when its blocks may be another request's."""
+    if spec.offload_prompt_only:
+        return
+    # Answers of R-SWA have a window, but vLLM offloads them as those of full attention.
+    gaps = [at for at, group in enumerate(_groups()) if hasattr(_one_of(group.kv_cache_spec), "rswa_window")]
+    if gaps:
+        expected = f"true: vLLM frees blocks of an answer of KV cache groups {gaps} before it offers them"
+        raise config_error("offload_prompt_only", False, expected)
     cache = getattr(_of_the_engine("vllm_config", "cache_config"), "cache_config", None)
-    if spec.offload_prompt_only or getattr(cache, "prefix_cache_retention_interval", 0) is not None:
+    if getattr(cache, "prefix_cache_retention_interval", 0) is not None:
         return
     longest = max(group.tokens_per_block for group in spec.config.groups)
     late = [
@@ -41,19 +48,17 @@ def refuse_holes(spec: Any) -> None:
         name = "block_size" if "block_size" in spec.extra_config else "blocks_per_chunk"
         raise config_error(
             name, f"{spec.extra_config.get(name)} with a sliding window, or a state, in KV cache groups {groups}",
-            "chunks of one block: vLLM offloads chunks of these groups with blocks missing; or KvhoistConnector, which "
-            "leaves them out",
+            "chunks of one block: vLLM offloads chunks of these groups with blocks missing; or, with vLLM 0.33, "
+            "KvhoistConnector, which leaves them out",
         )  # fmt: skip
 
 
 def groups_with_holes(spec: Any) -> list[int]:
     """The KV cache groups of the engine that is being made of which vLLM offloads chunks with blocks missing."""
-    config = _of_the_engine("kv_cache_config", "kv_cache_groups")
-    groups = [] if config is None else config.kv_cache_groups
     # Before 0.33 every group was offloaded.
     offloaded = {getattr(group, "group_id", at) for at, group in enumerate(spec.config.groups)}
     has_holes = _is_window if _HAS_WHOLE_STATES else _is_freed
-    return [at for at, group in enumerate(groups) if at in offloaded and has_holes(group.kv_cache_spec)]
+    return [at for at, group in enumerate(_groups()) if at in offloaded and has_holes(group.kv_cache_spec)]
 
 
 def whole_groups(kv_cache_config: Any) -> set[bytes]:
@@ -70,6 +75,11 @@ def _of_the_engine(name: str, has: str) -> Any:
     while frame is not None and not hasattr(frame.f_locals.get(name), has):
         frame = frame.f_back
     return None if frame is None else frame.f_locals[name]
+
+
+def _groups() -> Any:
+    config = _of_the_engine("kv_cache_config", "kv_cache_groups")
+    return () if config is None else config.kv_cache_groups
 
 
 def _is_freed(spec: Any) -> bool:

@@ -91,6 +91,19 @@ def test_answers_are_refused_whose_end_is_offered_too_late(store_dir):
         make(None, offload_prompt_only=False)
 
 
+def test_answers_are_refused_whose_blocks_are_freed_before_they_are_offered(store_dir):
+    gpu = Gpu(specs=[spec_of(interface.RSWASpec, TOKENS, 2, rswa_window=TOKENS)])
+    with Engine(settings(store_dir), gpu) as engine:
+        assert engine.serve("first", PROMPT) == 0
+        engine.forget()
+        assert engine.serve("again", PROMPT) == 7 * TOKENS
+    with pytest.raises(ConfigError, match="^offload_prompt_only: found False, .* of KV cache groups .0. before"):
+        Engine(settings(store_dir, offload_prompt_only=False), gpu)
+    made_with_a_tier(store_dir / "tier", gpu)
+    with pytest.raises(ConfigError, match="^offload_prompt_only: found False, expected true"):
+        made_with_a_tier(store_dir / "tier", gpu, offload_prompt_only=False)
+
+
 def test_nothing_from_before_a_reset_is_stored_after_it(store_dir):
     """vLLM offers all blocks of a running request again."""
     with Engine(settings(store_dir)) as engine:
