@@ -65,10 +65,15 @@ impl Failure {
         Failure { text: text.into(), status: Self::RUN }
     }
 
-    /// Why a service did not start or fully end: what is wrong in flags and settings stays so, all else may pass.
+    /// Why a service did not start or fully end: what is wrong in flags and settings stays so, all else may pass. A
+    /// group too, which may come from the network.
     pub fn of_service(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config};
-        let status = if matches!(error, Config { .. } | Argument { .. }) { Self::USAGE } else { Self::RUN };
+        let status = match &error {
+            Config { field: "socket_group", .. } => Self::RUN,
+            Config { .. } | Argument { .. } => Self::USAGE,
+            _ => Self::RUN,
+        };
         Failure { status, ..error.into() }
     }
 

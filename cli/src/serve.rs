@@ -36,7 +36,7 @@ use crate::{
 pub const EXIT_STATUS: &str = "\
 Exit status:
   0    ended by a signal (Ctrl-C, SIGTERM, SIGHUP) or --linger, with all blocks written
-  1    failure that may pass: a store, path, socket or address that is taken or missing; an I/O error
+  1    failure that may pass: a store, path, socket, address or group that is taken or missing; an I/O error
   2    wrong or missing flag or setting: correct it and try again
   130  interrupted a second time, without waiting for the blocks";
 
