@@ -1,13 +1,22 @@
 //! The files whose locks a service holds: one at its socket, one below each path.
 
 use std::{
+    ffi::OsString,
     fs::{self, File, Metadata, OpenOptions, TryLockError},
-    io,
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
-    path::{Path, PathBuf},
+    io::{self, Read},
+    os::unix::{
+        ffi::{OsStrExt, OsStringExt},
+        fs::{FileExt, MetadataExt, OpenOptionsExt},
+    },
+    path::{self, Path, PathBuf},
 };
 
+use kvhoist::internals::disk::cannot_open;
+
 use crate::error::{Error, Result};
+
+/// The longest path of a socket that is read in a lock's file.
+const SOCKET_BYTES_MAX: u64 = 4096;
 
 /// A file that is locked until it is dropped. A service that is refused removes it again.
 #[derive(Debug)]
@@ -18,25 +27,26 @@ pub(super) struct ServiceLock {
 }
 
 impl ServiceLock {
-    /// Takes the lock of a service; `of` is what it is for.
+    /// Takes the lock of a service that listens at `socket`; `of` is what it is for. `None` where the file system is
+    /// read-only and has no such file, of a lock that is not `needed`.
     ///
     /// # Errors
-    /// [`Error::Store`] if another service has it, or there is no regular file; [`Error::Io`].
-    pub(super) fn take(path: PathBuf, of: &Path) -> Result<Self> {
+    /// [`Error::Store`] if another service has it, or there is no regular file, or none may be made; [`Error::Io`].
+    pub(super) fn take(path: PathBuf, of: &Path, socket: &Path, needed: bool) -> Result<Option<Self>> {
         loop {
             let existed = fs::symlink_metadata(&path).is_ok();
-            let (file, found) = open(&path, of)?;
+            let Some((file, found)) = open(&path, of, needed)? else { return Ok(None) };
             match file.try_lock() {
                 Ok(()) => {}
-                Err(TryLockError::WouldBlock) => {
-                    let todo = "use that service, or end it";
-                    return Err(Error::store(of, "another service's", "one that no service has", todo));
-                }
+                Err(TryLockError::WouldBlock) => return Err(held(&file, of)),
                 Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
             }
             // Whoever was refused meanwhile has removed the file: the next one would lock another.
             if fs::symlink_metadata(&path).is_ok_and(|now| is_same(&now, &found)) {
-                return Ok(ServiceLock { file, path, is_kept: existed });
+                // For who is refused; the lock needs neither room for it nor the right to write.
+                let socket = path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
+                drop(file.set_len(0).and_then(|()| file.write_all_at(socket.as_os_str().as_bytes(), 0)));
+                return Ok(Some(ServiceLock { file, path, is_kept: existed }));
             }
         }
     }
@@ -56,21 +66,42 @@ impl Drop for ServiceLock {
     }
 }
 
-fn open(path: &Path, of: &Path) -> Result<(File, Metadata)> {
+/// Why a service is refused that another one is in the way of, which has written into its lock's file where it listens.
+fn held(file: &File, of: &Path) -> Error {
+    let mut socket = Vec::new();
+    let read = file.take(SOCKET_BYTES_MAX).read_to_end(&mut socket);
+    let found = match read {
+        Ok(1..) => {
+            format!("another service's, which listens at {}", PathBuf::from(OsString::from_vec(socket)).display())
+        }
+        _ => "another service's".into(),
+    };
+    Error::store(of, found, "one that no service has", "use that service, or end it")
+}
+
+/// The file of a lock, made where there is none; `None` where a read-only file system has none that is `needed`.
+fn open(path: &Path, of: &Path, needed: bool) -> Result<Option<(File, Metadata)>> {
+    let mut options = OpenOptions::new();
     // A link, a pipe or a device that another user has put there is not followed, waited for, or locked.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let opened = OpenOptions::new().create(true).write(true).truncate(false).mode(0o600).custom_flags(flags).open(path);
+    options.read(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let opened = match options.clone().create(true).write(true).truncate(false).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem && !needed => match options.open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened,
+        },
+        opened => opened,
+    };
     let file = opened.map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
             let parent = path.parent().unwrap_or(path).display();
             let todo = "create it (mkdir), or name another place";
             Error::store(of, format!("no folder {parent} that takes files"), "a folder that exists", todo)
         }
-        _ => Error::io("open", path, error),
+        _ => cannot_open(path, error).with_settings_named(&[("disks", "paths")]),
     })?;
     let found = file.metadata().map_err(|error| Error::io("stat", path, error))?;
     match found.is_file() {
-        true => Ok((file, found)),
+        true => Ok(Some((file, found))),
         false => Err(Error::store(path, "a file that is no regular one", "a service's lock", "remove it")),
     }
 }
@@ -87,8 +118,8 @@ mod tests {
     fn a_lock_is_no_link_and_no_pipe() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = |name: &str| directory.path().join(name);
-        let take = |name: &str| ServiceLock::take(path(name), &path("s"));
-        take("good").expect("a new one");
+        let take = |name: &str| ServiceLock::take(path(name), &path("s"), &path("s"), true);
+        take("good").expect("a new one").expect("needed");
         std::os::unix::fs::symlink(path("elsewhere"), path("link")).expect("a link");
         take("link").expect_err("a link is not followed");
         assert!(!path("elsewhere").exists(), "nothing is made where a link points to");
@@ -102,7 +133,17 @@ mod tests {
     fn only_a_service_that_was_refused_removes_what_it_made() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("lock");
-        let take = || ServiceLock::take(path.clone(), directory.path());
+        let take = |socket: &str| {
+            let taken = ServiceLock::take(path.clone(), directory.path(), Path::new(socket), true);
+            taken.map(|lock| lock.expect("needed"))
+        };
+        fs::write(&path, "/run/an earlier one with a longer name").expect("written");
+        let earlier = take("/run/s").expect("free");
+        let refused = take("/run/t").expect_err("held").to_string();
+        assert!(refused.contains("another service's, which listens at /run/s, expected"), "{refused}");
+        drop(earlier);
+        fs::remove_file(&path).expect("it was there before");
+        let take = || take("s");
         let held = take().expect("free");
         take().expect_err("held");
         assert!(path.exists(), "the holder's file is left alone");

@@ -66,10 +66,20 @@ impl Server {
         config.validate()?;
         folders::prepare(&config)?;
         // Held for the life of the service, and released by the kernel however it ends.
-        let mut locks = vec![ServiceLock::take(config.socket.with_added_extension("lock"), &config.socket)?];
+        let mut locks = Vec::new();
+        let of_socket = config.socket.with_added_extension("lock");
+        locks.extend(ServiceLock::take(of_socket, &config.socket, &config.socket, true)?);
         // In one order: of two services that start with the same paths one has them.
         for path in config.paths.iter().collect::<BTreeSet<_>>() {
-            locks.push(ServiceLock::take(path.join("kvhoist-service.lock"), path)?);
+            // The first path has the files of all spaces. Without another one no space can be opened, and clients are
+            // told why; the rest is served.
+            let needed = Some(path) == config.paths.first();
+            let lock = ServiceLock::take(path.join("kvhoist-service.lock"), path, &config.socket, needed)?;
+            if lock.is_none() {
+                let path = path.display();
+                tracing::warn!(%path, "a read-only file system: no space can be opened until it is writable");
+            }
+            locks.extend(lock);
         }
         let mut places = Places::of(&config.paths);
         let (draining, drained) = watch::channel(false);

@@ -11,7 +11,7 @@ use std::{
 use kvhoist::block_on;
 use kvhoist_service::{Client, ClientOptions};
 
-use super::{BLOCK_BYTES, kvhoist, stores, text};
+use super::{BLOCK_BYTES, Serving, kvhoist, skip, status, stores, text};
 
 /// Starts a service that must be refused with this status, and returns its one line. Nothing may be left at the socket,
 /// and in `path`.
@@ -135,6 +135,68 @@ fn a_refusal_after_the_locks_were_taken_leaves_none() {
     let output = kvhoist(&[&flags[..], &http].concat());
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("found a directory"), "{}", text(&output.stderr));
+}
+
+/// A file system is mounted read-only after an error in it. Spaces fail then; files and figures are served.
+#[test]
+fn a_further_path_that_is_read_only_keeps_no_service_from_starting_but_another_service_does() {
+    let (mut other, place, first) = (Serving::start(), tempfile::tempdir().expect("a directory"), stores());
+    let (socket, second) = (place.path().join("s").display().to_string(), other.store.path().to_owned());
+    // A namespace of its own: the mount ends with the command.
+    let script = "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" || exit 99; path=$1; shift; \
+                  exec \"$0\" serve \"$@\" --path \"$path\" 2>&1";
+    let start = || {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_kvhoist")]);
+        command.arg(&second).args(["--capacity", "4MiB", "--host-bytes", "1MiB", "--direct-io", "prefer"]);
+        command.args(["--socket", &socket, "--path"]).arg(first.path());
+        command.stdout(Stdio::piped()).spawn().expect("unshare, of util-linux")
+    };
+    let output = start().wait_with_output().expect("an end");
+    let said = text(&output.stdout);
+    if output.status.code() == Some(99) || said.is_empty() {
+        return skip::skipped(format!("no file system can be mounted here: {said}"));
+    }
+    let wanted = format!("{}: found another service's, which listens at {}, ", second.display(), other.socket());
+    assert!(said.contains(&wanted) && output.status.code() == Some(1), "{wanted} in {said}");
+    other.signal();
+    assert!(other.child.wait().expect("an end").success());
+    for is_locked in [true, false] {
+        let lock = second.join("kvhoist-service.lock");
+        assert!(lock.exists(), "a service has run there");
+        if !is_locked {
+            fs::remove_file(lock).expect("removed");
+        }
+        let mut child = start();
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines().map(|line| line.expect("a line"));
+        let before: Vec<String> = lines.by_ref().take_while(|line| !line.starts_with("kvhoist: listening")).collect();
+        assert_eq!(before.iter().any(|line| line.contains("a read-only file system")), !is_locked, "{before:?}");
+        assert_eq!(status(&socket)["draining"], false, "{before:?}");
+        let refused = block_on(Client::connect(&socket, ClientOptions::new("a", BLOCK_BYTES))).expect_err("no space");
+        assert!(refused.to_string().contains("ead-only file system"), "{refused}");
+        // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+        assert!(child.wait().expect("an end").success());
+    }
+}
+
+/// The first path has the files of all spaces.
+#[test]
+fn a_first_path_that_is_read_only_is_refused_with_what_to_do() {
+    let place = tempfile::tempdir().expect("a directory");
+    let script = "mount -t tmpfs -o ro tmpfs \"$1\" || exit 99; exec \"$0\" serve --socket \"$2\" --path \"$1\" \
+                  --capacity 2MiB --host-bytes 1MiB 2>&1";
+    let (path, socket) = (place.path().join("kv"), place.path().join("s"));
+    fs::create_dir(&path).expect("made");
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_kvhoist")]);
+    let output = command.args([path, socket]).output().expect("unshare, of util-linux");
+    let said = text(&output.stdout);
+    if output.status.code() == Some(99) || said.is_empty() {
+        return skip::skipped(format!("no file system can be mounted here: {said}"));
+    }
+    assert!(said.contains("a read-only file system") && said.contains("another path in `--path`"), "{said}");
+    assert_eq!(output.status.code(), Some(1), "{said}");
 }
 
 /// The lines of a service's log: a start, a client, an end.

@@ -8,8 +8,8 @@ mod path;
 mod read_only;
 mod sys;
 
-pub use path::FILE_NAME;
-pub(crate) use path::{cannot_open, is_missing};
+pub(crate) use path::is_missing;
+pub use path::{FILE_NAME, cannot_open};
 pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{

@@ -277,7 +277,7 @@ fn check_type(path: &Path, kind: FileType) -> Result<()> {
 }
 
 /// Why a file or a device of a store could not be opened, and what to do.
-pub(crate) fn cannot_open(path: &Path, error: io::Error) -> Error {
+pub fn cannot_open(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
         // A link that appeared between the check and the open.
         Some(libc::ELOOP) => Error::store(path, "a symbolic link", "a regular file or a block device", "open again"),
