@@ -53,6 +53,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let (mut told, mut shown) = (String::new(), None);
     let confirm = |shape: Option<&Shape>, paths: &[PathBuf], gone: &[&Path]| {
         told = describe(shape, paths, gone);
+        if args.yes && !gone.is_empty() {
+            // One of them may be mistyped, or the mount point of a drive that is not mounted.
+            drop(writeln!(io::stderr(), "kvhoist: removing {told}"));
+        }
         args.yes || is_meant(&told)
     };
     let wiped = Store::at(&args.paths).wipe(confirm, |done, total| {

@@ -86,6 +86,8 @@ fn a_wipe_that_was_cut_off_is_finished_by_another() {
         let output = kvhoist(&both);
         let wanted = format!("removed the rest of a store, at {} (gone already: {})\n", shown(&b), shown(&a));
         assert_eq!(text(&output.stdout), wanted, "{}", text(&output.stderr));
+        // Before it is removed, too.
+        assert_eq!(text(&output.stderr), wanted.replacen("removed", "kvhoist: removing", 1));
         assert!(!b.exists());
         let output = kvhoist(&both);
         assert_eq!(output.status.code(), Some(2), "nothing is left");
