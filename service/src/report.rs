@@ -24,6 +24,8 @@ pub struct OpenSpace {
     pub namespace: String,
     /// The folder of its store, below each path of the service. No two spaces have the same.
     pub folder: String,
+    /// Whether it is served. Of one that is not only the reason is known.
+    pub is_served: bool,
     /// The figures of its cache.
     pub stats: Stats,
 }

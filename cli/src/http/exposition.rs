@@ -51,12 +51,21 @@ mod tests {
         (stats.io_threads, stats.write_budget) = (4, Some(1 << 39));
         stats.disk_read_only = Some("EIO\non \"sda\"".into());
         stats.writes_over_budget = 2;
-        let space = OpenSpace { namespace: "a\"} 1\\".into(), folder: "space-1".into(), stats };
-        let quiet = OpenSpace { namespace: "b".into(), folder: "space-2".into(), stats: Stats::default() };
+        let of = |namespace: &str, folder: &str, is_served, stats| {
+            let (namespace, folder) = (namespace.to_owned(), folder.to_owned());
+            OpenSpace { namespace, folder, is_served, stats }
+        };
+        let mut damaged = Stats::default();
+        damaged.disk_retired = Some("no superblock".into());
+        let spaces = [
+            of("a\"} 1\\", "space-1", true, stats),
+            of("b", "space-2", true, Stats::default()),
+            of("c", "space-3", false, damaged),
+        ];
         let worn: DriveWear = DriveWear::new("nvme0n1", 25, 512_000, 13_149);
         let drive = |path: &str, name: &str, wear| Drive { path: path.into(), name: name.into(), wear };
         let drives = [drive("/a", "nvme0n1", Ok(worn)), drive("/b", "", Err("it may not be asked".into()))];
-        let text = text(&collect(&ServiceStatus::default(), &[space, quiet], &drives));
+        let text = text(&collect(&ServiceStatus::default(), &spaces, &drives));
         let own = r#"cache="a\"} 1\\",number="space-1""#;
         for line in [
             format!("kvhoist_misses_total{{{own}}} 7"),
@@ -78,6 +87,9 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }
+        let of_damaged: Vec<&str> = text.lines().filter(|line| line.contains("space-3")).collect();
+        let retired = r#"kvhoist_retired{cache="c",number="space-3",tier="disk",reason="no superblock"} 1"#;
+        assert_eq!(of_damaged, [retired], "nothing else is known of a space that is not served");
         let budgets = text.lines().filter(|line| line.starts_with("kvhoist_write_budget_bytes")).count();
         assert_eq!(budgets, 1, "a space without a budget has no figure");
         assert!(!text.contains("path=\"/b\""), "a drive that does not answer has no figure");

@@ -78,6 +78,9 @@ fn of_drives(drives: &[Drive]) -> [Metric; exported::WEAR.len()] {
     })
 }
 
+/// What is known of a space that is not served: a zero of another figure would be no measurement.
+const OF_UNSERVED: &str = "kvhoist_retired";
+
 /// A metric of every open space, with its namespace and a folder that no other space has. A service has no device.
 fn of_spaces(metric: &exported::Metric, spaces: &[OpenSpace]) -> Metric {
     let of_device = |(name, value): &(&str, String)| match *name {
@@ -86,6 +89,7 @@ fn of_spaces(metric: &exported::Metric, spaces: &[OpenSpace]) -> Metric {
         "engine" => value != "memcpy",
         _ => false,
     };
+    let shown = spaces.iter().filter(|space| space.is_served || metric.name == OF_UNSERVED);
     let of_space = |space: &OpenSpace| {
         let samples = (metric.samples)(&space.stats).into_iter();
         let own = [("cache", space.namespace.clone()), ("number", space.folder.clone())];
@@ -93,5 +97,5 @@ fn of_spaces(metric: &exported::Metric, spaces: &[OpenSpace]) -> Metric {
             move |sample: Sample| Sample { labels: own.iter().cloned().chain(sample.labels).collect(), ..sample };
         samples.filter(|sample| !sample.labels.iter().any(of_device)).map(named).collect::<Vec<_>>()
     };
-    Metric { name: metric.name, help: metric.help, samples: spaces.iter().flat_map(of_space).collect() }
+    Metric { name: metric.name, help: metric.help, samples: shown.flat_map(of_space).collect() }
 }

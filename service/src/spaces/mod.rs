@@ -288,7 +288,7 @@ impl Spaces {
         let entries = self.entries.borrow();
         let report = |(folder, entry): (&String, &Entry)| {
             let (namespace, folder) = (entry.manifest.namespace.clone(), folder.clone());
-            Some(OpenSpace { namespace, folder, stats: entry.stats()? })
+            Some(OpenSpace { namespace, folder, is_served: entry.space().is_some(), stats: entry.stats()? })
         };
         entries.iter().filter_map(report).collect()
     }
