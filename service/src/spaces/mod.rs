@@ -2,6 +2,7 @@
 
 pub(super) mod files;
 mod host;
+mod look;
 mod manifest;
 mod open;
 pub(super) mod opens;
@@ -131,6 +132,8 @@ pub(super) struct Spaces {
     moving: Cell<bool>,
     /// Told when such a move has ended.
     move_ended: Notify,
+    /// Stores that could not be opened are looked at.
+    looking: Cell<bool>,
 }
 
 impl Spaces {
@@ -173,11 +176,11 @@ impl Spaces {
             manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
             entries.insert(folder, Entry::new(manifest, State::Refused(Failure::from(&error))));
         }
-        let (moving, move_ended) = (Cell::new(false), Notify::new());
+        let (moving, move_ended, looking) = (Cell::new(false), Notify::new(), Cell::new(false));
         let tables = Tables::new(&config);
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
         let opens = Opens::new(|path| SourceFile::open(path));
-        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended })
+        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended, looking })
     }
 
     /// Has files opened by `open`, which may hang.
