@@ -114,7 +114,8 @@ class HiCacheKvhoist(HiCacheStorage):
             self.mem_pool_host = mem_pool_host
             store = self._add(KV, mem_pool_host)
             refuse_unknown_shares(self.config.pool_shares, {KV, *map(str, PoolName)})
-            store.check(self._kv_capacity())
+            # Without a share it has a part of the capacity that only the last pool decides.
+            store.check(self._kv_capacity(), has_size=KV in self.config.pool_shares)
             if not hasattr(HiCacheStorage, "on_host_pools_registered"):
                 # A version before 0.5.23, which does not say which pool is the last; a group of pools has all of them.
                 for entry in getattr(mem_pool_host, "entries", ()):
@@ -181,7 +182,9 @@ class HiCacheKvhoist(HiCacheStorage):
         return self._is_writer or self.identity.parts(name) > 1
 
     def _kv_capacity(self) -> int:
-        return int(self.config.capacity * (1 - sum(self.config.pool_shares.values())))
+        """Of the KV pool, which has what the shares of others leave: at most, where some have none."""
+        shares = self.config.pool_shares
+        return int(self.config.capacity * shares.get(KV, 1 - sum(shares.values())))
 
     def _parts(self) -> list[PoolStore]:
         """The stores that are open."""

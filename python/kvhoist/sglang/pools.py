@@ -10,7 +10,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Sequence
 
-from .._folders import make_store_folder, refuse_locked
+from .._folders import make_folder, make_private_folders, make_store_folder, refuse_locked
 from .._native import Region
 from .._store_settings import StoreSettings
 from .._stores import slug
@@ -97,13 +97,16 @@ class PoolStore:
 
     # Opening
 
-    def check(self, capacity: int) -> None:
-        """Raises what would keep a store of so many bytes from being opened, where that is known already."""
+    def check(self, capacity: int, has_size: bool) -> None:
+        """Raises what would keep a store of so many bytes from being opened, where that is known already.
+
+        Unless it `has_size`, so many are the most that it may get: the room for them is tested by `open`.
+        """
         if self.socket is not None:
             if not listens(self.socket):
                 raise UnavailableError(f"service: found none that listens at {self.socket}, expected one; start it")
             return
-        self._make_folders(capacity)
+        self._make_folders(capacity, has_size)
         for directory in self.directories:
             refuse_locked(directory)
 
@@ -123,8 +126,8 @@ class PoolStore:
         model, rank, pool, digest = self.namespace().split("/")
         return [os.path.join(path, f"{model}-{digest[:12]}", rank, pool) for path in self.config.path]
 
-    def _make_folders(self, capacity: int) -> None:
-        """Makes the folders of the store. Raises what is wrong with its sizes, or where it has no room."""
+    def _make_folders(self, capacity: int, has_size: bool) -> None:
+        """Makes the folders of the store. Raises what is wrong with its sizes, or, if it has its size, lack of room."""
         page = self.geometry.page_bytes
         slot = slot_bytes(page)
         try:
@@ -135,10 +138,14 @@ class PoolStore:
             expected = f"room for one page of {slot} bytes of pool {self.name!r}"
             raise config_error("host_bytes", self.config.host_bytes, expected)
         for path, directory in zip(self.config.path, self.directories):
-            make_store_folder(path, directory, store_bytes(slots, page))
+            if has_size:
+                make_store_folder(path, directory, store_bytes(slots, page))
+            else:
+                make_folder(path, store_bytes(slots, page))
+                make_private_folders(directory)
 
     def _open(self) -> Cache:
-        self._make_folders(self.capacity)
+        self._make_folders(self.capacity, has_size=True)
         cache = Cache(
             self.directories,
             block_bytes=self.geometry.page_bytes,

@@ -183,9 +183,9 @@ class UnifiedStore:
             for chunk, chunk_pool in zip(planned.suffixes, pools)
         ]
 
-    def check(self, capacity: int) -> None:
+    def check(self, capacity: int, has_size: bool) -> None:
         for chunk in self._chunks:
-            chunk.check(capacity * chunk.page_bytes // self.page_bytes)
+            chunk.check(capacity * chunk.page_bytes // self.page_bytes, has_size)
 
     def open(self, capacity: int) -> None:
         with ExitStack() as opened:

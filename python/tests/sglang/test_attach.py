@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 
 import pytest
 import sgl
@@ -81,7 +82,11 @@ def test_what_can_be_checked_is_checked_where_sglang_undoes_an_attach(store_dir)
     holder = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
     for extra, error, match in (
         (sgl.extra_config(store_dir), StoreError, "lock"),
-        (sgl.extra_config(store_dir, revision="2", capacity="60TiB"), StoreError, "bytes free, expected"),
+        (
+            sgl.extra_config(store_dir, revision="2", capacity="60TiB", pool_shares={"kv": 0.5}),
+            StoreError,
+            "bytes free, expected",
+        ),
         (sgl.extra_config(store_dir / "a" / "b"), StoreError, "found no folder"),
         (sgl.extra_config(store_dir, revision="2", capacity="1KiB"), ConfigError, "^capacity: found"),
         (sgl.extra_config(store_dir, service=f"{store_dir}/none.sock"), UnavailableError, "^service: found none"),
@@ -90,6 +95,32 @@ def test_what_can_be_checked_is_checked_where_sglang_undoes_an_attach(store_dir)
             made(extra).register_mem_pool_host(pool)
     holder.close()
     sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+
+
+def test_the_kv_pool_needs_room_for_its_part_of_the_capacity_only(store_dir, monkeypatch):
+    """Without shares the part is known when all pools are."""
+    name = sgl.boot().storage.PoolName
+    main, side = filled(sgl.MHA), filled(sgl.MLA, seed=3)
+    # Half of the capacity, and some, is free; the store beside the KV pool's is there already.
+    backend = made(sgl.extra_config(store_dir, capacity="64MiB"))
+    registered(backend, group((name.KV, main), (name.MAMBA, side)))
+    backend.close()
+    (kv,) = (store for store in store_dir.rglob("kvhoist.store") if store.parent.name == "kv")
+    room = kv.stat().st_size + (1 << 20)
+    kv.unlink()
+    found = os.statvfs(store_dir)
+
+    class Room:
+        f_frsize, f_blocks, f_bavail = found.f_frsize, 0, room // found.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Room)
+    backend = made(sgl.extra_config(store_dir, capacity="64MiB"))
+    registered(backend, group((name.KV, main), (name.MAMBA, side)))
+    backend.close()
+    kv.unlink()
+    Room.f_bavail = (room >> 1) // found.f_frsize
+    with pytest.raises(StoreError, match="bytes free, expected"):
+        registered(made(sgl.extra_config(store_dir, capacity="64MiB")), group((name.KV, main), (name.MAMBA, side)))
 
 
 def test_pools_without_bytes_are_refused_by_name(store_dir):
