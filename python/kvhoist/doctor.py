@@ -161,7 +161,10 @@ def _service(socket: str) -> Finding:
     from .service.launch import listens
 
     if listens(socket):
-        return ("service", f"a service listens at {socket}", None, False)
+        if os.access(socket, os.W_OK):
+            return ("service", f"a service listens at {socket}", None, False)
+        fix = "run as the service's user, or start the service with --allow-uid or --socket-group"
+        return ("service", f"user {os.geteuid()} may not connect at {socket}", fix, True)
     return ("service", f"nobody listens at {socket}", f"start it: kvhoist serve --socket {socket} ...", True)
 
 

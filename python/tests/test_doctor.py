@@ -145,7 +145,7 @@ def test_sglangs_own_limits_on_prefetches_are_computed(store_dir, capfd):
     assert "--token-bytes: found 'much'" in said("--token-bytes", "much")
 
 
-def test_a_service_is_looked_for_where_the_settings_say(capfd):
+def test_a_service_is_looked_for_where_the_settings_say(capfd, monkeypatch):
     place = Path(tempfile.mkdtemp(prefix="kvhoist-"))
     config = json.dumps({"service": str(place / "s"), "capacity": "1GiB"})
     assert main(["doctor", "--config", config]) == 1
@@ -154,7 +154,12 @@ def test_a_service_is_looked_for_where_the_settings_say(capfd):
         listener.bind(str(place / "s"))
         listener.listen()
         main(["doctor", "--config", config])
-    said = capfd.readouterr().out
+        said = capfd.readouterr().out
+        # As root it is never refused.
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        assert main(["doctor", "--config", config]) == 1
+        refused = capfd.readouterr().out
+        assert "may not connect at" in refused and verdict(refused) == "found 1 problem (service)"
     assert "a service listens at" in said and "MiB/s" not in said, "the drives are the service's"
     shutil.rmtree(place)
 

@@ -101,15 +101,18 @@ class ServiceSettings:
 
 
 def listens(path: str) -> bool:
-    """Whether a service listens there. Waits for none: one that accepts no connections at present listens too."""
+    """Whether a service listens there, or what else there is keeps this user out, as a connection then says.
+
+    Waits for none: one that accepts no connections at present listens too.
+    """
     with socket.socket(socket.AF_UNIX) as stream:
         stream.setblocking(False)
         try:
             stream.connect(path)
-        except BlockingIOError:
-            return True
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return False
+        except OSError:
+            return True
     return True
 
 

@@ -388,6 +388,17 @@ def test_a_service_that_accepts_nothing_listens(tmp_path):
     assert not service.listens(path)
 
 
+def test_a_socket_that_cannot_be_connected_with_is_no_missing_service(tmp_path):
+    """As one that this user may not open, which root cannot show: the connection says what is wrong."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(path)
+        assert service.listens(path)
+        assert not service.listens(path + "/below")
+        with pytest.raises(kvhoist.UnavailableError, match="wrong type"):
+            kvhoist.connect(path, space="a", block_bytes=BLOCK)
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_end_of_a_service_is_logged_with_what_it_said(store_dir, caplog, killed):
     with caplog.at_level("INFO", logger="kvhoist"):
