@@ -50,11 +50,7 @@ impl Reactor {
             match uring::runtime(RING_ENTRIES, held) {
                 Ok(runtime) => return Ok(Reactor::Uring(runtime)),
                 Err(error) if config.disk.storage == StorageKind::Uring => {
-                    return Err(Error::config(
-                        "storage",
-                        format!("uring, and a system that refuses it ({error})"),
-                        "a system with io_uring, or storage = auto or blocking",
-                    ));
+                    return Err(uring::refused(&error));
                 }
                 Err(error) => tracing::warn!(
                     %error,

@@ -13,7 +13,7 @@ Exit status:
   130  interrupted (Ctrl-C, SIGTERM, SIGHUP), after printing the results so far";
 
 /// What the command's flags are called for settings of the engine.
-const FLAGS: [(&str, &str); 25] = [
+const FLAGS: [(&str, &str); 26] = [
     ("block_bytes", "--block-bytes"),
     ("host_blocks", "--host-blocks"),
     ("device_blocks", "--device-blocks"),
@@ -22,6 +22,7 @@ const FLAGS: [(&str, &str); 25] = [
     ("disks.path", "--path"),
     ("disks", "--path"),
     ("write_policy", "--write-policy"),
+    ("write_budget", "--write-budget"),
     ("eviction_policy", "--policy"),
     ("storage", "--storage"),
     ("direct_io", "--direct-io"),

@@ -14,7 +14,7 @@ use std::{
     thread,
 };
 
-use kvhoist::{Config, DirectIo, StorageKind, WritePolicy};
+use kvhoist::{Config, DirectIo, Error, StorageKind, WritePolicy, internals::config::SETTING_NAMES};
 use kvhoist_service::{Server, ServerConfig, Share, default_socket};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
@@ -188,6 +188,28 @@ impl Args {
         }
         Ok(config)
     }
+
+    /// Why the service did not start. A setting that no flag gave has its name in the file.
+    fn failure(&self, error: Error) -> Failure {
+        let is_of_flag = |field: &str| match field {
+            "paths" => !self.paths.is_empty(),
+            "capacity_bytes" => self.capacity.is_some(),
+            "host_bytes" => self.host_bytes.is_some(),
+            "shares" => !self.shares.is_empty(),
+            "write_policy" => self.write_policy.is_some(),
+            "write_budget" => self.write_budget.is_some(),
+            "storage" => self.storage.is_some(),
+            "direct_io" => self.direct_io.is_some(),
+            _ => !SETTING_NAMES.contains(&field),
+        };
+        match (&self.config, &error) {
+            (Some(file), Error::Config { field, .. }) if !is_of_flag(field) => {
+                let error = error.with_settings_named(&[("paths", "path"), ("capacity_bytes", "capacity")]);
+                Failure::usage(format!("--config {}: {error}", shown(file)))
+            }
+            _ => Failure::of_service(error),
+        }
+    }
 }
 
 /// Serves until a signal ends it.
@@ -196,11 +218,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let mut config = args.config()?;
-    config.cache = open_remote(config.cache)?;
+    config.cache = open_remote(config.cache).map_err(|error| args.failure(error))?;
     let (socket, paths) = (config.socket.clone(), config.paths.clone());
     // Before the service makes anything.
     let bound = args.http.map(http::bind).transpose()?;
-    let server = Arc::new(Server::start(config).map_err(Failure::of_service)?);
+    let server = Arc::new(Server::start(config).map_err(|error| args.failure(error))?);
     let source = Arc::new(http::Source::new(Arc::clone(&server), paths.clone()));
     let mut said = format!("kvhoist: listening at {}\n", shown(&socket));
     let mut _targets = None;

@@ -11,6 +11,8 @@ mod otlp;
 mod page;
 #[path = "serve/refused.rs"]
 mod refused;
+#[path = "serve/settings.rs"]
+mod settings;
 #[path = "../../tests/common/skip.rs"]
 mod skip;
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{Config, DiskPath, WritePolicy};
+use kvhoist::{Config, DiskPath, Layout, WritePolicy};
 
 use super::{budget::Room, shares::Share};
 use crate::error::{Error, Result};
@@ -91,7 +91,8 @@ impl ServerConfig {
         }
     }
 
-    /// Checks every field, also against what this process has left; the error names the first that is wrong.
+    /// Checks every field, also those of [`cache`](Self::cache), and against what this process has left; the error
+    /// names the first that is wrong.
     ///
     /// # Errors
     /// [`Error::Config`].
@@ -118,8 +119,10 @@ impl ServerConfig {
         }
         if !matches!(self.cache.disk.write_policy, WritePolicy::WriteThrough | WritePolicy::ByValue) {
             let expected = "write_through or by_value: no client asks for the writes that the others wait for";
-            return Err(wrong("write_policy", format!("{:?}", self.cache.disk.write_policy), expected));
+            let found = serde_json::to_string(&self.cache.disk.write_policy).expect("a word");
+            return Err(wrong("write_policy", found, expected));
         }
+        self.smallest_cache().validate()?;
         // Of the smallest space. How large one may be depends on its blocks, which its client chooses.
         let least = DiskPath::file_bytes(1, 1) * self.paths.len() as u64;
         if self.capacity_bytes < least {
@@ -128,6 +131,15 @@ impl ServerConfig {
         }
         let disk = if self.paths.is_empty() { 0 } else { self.capacity_bytes };
         Share::check(&self.shares, disk, self.host_bytes).map_err(|(found, expected)| wrong("shares", found, expected))
+    }
+
+    /// The settings of the cache of the smallest space that there may be: where they are wrong, those of every space
+    /// are.
+    fn smallest_cache(&self) -> Config {
+        let block_bytes = self.cache.device.layout.as_ref().map_or(1, Layout::block_bytes);
+        let disks = self.paths.first().map(|_| DiskPath::with_blocks("a space", 1));
+        let of_space = self.cache.clone().block_bytes(block_bytes).namespace("a space");
+        of_space.host_blocks(1).disks(disks.into_iter().collect())
     }
 
     /// Whether this process can map what clients may lend.
@@ -165,7 +177,10 @@ mod tests {
         type Spoil = fn(&mut ServerConfig);
         let by_value = Config::default().write_policy(WritePolicy::ByValue);
         ServerConfig { cache: by_value, ..on_disk.clone() }.validate().expect("good");
-        let cases: [(&str, Spoil); 10] = [
+        let layout = Layout::new(vec![4096, 8192]).expect("a layout");
+        let cache = Config::default().device_layout(layout);
+        ServerConfig { cache, ..on_disk.clone() }.validate().expect("for spaces of such blocks");
+        let cases: [(&str, Spoil); 20] = [
             ("connections_max", |config| config.connections_max = 5000),
             ("requests_max", |config| config.requests_max = 0),
             ("stall_ms", |config| config.stall_ms = 0),
@@ -176,6 +191,16 @@ mod tests {
             ("capacity_bytes", |config| config.capacity_bytes = 0),
             ("capacity_bytes", |config| config.capacity_bytes = 1 << 20),
             ("write_policy", |config| config.cache.disk.write_policy = WritePolicy::WriteBack),
+            ("write_budget", |config| config.cache.disk.write_budget = Some(1 << 40)),
+            ("drive_bytes", |config| config.cache.disk.drive_writes_per_day = Some(1.0)),
+            ("deadline_ms", |config| config.cache.limits.deadline_ms = 0),
+            ("workers", |config| config.cache.workers = Some(1000)),
+            ("high_watermark", |config| config.cache.host.high_watermark = 0.05),
+            ("spin_us", |config| config.cache.spin_us = 20_000),
+            ("movements_max", |config| config.cache.limits.movements_max = 0),
+            ("read_bytes_in_flight_max", |config| config.cache.limits.read_bytes_in_flight_max = 0),
+            ("blocking_threads", |config| config.cache.disk.blocking_threads = 0),
+            ("copy_blocks_max", |config| config.cache.device.copy_blocks_max = 0),
         ];
         for (name, spoil) in cases {
             let mut config = on_disk.clone();

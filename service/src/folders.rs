@@ -1,4 +1,4 @@
-//! A service's folders and sizes, compared with the machine before anything is made.
+//! A service's folders, sizes and engines, compared with the machine before anything is made.
 
 use std::{
     collections::HashSet,
@@ -8,19 +8,23 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::internals::machine::shown;
+use kvhoist::{
+    EngineMode, StorageKind,
+    internals::{gpu, io::uring, machine::shown},
+};
 use kvhoist_doctor::{disk_bytes, is_on_root, memory_bytes};
 
 use super::config::ServerConfig;
 use crate::error::{Error, Result};
 
-/// Checks that the machine has the disk and the memory of a service, and makes folders of which only the last part is
-/// missing: a missing parent is a drive that is not mounted.
+/// Checks that the machine has the engines, the disk and the memory of a service, and makes folders of which only the
+/// last part is missing: a missing parent is a drive that is not mounted.
 ///
 /// # Errors
-/// [`Error::Store`] for a path that is no folder and cannot become one, [`Error::Config`] for a size that the machine
-/// does not have, [`Error::Io`].
+/// [`Error::Store`] for a path that is no folder and cannot become one, [`Error::Config`] for an engine or a size that
+/// the machine does not have, [`Error::Io`].
 pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
+    check_engines(config)?;
     let places = config.paths.iter().map(|path| place(path)).collect::<Result<Vec<_>>>()?;
     once_each(&config.paths, &places)?;
     if let Some(most) = memory_bytes().filter(|&most| config.host_bytes > most) {
@@ -39,6 +43,17 @@ pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
         }
     }
     warn_of_root(config);
+    Ok(())
+}
+
+/// Refuses engines that every space would ask for in vain.
+fn check_engines(config: &ServerConfig) -> Result<()> {
+    if config.cache.disk.storage == StorageKind::Uring {
+        uring::probe().map_err(|error| uring::refused(&error))?;
+    }
+    if config.cache.device.cufile == EngineMode::On && !gpu::has_device() {
+        return Err(Error::config("cufile", "on, and no CUDA device", "a CUDA device, or cufile = auto or off"));
+    }
     Ok(())
 }
 

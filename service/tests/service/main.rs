@@ -1,5 +1,8 @@
 //! The node's service, with real processes: a service, and clients of it.
 
+#[path = "../../../tests/common/apart.rs"]
+#[allow(dead_code, reason = "a part of it is used here")]
+mod apart;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
 
@@ -13,6 +16,7 @@ mod deaths;
 mod descriptors;
 mod device_end;
 mod drawn;
+mod engines;
 mod files;
 mod frames;
 mod hints;

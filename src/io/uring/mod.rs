@@ -27,7 +27,7 @@ pub(crate) mod table;
 
 pub(in crate::io) use hold::hold;
 pub(in crate::io) use probe::is_in_memory;
-pub use probe::probe;
+pub use probe::{probe, refused};
 pub use runtime::{Runtime, runtime};
 
 use std::{any::Any, cell::RefCell, fs::File, io, os::fd::AsRawFd, ptr::NonNull, rc::Rc, sync::Arc};

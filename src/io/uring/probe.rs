@@ -5,6 +5,8 @@ use std::{fs::File, io};
 use io_uring::{IoUring, Probe, opcode};
 use rustix::fs::fstatfs;
 
+use crate::error::Error;
+
 /// Makes a small ring and checks that it supports the operations in use.
 ///
 /// # Errors
@@ -28,6 +30,12 @@ pub fn probe() -> io::Result<()> {
     let text =
         format!("io_uring lacks {}: Linux 5.10 or later is needed, or the blocking storage engine", missing.join(", "));
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
+}
+
+/// The error of `storage = uring` where there is no ring.
+pub fn refused(error: &io::Error) -> Error {
+    let found = format!("uring, and a system that refuses it ({error})");
+    Error::config("storage", found, "a system with io_uring, or storage = auto or blocking")
 }
 
 /// Submits one empty operation: a seccomp filter may allow making a ring but block its use, and operations would never

@@ -3,9 +3,6 @@
 //! Without a GPU the driver's library is a double (`tests/doubles/cuda`): each test runs in a process that finds it,
 //! and so does the service that it starts. `KVHOIST_GPU_TESTS=require` runs the tests on a real device instead.
 
-#[path = "../../../../tests/common/apart.rs"]
-#[allow(dead_code, reason = "a part of it is used here")]
-mod apart;
 pub mod ends;
 mod moves;
 
@@ -28,6 +25,7 @@ use kvhoist_service::{Client, ClientOptions, ClientRegion, ServerConfig};
 use tempfile::TempDir;
 
 use crate::{
+    apart,
     common::{self, key, payload},
     node::{HANG, Process, serve},
 };
@@ -67,7 +65,8 @@ fn double() -> &'static Path {
 
 /// Runs the test in a process that has a GPU.
 fn with_gpu(name: &str, body: impl FnOnce()) {
-    if std::env::var("KVHOIST_APART").is_ok_and(|running| running == name) {
+    let name = &format!("cuda::{name}");
+    if std::env::var("KVHOIST_APART").is_ok_and(|running| running == *name) {
         return apart::apart(name, body);
     }
     let mut command = apart::command(name, "");

@@ -1,0 +1,57 @@
+//! Settings that no space could have: refused at the start, and not to every client.
+
+use std::{fs, path::Path};
+
+use serde_json::json;
+
+use super::{kvhoist, stores, text};
+
+/// The line of a service that is refused for a flag or a setting. One that starts ends by itself.
+fn refused(place: &Path, flags: &[&str]) -> String {
+    let socket = place.join("s").display().to_string();
+    let output = kvhoist(&[&["serve", "--linger", "1", "--socket", &socket][..], flags].concat());
+    let said = text(&output.stderr).to_owned();
+    assert_eq!(output.status.code(), Some(2), "{flags:?}: {said}");
+    said
+}
+
+#[test]
+fn wrong_settings_of_every_cache_are_refused_by_their_names_in_flags_and_in_the_file() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let path = store.path().display().to_string();
+    let sizes = ["--path", &path, "--capacity", "60MiB", "--host-bytes", "64MiB"];
+    let budget = refused(place.path(), &[&sizes[..], &["--write-budget", "1TiB"]].concat());
+    let wanted = "kvhoist: --write-budget: found 1099511627776, expected `--write-policy` by_value with it";
+    assert!(budget.contains(wanted), "{budget}");
+    let file = place.path().join("settings.json").display().to_string();
+    for (name, value, found) in [
+        ("write_policy", json!("write_back"), "\"write_back\", expected write_through or by_value"),
+        ("write_budget", json!("1TiB"), "1099511627776, expected `write_policy` by_value with it"),
+        ("drive_writes_per_day", json!(1.0), ""),
+        ("deadline_ms", json!(0), "0, expected 1 to 86400000 milliseconds"),
+        ("workers", json!(1000), "1000, expected 0 to 256 threads"),
+        ("high_watermark", json!(0.05), "0.05, expected a share from low_watermark (0.1) to 1.0"),
+        ("spin_us", json!(20_000), "20000, expected 0 to 10000 microseconds"),
+        ("movements_max", json!(0), "0, expected 1 to 16777216 movements"),
+        ("read_bytes_in_flight_max", json!(0), ""),
+        ("blocking_threads", json!(0), "0, expected 1 to 256 threads"),
+        ("disk_failures_max", json!(0), "0, expected 1 to "),
+        ("copy_blocks_max", json!(0), "0, expected 1 to 1024 thread blocks"),
+        ("capacity", json!("1MiB"), "1048576 bytes, expected 1052672 bytes or more"),
+    ] {
+        let mut settings = json!({ "path": path, "capacity": "60MiB", "host_bytes": "64MiB" });
+        settings[name] = value;
+        fs::write(&file, settings.to_string()).expect("written");
+        let said = refused(place.path(), &["--config", &file]);
+        let field = if name == "drive_writes_per_day" { "drive_bytes" } else { name };
+        let is_size_without_words = name == "read_bytes_in_flight_max";
+        let wanted = format!("--config {file}: {field}: found {found}");
+        let by_reader = format!("--config {file}: {field}: found 0, expected ");
+        assert!(said.contains(&wanted) || is_size_without_words && said.contains(&by_reader), "{wanted} in {said}");
+    }
+    // A flag that is wrong is the flag's, whatever the file says.
+    fs::write(&file, json!({ "path": path, "capacity": "1MiB", "host_bytes": "64MiB" }).to_string()).expect("written");
+    let said = refused(place.path(), &["--config", &file, "--capacity", "1KiB"]);
+    assert!(said.contains("kvhoist: --capacity: found 1024 bytes"), "{said}");
+    assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
+}
