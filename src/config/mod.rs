@@ -17,6 +17,10 @@ pub use settings::{SETTING_NAMES, expected_by};
 
 use crate::block::{IO_ALIGN, Tier};
 
+/// The smallest write budget, in blocks a day. A tenth of an hour's budget is what may be saved up: it must be enough
+/// for a block.
+pub const BUDGET_BLOCKS_MIN: u64 = 240;
+
 /// Settings of a cache. [`Config::default`] is a small cache without a disk tier.
 ///
 /// Each setting has a method that sets it, by the name that it has in files of settings and in Python:
@@ -162,6 +166,12 @@ impl Config {
         // Past 2^64 bytes a day it is no limit, and stays at that.
         let of_drive = disk.drive_writes_per_day.zip(disk.drive_bytes).map(|(writes, bytes)| writes * bytes as f64);
         disk.write_budget.or(of_drive.map(|bytes| bytes as u64))
+    }
+
+    /// The smallest write budget, bytes a day.
+    #[doc(hidden)]
+    pub fn write_budget_min(&self) -> u64 {
+        self.written_bytes().saturating_mul(BUDGET_BLOCKS_MIN)
     }
 
     /// Bytes that a write of a block costs: with the page of its record.

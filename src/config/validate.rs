@@ -1,10 +1,8 @@
 //! Validation: each error names the setting as users write it.
 
-use super::{Capacity, Config, DiskPath, WritePolicy, range::check, settings::check_ranges};
+use super::{BUDGET_BLOCKS_MIN, Capacity, Config, DiskPath, WritePolicy, range::check, settings::check_ranges};
 use crate::error::{Error, Result};
 
-/// The smallest write budget, in blocks a day.
-const BUDGET_BLOCKS_MIN: u64 = 240;
 const SLOTS_MAX: u32 = u32::MAX >> 1;
 
 impl Config {
@@ -100,8 +98,7 @@ impl Config {
         if of_drive.is_some_and(|writes| !(writes > 0.0 && writes.is_finite())) {
             return Err(wrong(field, found, "a number of writes above 0"));
         }
-        // A tenth of an hour's budget is what may be saved up: it must be enough for a block.
-        let least = self.written_bytes().saturating_mul(BUDGET_BLOCKS_MIN);
+        let least = self.write_budget_min();
         if self.write_budget_bytes().is_some_and(|bytes| bytes < least) {
             return Err(wrong(field, found, format!("{least} bytes a day at least, for {BUDGET_BLOCKS_MIN} blocks")));
         }

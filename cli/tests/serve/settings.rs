@@ -1,7 +1,14 @@
 //! Settings that no space could have: refused at the start, and not to every client.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Stdio},
+};
 
+use kvhoist::block_on;
+use kvhoist_service::{Client, ClientOptions};
 use serde_json::json;
 
 use super::{kvhoist, stores, text};
@@ -54,4 +61,55 @@ fn wrong_settings_of_every_cache_are_refused_by_their_names_in_flags_and_in_the_
     let said = refused(place.path(), &["--config", &file, "--capacity", "1KiB"]);
     assert!(said.contains("kvhoist: --capacity: found 1024 bytes"), "{said}");
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
+}
+
+/// A refused attach is the operator's to know too: of some of them only a setting of the service is the cause.
+#[test]
+fn a_client_that_is_refused_a_space_is_in_the_log() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let path = store.path().display().to_string();
+    let sizes = ["--path", &path, "--capacity", "20GiB", "--host-bytes", "8MiB", "--direct-io", "prefer"];
+    let budget = ["--write-policy", "by_value", "--write-budget", "20GiB"];
+    let (_, log) = served(place.path(), &[&sizes[..], &budget].concat(), |socket| {
+        let mut options = ClientOptions::new("small", 1 << 20);
+        options.capacity_bytes = 64 << 20;
+        let refused = block_on(Client::connect(socket, options.clone())).expect_err("too small a part of the budget");
+        let said = refused.to_string();
+        assert!(matches!(refused, kvhoist::Error::Service { fault: kvhoist::ServiceFault::Capacity, .. }), "{said}");
+        assert!(
+            said.contains("capacity_bytes: found 67108864 bytes for a space, whose share of the service's"),
+            "{said}"
+        );
+        assert!(
+            said.contains("of 21474836480 bytes a day is 67108864, expected a share of 252641280 at least"),
+            "{said}"
+        );
+        options.capacity_bytes = 252_641_280;
+        block_on(block_on(Client::connect(socket, options)).expect("enough for 240 blocks").close()).expect("closed");
+    });
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("a client was refused its space")).collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(lines[0].contains("WARN") && lines[0].contains("small") && lines[0].contains("write budget"), "{log}");
+}
+
+/// Runs a service until `clients` has ended; its socket and its log.
+fn served(place: &Path, flags: &[&str], clients: impl FnOnce(&str)) -> (String, String) {
+    let socket = place.join("s").display().to_string();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["serve", "--socket", &socket])
+        .args(flags)
+        .env_remove("KVHOIST_LOG")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert!(line.starts_with("kvhoist: listening"), "{line}");
+    clients(&socket);
+    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    let output = child.wait_with_output().expect("an end");
+    assert!(output.status.success(), "{:?}", output.status);
+    (socket, text(&output.stderr).to_owned())
 }

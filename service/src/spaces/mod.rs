@@ -208,7 +208,8 @@ impl Spaces {
             let text = format!("space: found {block_bytes} bytes a block and a name of {} bytes, ", namespace.len());
             return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
         }
-        let space = self.begin(&wanted)?.await.unwrap_or_else(|_| Err(ending()))?;
+        let begun = self.begin(&wanted).inspect_err(|failure| open::tell_refused(namespace, failure, false))?;
+        let space = begun.await.unwrap_or_else(|_| Err(ending()))?;
         if space.device.serves(wanted.device) {
             return Ok(space);
         }

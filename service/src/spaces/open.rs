@@ -6,11 +6,14 @@
 
 use std::{cell::Cell, rc::Rc, time::Duration};
 
-use kvhoist::{Cache, Capacity, Config, DeviceKind, DiskPath, internals::service::discover};
+use kvhoist::{
+    Cache, Capacity, Config, DeviceKind, DiskPath,
+    internals::{config::BUDGET_BLOCKS_MIN, service::discover},
+};
 
 use super::{Space, Spaces, State, host::HostShare, manifest::SpaceManifest, pool::Grant};
 use crate::{
-    error::{Error, Result},
+    error::{Error, Result, ServiceFault},
     protocol::{Failure, SpaceDevice},
     seldom::Seldom,
 };
@@ -23,10 +26,13 @@ const OF_SPACES: [(&str, &str); 6] = [
     ("capacity", "capacity_bytes"),
     ("disks.blocks", "capacity_bytes"),
     ("disks.bytes", "capacity_bytes"),
-    ("disks.path", "paths"),
-    ("disks", "paths"),
+    ("disks.path", "path"),
+    ("disks", "path"),
     ("host_blocks", "host_bytes"),
 ];
+
+/// Settings that a space's first client chooses.
+const OF_CLIENTS: [&str; 4] = ["block_bytes", "capacity_bytes", "host_bytes", "namespace"];
 
 impl Spaces {
     /// Opens a space and answers its waiters.
@@ -45,8 +51,9 @@ impl Spaces {
             Err(_) => State::Closed,
         };
         let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
-        if opened.is_ok() {
-            entry.trouble = None;
+        match &opened {
+            Ok(_) => entry.trouble = None,
+            Err(failure) => tell_refused(&manifest.namespace, failure, entry.trouble.as_ref() == Some(failure)),
         }
         let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
             unreachable!("only this call ends the opening");
@@ -80,10 +87,16 @@ impl Spaces {
             Ok(cache) => cache,
             Err(error) => {
                 self.host.give_back(manifest.of(), grant.bytes);
-                let is_of_store = matches!(error, Error::Store { .. } | Error::Io { .. });
-                let failure = Failure::from(&error.with_settings_named(&OF_SPACES));
-                if is_of_store {
-                    self.not_opened(manifest, &failure);
+                let error = error.with_settings_named(&OF_SPACES);
+                let failure = Failure::from(&error);
+                // No client can mend them.
+                let is_trouble = match &error {
+                    Error::Store { .. } | Error::Io { .. } => true,
+                    Error::Config { field, .. } => !OF_CLIENTS.contains(field),
+                    _ => false,
+                };
+                if is_trouble && let Some(entry) = self.entries.borrow_mut().get_mut(&manifest.folder()) {
+                    entry.trouble = Some(failure.clone());
                 }
                 return Err(failure);
             }
@@ -117,18 +130,6 @@ impl Spaces {
             device,
             pins,
         }))
-    }
-
-    /// Notes for the operator that a space's store could not be opened.
-    fn not_opened(&self, manifest: &SpaceManifest, failure: &Failure) {
-        static NOT_OPENED: Seldom = Seldom::new();
-        if let Some(others) = NOT_OPENED.turn() {
-            let (space, reason) = (&manifest.namespace, &failure.text);
-            tracing::error!(space, reason, others, "the store of a space could not be opened");
-        }
-        if let Some(entry) = self.entries.borrow_mut().get_mut(&manifest.folder()) {
-            entry.trouble = Some(failure.clone());
-        }
     }
 
     async fn open_cache(
@@ -192,14 +193,47 @@ impl Spaces {
             let paths = self.config.paths.iter().map(|path| path.join(manifest.folder()));
             config.disk.paths.extend(paths.map(|path| DiskPath::with_blocks(path, blocks)));
         }
-        if let Some(bytes) = config.write_budget_bytes() {
-            let all = u128::from(self.config.capacity_bytes.max(1));
-            let share = u128::from(bytes) * u128::from(manifest.capacity_bytes) / all;
-            config.disk.write_budget = Some(u64::try_from(share).unwrap_or(u64::MAX));
-            (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
-        }
+        // Without a disk nothing is written.
+        let budget = config.write_budget_bytes().filter(|_| !self.config.paths.is_empty());
+        let (capacity, of_all, least) =
+            (manifest.capacity_bytes, self.config.capacity_bytes, config.write_budget_min());
+        config.disk.write_budget = budget.map(|bytes| share_of_budget(bytes, capacity, of_all, least)).transpose()?;
+        (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
         Ok(config)
     }
+}
+
+/// Tells the operator that a client is refused a space; for trouble, that no client can mend it.
+pub(super) fn tell_refused(space: &str, failure: &Failure, is_trouble: bool) {
+    static TROUBLE: Seldom = Seldom::new();
+    static REFUSED: Seldom = Seldom::new();
+    let reason = &failure.text;
+    if is_trouble {
+        if let Some(others) = TROUBLE.turn() {
+            tracing::error!(space, reason, others, "a space could not be opened");
+        }
+    } else if let Some(others) = REFUSED.turn() {
+        tracing::warn!(space, reason, others, "a client was refused its space");
+    }
+}
+
+/// A space's share of the service's write budget, bytes a day.
+///
+/// # Errors
+/// [`ServiceFault::Capacity`] where that is less than a budget may be. More would be more than the service's.
+fn share_of_budget(bytes: u64, capacity_bytes: u64, of_all: u64, least: u64) -> Result<u64> {
+    let part = |whole: u64, over: u64, under: u64| u128::from(whole) * u128::from(over) / u128::from(under.max(1));
+    let share = u64::try_from(part(bytes, capacity_bytes, of_all)).unwrap_or(u64::MAX);
+    if share >= least {
+        return Ok(share);
+    }
+    let needed = part(least, of_all, bytes) + 1;
+    let text = format!(
+        "capacity_bytes: found {capacity_bytes} bytes for a space, whose share of the service's write budget of \
+         {bytes} bytes a day is {share}, expected a share of {least} at least, for {BUDGET_BLOCKS_MIN} blocks a day: \
+         {needed} bytes of disk, or a service with a larger --write-budget"
+    );
+    Err(Error::service(ServiceFault::Capacity, text))
 }
 
 /// Slots in a share of host memory.
@@ -211,5 +245,50 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
             format!("{bytes} bytes for a space"),
             format!("room for 1 to {SLOTS_MAX} slots of {slot_bytes} bytes"),
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvhoist::{DirectIo, EngineMode};
+    use tokio::task::LocalSet;
+
+    use super::*;
+    use crate::{config::ServerConfig, spaces::Wanted, system::Machine};
+
+    /// What no client can mend is for the operator to see.
+    #[tokio::test]
+    async fn a_setting_of_the_service_that_a_space_cannot_have_is_its_trouble() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let load = |cache: Config| {
+            let mut config = ServerConfig::new(folder.path().join("socket"));
+            config.paths = vec![folder.path().to_owned()];
+            (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
+            config.cache = cache.direct_io(DirectIo::Prefer);
+            Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"))
+        };
+        let run = async {
+            for (gdr, is_served) in [(EngineMode::Off, true), (EngineMode::On, false), (EngineMode::Off, true)] {
+                let spaces = load(Config::default().gdr(gdr));
+                let attached = spaces.attach(Wanted::of_tests(4096)).await;
+                let refused = attached.err().map(|failure| failure.text);
+                assert_eq!(refused.is_none(), is_served, "{refused:?}");
+                assert_eq!(spaces.opened()[0].stats.disk_retired, refused, "what health is reckoned by");
+                spaces.close().await.expect("closed");
+            }
+        };
+        LocalSet::new().run_until(run).await;
+    }
+
+    #[test]
+    fn a_share_of_the_budget_is_a_part_of_it_and_enough_for_some_blocks() {
+        const GIB: u64 = 1 << 30;
+        assert_eq!(share_of_budget(2 * GIB, 3 * GIB, 12 * GIB, 1).expect("a quarter"), GIB / 2);
+        assert_eq!(share_of_budget(u64::MAX, 2, 1, 1).expect("no limit"), u64::MAX);
+        let refused = share_of_budget(2 * GIB, GIB, 8 * GIB, GIB).expect_err("less than the least").to_string();
+        let needed = refused.rsplit_once(" blocks a day: ").expect("how many").1.split_once(' ').expect("bytes").0;
+        let needed = needed.parse().expect("a number");
+        share_of_budget(2 * GIB, needed, 8 * GIB, GIB).expect("as much as it asks for");
+        share_of_budget(2 * GIB, needed - 2, 8 * GIB, GIB).expect_err("less");
     }
 }
