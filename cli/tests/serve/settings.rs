@@ -11,7 +11,7 @@ use kvhoist::block_on;
 use kvhoist_service::{Client, ClientOptions};
 use serde_json::json;
 
-use super::{kvhoist, stores, text};
+use super::{BLOCK_BYTES, kvhoist, stores, text};
 
 /// The line of a service that is refused for a flag or a setting. One that starts ends by itself.
 fn refused(place: &Path, flags: &[&str]) -> String {
@@ -61,6 +61,23 @@ fn wrong_settings_of_every_cache_are_refused_by_their_names_in_flags_and_in_the_
     let said = refused(place.path(), &["--config", &file, "--capacity", "1KiB"]);
     assert!(said.contains("kvhoist: --capacity: found 1024 bytes"), "{said}");
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
+}
+
+/// A space's file is below the path that was the first when it was made.
+#[test]
+fn paths_in_another_order_than_their_spaces_are_refused() {
+    let (place, first, second) = (tempfile::tempdir().expect("a directory"), stores(), stores());
+    let [first, second] = [first.path(), second.path()].map(|path| path.display().to_string());
+    let sizes = ["--capacity", "60MiB", "--host-bytes", "8MiB", "--direct-io", "prefer"];
+    let (socket, _) = served(place.path(), &[&["--path", &first, "--path", &second][..], &sizes].concat(), |socket| {
+        let client = block_on(Client::connect(socket, ClientOptions::new("model", BLOCK_BYTES))).expect("connected");
+        block_on(client.close()).expect("closed");
+    });
+    let swapped = refused(place.path(), &[&["--path", &second, "--path", &first][..], &sizes].concat());
+    assert!(
+        swapped.contains(&format!("--path: found {first} after {second}, and the file of a space, {first}/space-"))
+    );
+    assert!(!Path::new(&socket).exists(), "{swapped}");
 }
 
 /// A refused attach is the operator's to know too: of some of them only a setting of the service is the cause.

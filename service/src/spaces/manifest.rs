@@ -1,6 +1,6 @@
 //! The file that describes a space, and the folders of spaces.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -94,11 +94,13 @@ impl SpaceManifest {
 type Read = (PathBuf, String, Result<SpaceManifest>);
 
 /// The spaces below the first path.
+///
+/// # Errors
+/// [`Error::Io`] if it cannot be read; [`Error::Config`] if another path has been the first.
 pub(super) fn manifests(system: &dyn System, config: &ServerConfig) -> Result<Vec<Read>> {
-    let Some(path) = config.paths.first() else { return Ok(Vec::new()) };
+    let [path, others @ ..] = &config.paths[..] else { return Ok(Vec::new()) };
     let read = |(file, text): (PathBuf, Result<String>)| {
-        let folder = file.parent().and_then(|folder| folder.file_name()).unwrap_or_default().to_string_lossy();
-        let folder = folder.into_owned();
+        let folder = folder_of(&file);
         let manifest = text.and_then(|text| {
             let of_this = |manifest: SpaceManifest| match manifest.folder() == folder {
                 true => Ok(manifest),
@@ -116,7 +118,24 @@ pub(super) fn manifests(system: &dyn System, config: &ServerConfig) -> Result<Ve
         });
         (file, folder, manifest)
     };
-    Ok(system.spaces(path)?.into_iter().map(read).collect())
+    let spaces: Vec<Read> = system.spaces(path)?.into_iter().map(read).collect();
+    for other in others {
+        // What cannot be read says nothing.
+        let below = system.spaces(other).unwrap_or_default();
+        let unknown = |file: &PathBuf| !spaces.iter().any(|(_, folder, _)| *folder == folder_of(file));
+        if let Some(file) = below.into_iter().map(|(file, _)| file).find(unknown) {
+            let found =
+                format!("{} after {}, and the file of a space, {}", other.display(), path.display(), file.display());
+            let expected = "the order in which they were when their spaces were made, the one with these files first; \
+                            or none of these, where they are of a service that had this path alone";
+            return Err(Error::config("paths", found, expected));
+        }
+    }
+    Ok(spaces)
+}
+
+fn folder_of(file: &Path) -> String {
+    file.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned()
 }
 
 #[cfg(test)]

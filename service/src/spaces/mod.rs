@@ -141,7 +141,7 @@ impl Spaces {
     /// may have now, is refused to its clients; the others are served.
     ///
     /// # Errors
-    /// [`Error::Io`] if the first path cannot be read.
+    /// [`Error::Io`] if the first path cannot be read, [`Error::Config`] if another has been the first.
     pub(super) fn load(config: ServerConfig, system: Rc<dyn System>) -> Result<Self> {
         let mut entries = BTreeMap::new();
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
