@@ -8,6 +8,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,19 @@ def test_the_board_and_the_rules_use_names_that_are_exported(file):
     text = (ROOT / "docs" / "monitoring" / file).read_text()
     used = {metric_of(name) for name in re.findall(r"\bkvhoist_\w+", text)}
     assert used <= NAMES and len(used) > 5, used - NAMES
+
+
+def test_prometheus_takes_the_files_of_the_page_and_finds_those_of_the_unit_and_of_engines():
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    files = re.findall(r'"(\S+\.targets\.json)"', text)
+    # patFileSDName of its discovery/file/file.go.
+    pattern = re.compile(r"^[^*]*(\*[^/]*)?\.(json|yml|yaml|JSON|YML|YAML)$")
+    assert files and all(pattern.match(file) for file in files), files
+    for written in ["/run/kvhoist/kvhoist.sock.targets.json", "/mnt/nvme0/kvhoist/kvhoist.sock.targets.json"]:
+        assert any(fnmatch(written, file) for file in files), written
+    (job,) = re.findall(r"job_name: (\w+)", text)
+    rules = (ROOT / "docs" / "monitoring" / "alerts.yml").read_text()
+    assert f'expr: up{{job="{job}"}} == 0' in rules
 
 
 def test_the_board_has_a_query_in_every_panel_and_no_panel_on_another():
