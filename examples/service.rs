@@ -1,8 +1,8 @@
-//! A web service whose handlers await block fetches, with Prometheus metrics.
+//! A web service whose handlers await blocks, fetched or computed, with Prometheus metrics.
 //!
 //!     cargo run --example service            # then: PUT and GET /blocks/KEY, GET /metrics
 //!
-//! Listens on loopback only. `KEY` is 64 hexadecimal digits; a block is 64 KiB.
+//! Listens on loopback only. `KEY` is 64 hexadecimal digits; a block is 64 KiB. SIGTERM and Ctrl-C drain it.
 
 use axum::{
     Router,
@@ -13,8 +13,14 @@ use axum::{
 };
 use kvhoist::{BlockKey, Cache, Durations, Error};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use tokio::signal::{
+    ctrl_c,
+    unix::{SignalKind, signal},
+};
 
 const BLOCK_BYTES: usize = 64 << 10;
+/// What a request may wait for a block of the disk.
+const DEADLINE_MS: u64 = 2_000;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -24,8 +30,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let prometheus = PrometheusBuilder::new().set_buckets_for_metric(durations, &Durations::BOUNDS_SECONDS)?;
     let prometheus = prometheus.install_recorder()?;
     let directory = tempfile::tempdir()?;
-    let cache =
-        Cache::builder().block_bytes(BLOCK_BYTES).host_bytes(64 << 20).disk(directory.path(), 256 << 20).open().await?;
+    let settings = Cache::builder().block_bytes(BLOCK_BYTES).host_bytes(64 << 20).deadline_ms(DEADLINE_MS);
+    let cache = settings.disk(directory.path(), 256 << 20).open().await?;
     let gauges = cache.clone();
     let app = Router::new()
         .route("/blocks/{key}", get(fetch).put(store))
@@ -34,7 +40,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .with_state(cache.clone());
     let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
     println!("http://{}", listener.local_addr()?);
-    let stop = async { drop(tokio::signal::ctrl_c().await) };
+    // Service managers and containers send SIGTERM.
+    let mut terminated = signal(SignalKind::terminate())?;
+    let stop = async move {
+        tokio::select! {
+            _ = ctrl_c() => {}
+            _ = terminated.recv() => {}
+        }
+    };
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     cache.close().await?;
     Ok(())
@@ -45,14 +58,23 @@ async fn metrics(cache: Cache, prometheus: PrometheusHandle) -> String {
     prometheus.render()
 }
 
+/// A missing block is computed once, however many clients ask for it at a time.
+///
 /// The block goes out as it lies in the cache: `Bytes` holds the lease, nothing is copied. A client that reads slowly
 /// holds a slot of the host tier meanwhile: have more slots than clients, or send a copy.
 async fn fetch(State(cache): State<Cache>, Path(key): Path<String>) -> Result<Bytes, (StatusCode, String)> {
     let key = parse(&key)?;
-    match cache.fetch(&key).await.map_err(status)? {
-        Some(lease) => Ok(lease.into()),
-        None => Err((StatusCode::NOT_FOUND, "no such block\n".into())),
+    match cache.get_or_fetch_with(&key, None, async || Ok::<_, Error>(compute(&key))).await {
+        Ok(block) => Ok(block),
+        Err(error) if error.is_transient() => Err(status(error)),
+        // No miss: the cache cannot say whether it has the block. The client can have it all the same.
+        Err(_) => Ok(compute(&key).into()),
     }
+}
+
+/// The expensive part of a real service.
+fn compute(key: &BlockKey) -> Vec<u8> {
+    key.as_bytes().repeat(BLOCK_BYTES / 32)
 }
 
 async fn store(
@@ -72,7 +94,8 @@ fn parse(key: &str) -> Result<BlockKey, (StatusCode, String)> {
 fn status(error: Error) -> (StatusCode, String) {
     let status = match &error {
         Error::Argument { .. } => StatusCode::BAD_REQUEST,
-        Error::Busy { .. } => StatusCode::TOO_MANY_REQUESTS,
+        // Busy or slow: the same request may succeed later.
+        error if error.is_transient() => StatusCode::SERVICE_UNAVAILABLE,
         _ => StatusCode::INTERNAL_SERVER_ERROR,
     };
     (status, format!("{error}\n"))

@@ -40,7 +40,13 @@ impl Cache {
     /// [`Error::Argument`] where what was computed is not one block; [`Error::Busy`] where
     /// [`Config::waiters_max`](crate::Config::waiters_max) callers want this block already.
     ///
-    /// No deadline applies to a computation, nor to those that wait for it: drop the future to wait no longer.
+    /// A fetch that fails is no miss, and `compute` is not called for it: a caller that can do without the cache
+    /// matches on the error and computes the block itself, as `examples/service.rs` does. A fetch fails after
+    /// [`deadline_ms`](crate::Limits::deadline_ms) at the latest: set that to what a request may wait for a block.
+    ///
+    /// No deadline applies to a computation, nor to those that wait for it: drop the future to wait no longer. A
+    /// computation that fails is tried again by each of those that wait, one after the other: where each takes a second
+    /// to fail, the last of ten callers waits for ten seconds.
     ///
     /// # Cancel safety
     /// Dropped while it waits, it leaves no trace. Dropped while it computes, it drops the computation, and those that
