@@ -14,7 +14,8 @@ pub enum Error {
     /// A setting is invalid. Correct the field and open again.
     #[error("{field}: found {found}, expected {expected}")]
     Config {
-        /// The field of `Config`, as written in code and files.
+        /// The setting: the name of the method of `Config` that sets it, and its name in files. `disks.path`,
+        /// `disks.bytes` and `disks.blocks` are of one path of `disks`, which `Config::disk` adds too.
         field: &'static str,
         /// The value found.
         found: String,
@@ -53,7 +54,7 @@ pub enum Error {
         what: &'static str,
         /// The limit.
         limit: u64,
-        /// The `Config` field of the limit.
+        /// The setting of the limit.
         setting: &'static str,
     },
 
@@ -73,7 +74,7 @@ pub enum Error {
         reservations: u64,
         /// Slots of the awaited tier; 0 if callers held none of them.
         slots: u64,
-        /// The `Config` field to raise: that of the number of slots if callers held some, otherwise
+        /// The setting to raise: that of the number of slots if callers held some, otherwise
         /// `deadline_ms`.
         setting: &'static str,
     },

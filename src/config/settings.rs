@@ -210,7 +210,8 @@ impl Config {
         all.into_iter().filter(|(renamed, _)| *renamed).map(|(_, names)| names).collect()
     }
 
-    /// Adds a path to `disk.paths`, whose file or device has `bytes` at most: blocks and their records.
+    /// Adds a path to `disk.paths`, whose file or device has `bytes` at most: blocks and their records. Errors call
+    /// them `disks.path` and `disks.bytes`, as those of [`disks`](Self::disks).
     #[must_use]
     pub fn disk(mut self, path: impl Into<PathBuf>, bytes: u64) -> Self {
         self.disk.paths.push(DiskPath::with_bytes(path, bytes));
