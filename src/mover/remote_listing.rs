@@ -1,6 +1,11 @@
 //! What the remote store has: listed when the cache is opened, and at an interval for what other nodes do.
 
-use std::{rc::Rc, sync::Arc, time::Duration};
+use std::{
+    collections::BinaryHeap,
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use futures_util::{StreamExt, stream};
 use tokio::time::{sleep, timeout};
@@ -22,16 +27,40 @@ const DELETED_PER_REQUEST: usize = 1000;
 /// Names of a listing that are looked up in one turn of the reactor.
 const SEEN_PER_TURN: usize = 1024;
 
-/// The names of the oldest objects, until the others have no more than so many bytes.
-fn oldest_beyond(mut listed: Vec<Object>, bytes_max: u64) -> Vec<String> {
-    let mut bytes: u64 = listed.iter().map(|object| object.bytes).sum();
-    listed.sort_unstable_by(|one, other| (one.modified, &one.name).cmp(&(other.modified, &other.name)));
-    let beyond = listed.into_iter().map_while(|object| {
-        let is_beyond = bytes > bytes_max;
-        bytes = bytes.saturating_sub(object.bytes);
-        is_beyond.then_some(object.name)
-    });
-    beyond.collect()
+/// Objects that are deleted after a listing at most: their names take some 13 MB.
+const DELETED_PER_LISTING: usize = 1 << 16;
+
+/// The oldest objects of a listing, so many at most, with the bytes of all.
+struct Oldest {
+    most: usize,
+    bytes: u64,
+    /// The newest of them first: when an object was created, its name and its bytes.
+    objects: BinaryHeap<(Option<SystemTime>, String, u64)>,
+}
+
+impl Oldest {
+    fn new(most: usize) -> Self {
+        Oldest { most, bytes: 0, objects: BinaryHeap::new() }
+    }
+
+    fn add(&mut self, object: Object) {
+        self.bytes = self.bytes.saturating_add(object.bytes);
+        self.objects.push((object.modified, object.name, object.bytes));
+        if self.objects.len() > self.most {
+            self.objects.pop();
+        }
+    }
+
+    /// Their names, oldest first, until all others have no more than so many bytes.
+    fn beyond(self, bytes_max: u64) -> Vec<String> {
+        let mut bytes = self.bytes;
+        let beyond = self.objects.into_sorted_vec().into_iter().map_while(|(_, name, object_bytes)| {
+            let is_beyond = bytes > bytes_max;
+            bytes = bytes.saturating_sub(object_bytes);
+            is_beyond.then_some(name)
+        });
+        beyond.collect()
+    }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -54,7 +83,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let in_flight = remote.capabilities.requests_in_flight.max(1) as usize;
         let reads_per_call = remote.capabilities.reads_per_call.max(1) as usize;
         let bytes_max = self.shared.config.remote.bytes;
-        let (mut after, mut listed): (Option<String>, Vec<Object>) = (None, Vec::new());
+        let (mut after, mut oldest): (Option<String>, _) = (None, Oldest::new(DELETED_PER_LISTING));
         loop {
             // Without the deadline of reads: a store bounds its calls, and a page may take it longer.
             let page = repeated(remote, || remote.store().list(&prefix, after.as_deref())).await?;
@@ -65,8 +94,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             let calls = stream::iter(new.chunks(reads_per_call));
             calls.for_each_concurrent(in_flight, |objects| self.enter_objects(remote, objects)).await;
-            if bytes_max.is_some() {
-                listed.extend(page.objects);
+            let mut objects = page.objects.into_iter().filter(|_| bytes_max.is_some()).peekable();
+            while objects.peek().is_some() {
+                objects.by_ref().take(SEEN_PER_TURN).for_each(|object| oldest.add(object));
+                crate::io::yield_now().await;
             }
             // A store that does not go on would be listed for ever.
             match page.next.filter(|next| after.as_ref().is_none_or(|after| next > after)) {
@@ -80,18 +111,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             crate::io::yield_now().await;
         }
         match bytes_max {
-            Some(bytes_max) => self.delete_oldest(remote, listed, bytes_max).await,
+            Some(bytes_max) => self.delete_oldest(remote, oldest, bytes_max).await,
             None => Ok(()),
         }
     }
 
-    /// Deletes the oldest objects of a listing until the others have `bytes_max`. A reader of one finds nothing, which
-    /// is a miss; of several nodes that delete, each may delete what another has deleted.
-    async fn delete_oldest(&self, remote: &Remote, listed: Vec<Object>, bytes_max: u64) -> Result<(), RemoteError> {
-        let bytes = (listed.len() * size_of::<Object>()) as u64;
+    /// Deletes the oldest objects of a listing until the others have `bytes_max`; the next listing goes on with more. A
+    /// reader of one finds nothing, which is a miss; of several nodes that delete, each may delete what another has
+    /// deleted.
+    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest, bytes_max: u64) -> Result<(), RemoteError> {
+        let bytes = (oldest.objects.len() * size_of::<Object>()) as u64;
         let names = match self.workers.take(bytes) {
-            true => self.workers.run(bytes, move || oldest_beyond(listed, bytes_max)).await.unwrap_or_default(),
-            false => oldest_beyond(listed, bytes_max),
+            true => self.workers.run(bytes, move || oldest.beyond(bytes_max)).await.unwrap_or_default(),
+            false => oldest.beyond(bytes_max),
         };
         for names in names.chunks(DELETED_PER_REQUEST) {
             self.in_time(repeated(remote, || remote.store().delete(names))).await?;
@@ -157,5 +189,30 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let deadline = Duration::from_millis(self.shared.config.remote.deadline_ms);
         let late = |_| RemoteError::Unavailable(format!("no answer within {deadline:?} (`remote_deadline_ms`)"));
         timeout(deadline, request).await.map_err(late)?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_objects_are_deleted_until_the_others_are_few_or_as_many_as_are_kept() {
+        let beyond = |most, bytes_max| {
+            let mut oldest = Oldest::new(most);
+            // Two of each age, the newest first, and one of an age that is not known.
+            for age in (0..10).rev() {
+                let modified = (age > 0).then(|| SystemTime::UNIX_EPOCH + Duration::from_secs(age));
+                ["b", "a"].into_iter().take(if age > 0 { 2 } else { 1 }).for_each(|name| {
+                    oldest.add(Object { name: format!("{name}{age}"), bytes: 10, modified });
+                    assert!(oldest.objects.len() <= most);
+                });
+            }
+            oldest.beyond(bytes_max)
+        };
+        assert_eq!(beyond(100, 190), [""; 0]);
+        assert_eq!(beyond(100, 151), ["b0", "a1", "b1", "a2"]);
+        assert_eq!(beyond(3, 151), ["b0", "a1", "b1"], "the rest is for the next listing");
+        assert_eq!(beyond(100, 0).len(), 19);
     }
 }
