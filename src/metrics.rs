@@ -80,7 +80,8 @@ macro_rules! counters {
                 remote_errors: "Requests that the remote store refused, or did not answer well in time";
                 remote_stale: "Objects that were gone from the remote store when they were read";
                 remote_invalid: "Blocks and tables of the remote store that were not what they should be";
-                remote_unlisted: "Objects of the remote store that the memory for knowing them had no room for";
+                remote_unlisted:
+                    "Objects of the remote store, and blocks for it, that the memory for knowing them had no room for";
                 remote_missed: "Blocks that the remote store was to bring and did not";
                 remote_unsent: "Blocks that were to go to the remote store and did not";
             }

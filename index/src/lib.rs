@@ -171,7 +171,7 @@ pub struct Index {
     tops: restore::Tops,
     /// The clock at the end of recovery.
     restored_at: u64,
-    /// Blocks in their second use, after [`note_reused`](Index::note_reused).
+    /// Blocks that were used again, after [`note_reused`](Index::note_reused).
     reused: Option<Vec<BlockKey>>,
     /// Which blocks are worth a write to disk, after [`value_writes`](Index::value_writes).
     values: Option<Box<WriteValues>>,

@@ -8,8 +8,9 @@ use super::{
     link::NONE,
 };
 
-/// Blocks in their second use that are noted at most.
+/// Uses that are noted at most: second ones, and later ones as long as they leave half of the room to those.
 const REUSED_MAX: usize = 1 << 14;
+const REUSED_LATER_MAX: usize = REUSED_MAX / 2;
 
 /// The low half of the clock, but never [`NONE`].
 fn as_date(clock: u64) -> u32 {
@@ -97,8 +98,9 @@ impl Index {
         let from = entry.used();
         let to = Used { last: clock, uses: from.uses.max(recalled).saturating_add(1).min(USES_MAX) };
         entry.set_used(to);
-        if to.uses == 2
-            && let Some(reused) = self.reused.as_mut().filter(|reused| reused.len() < REUSED_MAX)
+        if to.uses >= 2
+            && let Some(reused) = &mut self.reused
+            && reused.len() < if to.uses == 2 { REUSED_MAX } else { REUSED_LATER_MAX }
         {
             let key = self.entries[id.0 as usize].key;
             reused.push(key);
@@ -106,12 +108,13 @@ impl Index {
         self.reorder(id, from);
     }
 
-    /// Notes from now on which blocks are used for the second time.
+    /// Notes from now on which blocks are used again.
     pub fn note_reused(&mut self) {
         self.reused = Some(Vec::new());
     }
 
-    /// Takes the blocks that were used for the second time since the last call, the first thousands of them.
+    /// Takes the blocks that were used for the second time or once more since the last call, the first thousands of
+    /// them; some of them several times.
     pub fn take_reused(&mut self) -> Vec<BlockKey> {
         self.reused.as_mut().map(std::mem::take).unwrap_or_default()
     }

@@ -66,7 +66,7 @@ impl Cache {
     /// ```
     pub fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         let kept = self.inner.shared.keep(keys, time);
-        self.inner.shared.note_reused(keys.iter().copied());
+        self.inner.shared.note_kept(keys);
         kept
     }
 

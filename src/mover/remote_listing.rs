@@ -68,7 +68,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn remote_listing_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let interval = Duration::from_secs(self.shared.config.remote.interval_s);
         loop {
-            if let Err(error) = of_store(self.list_remote(&remote)).await {
+            let listed = of_store(self.list_remote(&remote)).await;
+            remote.end_listing();
+            if let Err(error) = listed {
                 self.shared.metrics.remote_errors.add(1);
                 // A subscriber that panics must not end this task.
                 _ = caught(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));

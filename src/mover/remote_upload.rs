@@ -61,20 +61,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let slots = (self.shared.config.host_slots() / SLOTS_SHARE) as usize;
         let limits = UploadLimits { slots: Semaphore::new(slots), next: Cell::new(Instant::now()) };
+        let policy = self.shared.config.remote.policy;
+        if policy == RemotePolicy::Never {
+            return;
+        }
         let mut pause = LOOK_AFTER;
         loop {
-            match self.shared.config.remote.policy {
-                // No event tells of a second use, or that a tier is nearly full.
-                RemotePolicy::Reused | RemotePolicy::Evicted => {
-                    _ = timeout(pause, remote.wake_uploads.notified()).await;
-                    self.shared.queue_found();
-                }
-                RemotePolicy::Stored | RemotePolicy::Never => {
-                    remote.wake_uploads.notified().await;
-                    if remote.blocks_of_object() > 1 {
-                        sleep(GATHER).await;
-                    }
-                }
+            // No event tells of another use, or that a tier is nearly full.
+            let is_woken = timeout(pause, remote.wake_uploads.notified()).await.is_ok();
+            pause = LOOK_AFTER;
+            if is_woken && policy == RemotePolicy::Stored && remote.blocks_of_object() > 1 {
+                sleep(GATHER).await;
+            }
+            for keys in self.shared.found_for_remote(&remote).chunks(PER_LOCK) {
+                self.shared.queue_remote(&remote, keys);
+                crate::io::yield_now().await;
             }
             let runs = self.chain_runs(&remote, remote.take_uploads()).await;
             let written = stream::iter(runs)
@@ -82,7 +83,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 .buffer_unordered(OBJECTS_IN_FLIGHT)
                 .fold(false, async |some, is_written| some || is_written);
             // As long as objects are written it is looked at once for more.
-            pause = if written.await { Duration::ZERO } else { LOOK_AFTER };
+            if written.await {
+                pause = Duration::ZERO;
+            }
         }
     }
 
@@ -94,6 +97,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         parent: Option<BlockKey>,
         run: &[BlockKey],
     ) -> bool {
+        limits.wait().await;
+        if remote.is_full() {
+            // As others have found meanwhile.
+            self.shared.queue_remote(remote, run);
+            return false;
+        }
         remote.begin_upload(run);
         let written = of_store(self.upload(remote, limits, parent, run)).await;
         remote.end_upload(run);
@@ -132,7 +141,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         parent: Option<BlockKey>,
         run: &[BlockKey],
     ) -> Result<bool, RemoteError> {
-        limits.wait().await;
         let began = Instant::now();
         let slots = limits.slots.try_acquire_many(run.len() as u32).ok();
         let blocks = self.blocks_of_run(run, slots.is_some()).await;
@@ -159,7 +167,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let is_offered = remote.found_written(&name, &stored);
         let unsent = usize::from(!is_offered) + stored.len() - 1 - behind.len();
         self.shared.metrics.remote_unsent.add(unsent as u64);
-        self.shared.send_remote(behind.iter().map(|(key, _)| *key));
+        self.shared.send_remote(&behind.iter().map(|(key, _)| *key).collect::<Vec<_>>());
         Ok(is_offered)
     }
 

@@ -35,15 +35,16 @@ pub(crate) struct Run {
     pub(crate) blocks: Box<[Known]>,
     /// The number of the latest listing that had it, or during which it was entered.
     pub(crate) seen: u64,
-    /// The block of its name was to be written, found it in the store, and is not offered all the same.
-    pub(crate) refuses_writes: bool,
+    /// The block of its name was to be written, found it in the store, and is not offered all the same: how often all
+    /// was forgotten before.
+    refuses_writes: Option<u32>,
     /// A block of it was read with another checksum: it is damaged, or was deleted and created anew since.
-    pub(crate) is_doubted: bool,
+    is_doubted: bool,
 }
 
 impl Run {
     pub(crate) fn new(name: &str, parent: Option<BlockKey>, blocks: Box<[Known]>, seen: u64) -> Self {
-        Run { name: name.into(), parent, blocks, seen, refuses_writes: false, is_doubted: false }
+        Run { name: name.into(), parent, blocks, seen, refuses_writes: None, is_doubted: false }
     }
 }
 
@@ -90,6 +91,8 @@ pub(crate) struct Presence {
     bytes_max: usize,
     /// An object found no room, and none was forgotten since.
     is_full: bool,
+    /// How often all blocks were forgotten.
+    forgotten: u32,
 }
 
 impl Presence {
@@ -102,6 +105,7 @@ impl Presence {
             object_bytes: 0,
             bytes_max,
             is_full: false,
+            forgotten: 0,
         }
     }
 
@@ -208,21 +212,6 @@ impl Presence {
         true
     }
 
-    /// Notes that the store has an object of this name, the first block of which is not offered. One that is not known
-    /// is entered without blocks, if there is room; the next listing that has it has its table read again.
-    pub(crate) fn refuse_writes(&mut self, name: &str, listing: u64) {
-        if let Some(id) = self.id_of(name) {
-            self.objects[id as usize].refuses_writes = true;
-            return;
-        }
-        self.enter(Run { refuses_writes: true, ..Run::new(name, None, Box::default(), listing) });
-    }
-
-    /// Whether a write of the block of this name would be in vain, as [`refuse_writes`](Self::refuse_writes) noted.
-    pub(crate) fn refuses_writes(&self, name: &str) -> bool {
-        self.id_of(name).is_some_and(|id| self.objects[id as usize].refuses_writes)
-    }
-
     /// Takes the blocks of an object out of the table by key.
     fn unlist(&mut self, id: u32) {
         let Presence { objects, by_key, hasher, .. } = self;
@@ -249,8 +238,9 @@ impl Presence {
         self.by_key[shard].iter().map(|place| key_of(&self.objects, *place))
     }
 
-    /// Forgets every block, as [`forget`](Self::forget) does one.
+    /// Forgets every block, as [`forget`](Self::forget) does one, and which writes would be in vain.
     pub(crate) fn forget_all(&mut self) {
+        self.forgotten = self.forgotten.wrapping_add(1);
         self.by_key.iter_mut().for_each(HashTable::clear);
     }
 
@@ -369,5 +359,6 @@ fn run_bytes(run: &Run) -> usize {
     run.name.len() + run.blocks.len() * size_of::<Known>()
 }
 
+mod refused;
 #[cfg(test)]
 mod tests;

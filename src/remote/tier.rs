@@ -76,6 +76,8 @@ pub(super) struct TierState {
     pub(super) is_closed: bool,
     /// Listings that have begun.
     pub(super) listings: u64,
+    /// The first one has ended, however it did.
+    is_listed: bool,
 }
 
 impl TierState {
@@ -106,11 +108,12 @@ impl TierState {
     }
 
     /// Offers no copy of a block that the store has or is being given, until this node has written it anew.
-    fn remove(&mut self, key: &BlockKey) {
+    fn remove(&mut self, key: &BlockKey, name: &str) {
         if self.presence.contains(key) || self.uploads.is_begun(key) {
             self.removed.insert(key);
         }
         self.presence.forget(key);
+        self.presence.allow_writes(name);
         self.wanted.remove(key);
         self.uploads.remove(key);
     }
@@ -141,6 +144,7 @@ impl Remote {
             uploads: Uploads::new(limits.uploads_max),
             is_closed: false,
             listings: 0,
+            is_listed: false,
         };
         Remote {
             store,
@@ -197,7 +201,7 @@ impl Remote {
         if state.is_closed || !state.presence.contains(key) {
             return false;
         }
-        state.wanted.contains(key) || state.health.offers(1, self.opened.elapsed())
+        state.wanted.contains(key) || state.health.offers(1, self.now())
     }
 
     /// How many of the leading `keys` the store has and offers together; 0 or all of them.
@@ -205,14 +209,14 @@ impl Remote {
         let mut state = self.state.lock();
         let TierState { presence, health, is_closed, .. } = &mut *state;
         let there = keys.take_while(|key| presence.contains(key)).count();
-        let is_offered = there > 0 && !*is_closed && health.offers(there, self.opened.elapsed());
+        let is_offered = there > 0 && !*is_closed && health.offers(there, self.now());
         if is_offered { there } else { 0 }
     }
 
     /// Has those of the `keys` brought that the store has and nobody wants yet, as long as there is room; how many.
     pub(crate) fn want(&self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool) -> usize {
         let most = if is_awaited { self.limits.awaited_max } else { self.limits.background_max };
-        let blocks = self.state.lock().want(keys, is_awaited, most, self.opened.elapsed());
+        let blocks = self.state.lock().want(keys, is_awaited, most, self.now());
         if blocks > 0 {
             self.wake.notify_one();
         }
@@ -224,7 +228,7 @@ impl Remote {
     pub(crate) fn bring(&self, key: &BlockKey, since: u64) -> Result<Option<oneshot::Receiver<bool>>, Full> {
         // Under one lock: the block may come as soon as it is wanted.
         let mut state = self.state.lock();
-        let begun = state.want([*key].into_iter(), true, self.limits.awaited_max, self.opened.elapsed());
+        let begun = state.want([*key].into_iter(), true, self.limits.awaited_max, self.now());
         let mut gone = Vec::new();
         let receiver = state.wanted.join(key, since, self.limits.waiters_max, &mut gone);
         drop(state);
@@ -279,7 +283,12 @@ impl Remote {
     /// Notes the end of a batch: so many blocks, since `began`, or why there are none.
     pub(crate) fn ended(&self, result: Result<usize, &RemoteError>, began: Instant) {
         let result = result.map(|blocks| (blocks, began.elapsed())).map_err(ToString::to_string);
-        self.state.lock().health.ended(result, self.opened.elapsed());
+        self.state.lock().health.ended(result, self.now());
+    }
+
+    /// The time since the cache was opened.
+    pub(super) fn now(&self) -> Duration {
+        self.opened.elapsed()
     }
 
     /// A listing begins; its number.
@@ -287,6 +296,16 @@ impl Remote {
         let mut state = self.state.lock();
         state.listings += 1;
         state.listings
+    }
+
+    /// A listing has ended, well or not.
+    pub(crate) fn end_listing(&self) {
+        self.state.lock().is_listed = true;
+    }
+
+    /// Whether a listing has ended: before that most of what the store has is not known.
+    pub(crate) fn is_listed(&self) -> bool {
+        self.state.lock().is_listed
     }
 
     /// Notes that a listing has an object; false if its table is to be read.
@@ -326,7 +345,8 @@ impl Remote {
 
     /// A caller removes a block: it is not brought any more, nor stored if it is on its way, nor written.
     pub(crate) fn remove(&self, key: &BlockKey) {
-        self.state.lock().remove(key);
+        let name = self.space.name(key);
+        self.state.lock().remove(key, &name);
     }
 
     /// As [`remove`](Self::remove), of every block.

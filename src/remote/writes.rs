@@ -8,13 +8,12 @@ use crate::block::BlockKey;
 
 impl Remote {
     /// Queues blocks to be written; how many found no room.
-    pub(crate) fn queue_uploads(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
-        let mut state = self.state.lock();
-        let TierState { presence, uploads, is_closed, .. } = &mut *state;
+    pub(crate) fn queue_uploads(&self, keys: &[BlockKey]) -> usize {
+        let TierState { uploads, is_closed, .. } = &mut *self.state.lock();
         if *is_closed {
             return 0;
         }
-        keys.filter(|key| !presence.contains(key) && !uploads.push(key)).count()
+        keys.iter().filter(|key| !uploads.push(key)).count()
     }
 
     /// The bytes of these blocks are about to be read, to be written. [`end_upload`](Self::end_upload) follows.
@@ -33,14 +32,17 @@ impl Remote {
     }
 
     /// Those of the blocks that the store does not have, as far as is known, and of which no write would be in vain.
-    pub(crate) fn unwritten(&self, keys: Vec<BlockKey>) -> Vec<BlockKey> {
-        // Before the lock: names take longer to make than to look up.
-        let named: Vec<(String, BlockKey)> = keys.into_iter().map(|key| (self.space.name(&key), key)).collect();
-        let presence = &self.state.lock().presence;
-        let unwritten = |(name, key): (String, BlockKey)| {
-            (!presence.contains(&key) && !presence.refuses_writes(&name)).then_some(key)
+    pub(crate) fn unwritten(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
+        let mut unknown = {
+            let presence = &self.state.lock().presence;
+            keys.iter().filter(|key| !presence.contains(key)).copied().collect::<Vec<_>>()
         };
-        named.into_iter().filter_map(unwritten).collect()
+        // Without the lock: names take longer to make than to look up.
+        let names: Vec<String> = unknown.iter().map(|key| self.space.name(key)).collect();
+        let mut names = names.iter();
+        let presence = &self.state.lock().presence;
+        unknown.retain(|_| names.next().is_some_and(|name| !presence.refuses_writes(name)));
+        unknown
     }
 
     /// Whether the store has an object, as far as is known.
@@ -61,7 +63,7 @@ impl Remote {
 
     /// The store has an object of the name that blocks were to be written under, which are `stored` here with these
     /// checksums: those of them that were removed, and that it has with the same bytes, are offered again. Whether the
-    /// first is offered; if not, its write would be in vain until the object is gone.
+    /// first is offered; if not, its write would be in vain until the object is gone, or the block removed.
     pub(crate) fn found_written(&self, name: &str, stored: &[(BlockKey, u64)]) -> bool {
         let TierState { presence, removed, uploads, listings, .. } = &mut *self.state.lock();
         for (at, (key, checksum)) in stored.iter().enumerate() {
@@ -70,8 +72,9 @@ impl Remote {
                 removed.forget(key);
             }
         }
-        let is_offered = stored.first().is_some_and(|(first, _)| presence.contains(first));
-        if !is_offered {
+        let Some((first, _)) = stored.first() else { return false };
+        let is_offered = presence.contains(first);
+        if !is_offered && !uploads.is_removed(first) {
             presence.refuse_writes(name, *listings);
         }
         is_offered

@@ -22,7 +22,7 @@ const EVICTED_NEXT_SHARE: usize = 4;
 /// The remote tier that the settings want.
 pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
     let handle = config.remote.store.as_ref()?;
-    if config.remote.policy == RemotePolicy::Reused {
+    if matches!(config.remote.policy, RemotePolicy::Reused | RemotePolicy::Stored) {
         index.note_reused();
     }
     let limits = Limits {
@@ -70,33 +70,30 @@ impl Shared {
     /// Has a block that was stored written to the remote store, if all are.
     pub(crate) fn note_stored(&self, key: &BlockKey) {
         if self.config.remote.policy == RemotePolicy::Stored {
-            self.send_remote(std::iter::once(*key));
+            self.send_remote(&[*key]);
         }
     }
 
-    /// Has blocks that are to be kept, or were used again, written to the remote store, if such blocks are.
-    pub(crate) fn note_reused(&self, keys: impl Iterator<Item = BlockKey>) {
+    /// Has blocks that are to be kept written to the remote store, if such blocks are.
+    pub(crate) fn note_kept(&self, keys: &[BlockKey]) {
         if self.config.remote.policy == RemotePolicy::Reused {
             self.send_remote(keys);
         }
     }
 
-    /// Queues what the task that writes finds by itself, and is not woken for: blocks that were used again, or that the
-    /// last tier of the node evicts next, which are looked for under one lock.
-    pub(crate) fn queue_found(self: &Arc<Self>) {
+    /// What the task that writes finds by itself, and is not woken for: blocks that were used again, or that the last
+    /// tier of the node evicts next, which are looked for under one lock.
+    pub(crate) fn found_for_remote(self: &Arc<Self>, remote: &Remote) -> Vec<BlockKey> {
         match self.config.remote.policy {
-            RemotePolicy::Reused => {
-                let reused = self.lock().index.take_reused();
-                self.queue_remote(reused.into_iter());
-            }
-            RemotePolicy::Evicted => self.queue_evicted_next(),
-            RemotePolicy::Stored | RemotePolicy::Never => {}
+            // Each further use is another chance of a block whose write failed, or whose object is gone. Before the
+            // first listing most of them would be written again.
+            RemotePolicy::Reused | RemotePolicy::Stored if remote.is_listed() => self.lock().index.take_reused(),
+            RemotePolicy::Evicted if !remote.is_full() => self.evicted_next(remote),
+            _ => Vec::new(),
         }
     }
 
-    fn queue_evicted_next(self: &Arc<Self>) {
-        // What the map has no room for would be written again and again.
-        let Some(remote) = self.remote.as_ref().filter(|remote| !remote.is_full()) else { return };
+    fn evicted_next(self: &Arc<Self>, remote: &Remote) -> Vec<BlockKey> {
         let (tier, state) = (self.config.last_tier(), self.lock());
         let slots = if tier == Tier::Disk { self.config.disk_slots() } else { u64::from(self.config.host_slots()) };
         let ahead = LOOKED_UP_UNDER_ONE_LOCK.min(slots as usize / EVICTED_NEXT_SHARE).max(1);
@@ -104,24 +101,26 @@ impl Shared {
         let evicted = state.index.next_victims(tier, ahead.saturating_sub(free));
         drop(state);
         let soon = evicted[..ahead.div_ceil(2).saturating_sub(free).min(evicted.len())].to_vec();
-        let unwritten = remote.unwritten(evicted);
-        if unwritten.first().is_some_and(|next| soon.contains(next)) {
-            self.queue_remote(unwritten.into_iter());
-        }
+        let unwritten = remote.unwritten(&evicted);
+        let is_time = unwritten.first().is_some_and(|next| soon.contains(next));
+        if is_time { unwritten } else { Vec::new() }
     }
 
     /// Queues blocks to be written to the remote store, and wakes the task that writes them.
-    pub(crate) fn send_remote(&self, keys: impl Iterator<Item = BlockKey>) {
-        self.queue_remote(keys);
-        if let Some(remote) = &self.remote {
-            remote.wake_uploads.notify_one();
-        }
+    pub(crate) fn send_remote(&self, keys: &[BlockKey]) {
+        let Some(remote) = &self.remote else { return };
+        keys.chunks(LOOKED_UP_UNDER_ONE_LOCK).for_each(|keys| self.queue_remote(remote, keys));
+        remote.wake_uploads.notify_one();
     }
 
-    fn queue_remote(&self, keys: impl Iterator<Item = BlockKey>) {
-        if let Some(remote) = &self.remote {
-            self.metrics.remote_unsent.add(remote.queue_uploads(keys) as u64);
+    /// Queues those of the blocks that are not in the remote store, as far as is known.
+    pub(crate) fn queue_remote(&self, remote: &Remote, keys: &[BlockKey]) {
+        let unwritten = remote.unwritten(keys);
+        if remote.is_full() {
+            // What the map has no room for would be written again and again.
+            return self.metrics.remote_unlisted.add(unwritten.len() as u64);
         }
+        self.metrics.remote_unsent.add(remote.queue_uploads(&unwritten) as u64);
     }
 
     /// Has the blocks of a call that no tier of the node has brought together, as far as the remote tier offers them;

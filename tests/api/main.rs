@@ -19,5 +19,6 @@ mod remote;
 mod remote_hangs;
 mod remote_objects;
 mod remote_removals;
+mod remote_uploads;
 mod uses;
 mod workers;

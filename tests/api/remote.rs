@@ -57,7 +57,7 @@ pub(crate) async fn reader(store: &Arc<MemoryStore>, change: impl FnOnce(Config)
     cache
 }
 
-async fn assert_serves(cache: &Cache, n: u64) {
+pub(crate) async fn assert_serves(cache: &Cache, n: u64) {
     let block = cache.fetch(&key(n)).await.expect("no error").expect("brought");
     assert_eq!(block[..], payload(n, BLOCK_BYTES), "block {n}");
 }

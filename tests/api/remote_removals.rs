@@ -144,16 +144,21 @@ async fn removed_one(store: &Arc<MemoryStore>) -> Cache {
 
 #[tokio::test]
 async fn a_removed_block_whose_object_is_still_there_is_offered_once_it_is_stored_with_the_same_bytes() {
-    let store = MemoryStore::new(BLOCK_BYTES as u64);
-    let cache = removed_one(&store).await;
-    cache.store(&key(0), None, &payload(1, BLOCK_BYTES)).await.expect("stored");
-    eventually("noticed", async || cache.stats().remote_unsent == 1).await;
-    assert_eq!(cache.stats().tier(Tier::Remote).resident, 0, "the store has other bytes");
-    cache.remove(&key(0)).await.expect("removed");
-    cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
-    eventually("offered", async || cache.stats().tier(Tier::Remote).resident == 1).await;
-    assert_eq!((store.writes(), cache.stats().remote_unsent), (1, 1), "nothing was sent for it");
-    cache.close().await.expect("closed");
+    for removes_all in [false, true] {
+        let store = MemoryStore::new(BLOCK_BYTES as u64);
+        let cache = removed_one(&store).await;
+        cache.store(&key(0), None, &payload(1, BLOCK_BYTES)).await.expect("stored");
+        eventually("noticed", async || cache.stats().remote_unsent == 1).await;
+        assert_eq!(cache.stats().tier(Tier::Remote).resident, 0, "the store has other bytes");
+        match removes_all {
+            true => _ = cache.clear().await.expect("cleared"),
+            false => _ = cache.remove(&key(0)).await.expect("removed"),
+        }
+        cache.store(&key(0), None, &payload(0, BLOCK_BYTES)).await.expect("stored");
+        eventually("offered", async || cache.stats().tier(Tier::Remote).resident == 1).await;
+        assert_eq!((store.writes(), cache.stats().remote_unsent), (1, 1), "nothing was sent for it");
+        cache.close().await.expect("closed");
+    }
 }
 
 #[tokio::test]

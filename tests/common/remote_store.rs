@@ -27,6 +27,8 @@ struct State {
     pages: usize,
     trouble: Trouble,
     refuses_deletions: bool,
+    /// How creations fail.
+    creations: Option<RemoteError>,
     /// With what the names of objects end whose reads and creations wait.
     held: BTreeSet<String>,
 }
@@ -85,6 +87,11 @@ impl MemoryStore {
         self.state.lock().expect("no panic").refuses_deletions = true;
     }
 
+    /// From now on creations fail so, and nothing else does; or succeed.
+    pub fn fail_creations(&self, error: Option<RemoteError>) {
+        self.state.lock().expect("no panic").creations = error;
+    }
+
     /// The pages of listings so far.
     pub fn pages(&self) -> usize {
         self.state.lock().expect("no panic").pages
@@ -102,6 +109,12 @@ impl MemoryStore {
 
     pub fn objects(&self) -> Vec<(String, Bytes)> {
         self.state.lock().expect("no panic").objects.clone().into_iter().collect()
+    }
+
+    /// Whether an object begins with this block.
+    pub fn has(&self, first: &BlockKey) -> bool {
+        let name = format!("/{first}");
+        self.state.lock().expect("no panic").objects.keys().any(|object| object.ends_with(&name))
     }
 
     pub fn bytes(&self) -> usize {
@@ -198,6 +211,9 @@ impl RemoteStore for MemoryStore {
         let (released, object) = (self.released(object), object.to_owned());
         self.state.lock().expect("no panic").writes += 1;
         let create = self.request(move |state| {
+            if let Some(error) = &state.creations {
+                return Err(error.clone());
+            }
             let exists = state.objects.contains_key(&object);
             if !exists {
                 state.objects.insert(object, parts.concat().into());

@@ -147,3 +147,18 @@ fn a_block_that_host_memory_evicted_is_regretted_whatever_became_of_its_other_co
     let removed = head_after(|index, id| _ = index.remove(id));
     assert!(removed >= 32.0, "what was removed is not missed: {removed}");
 }
+
+#[test]
+fn uses_of_blocks_that_were_used_before_are_noted_and_later_ones_leave_room_for_second_ones() {
+    let mut index = counting();
+    let ids: Vec<_> = (0..3).map(|n| full(&mut index, n, None, Tier::Disk)).collect();
+    index.touch(ids[0]);
+    assert_eq!(index.take_reused(), [], "nobody asked");
+    index.note_reused();
+    [0, 0, 1].into_iter().for_each(|at| index.touch(ids[at]));
+    assert_eq!(index.take_reused(), [0, 0, 1].map(key));
+    (0..1 << 15).for_each(|_| index.touch(ids[0]));
+    index.touch(ids[2]);
+    let noted = index.take_reused();
+    assert_eq!((noted.len(), noted.last()), ((1 << 13) + 1, Some(&key(2))));
+}

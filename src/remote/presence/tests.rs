@@ -79,7 +79,12 @@ fn a_forgotten_block_is_offered_again_by_its_place_and_checksum_and_writes_are_r
     ["a", "b"].into_iter().for_each(|name| presence.refuse_writes(name, 1));
     assert!(presence.refuses_writes("a") && presence.refuses_writes("b"));
     assert!(!presence.see("b", Some(3), 2) && !presence.knows("b"), "its table is to be read");
-    presence.forget_object("a");
+    presence.allow_writes("a");
+    assert!(!presence.refuses_writes("a"), "its block was removed");
+    presence.refuse_writes("a", 2);
+    presence.forget_all();
+    assert!(!presence.refuses_writes("a"), "all were removed");
+    ["a", "b"].into_iter().for_each(|name| presence.forget_object(name));
     assert!(!presence.refuses_writes("a"));
     assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
 }

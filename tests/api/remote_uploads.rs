@@ -1,0 +1,106 @@
+//! What is written to the remote store gets there, however often that failed, and nothing is sent for ever.
+
+use std::sync::Arc;
+
+use crate::common::{config, directory, key, payload, remote_store::MemoryStore};
+use crate::remote::{BLOCK_BYTES, assert_serves, eventually, open, settings};
+
+use kvhoist::{Cache, Config, RemotePolicy, StorageKind, Tier, remote::RemoteError};
+
+async fn store_one(cache: &Cache, n: u64) {
+    cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
+}
+
+/// A request that uses a block.
+async fn use_one(cache: &Cache, n: u64) {
+    cache.match_len(&[key(n)]);
+    assert_serves(cache, n).await;
+}
+
+fn written(cache: &Cache) -> u64 {
+    cache.stats().tier(Tier::Remote).resident
+}
+
+fn unavailable() -> Option<RemoteError> {
+    Some(RemoteError::Unavailable("on purpose".into()))
+}
+
+#[tokio::test]
+async fn a_block_whose_write_failed_is_written_at_a_later_use() {
+    for policy in [RemotePolicy::Reused, RemotePolicy::Stored] {
+        let store = MemoryStore::new(BLOCK_BYTES as u64);
+        store.fail_creations(unavailable());
+        let cache = open(settings(&store).remote_policy(policy)).await;
+        store_one(&cache, 0).await;
+        use_one(&cache, 0).await;
+        eventually("failed", async || cache.stats().remote_unsent > 0).await;
+        assert_eq!(store.objects().len(), 0);
+        store.fail_creations(None);
+        use_one(&cache, 0).await;
+        eventually("written", async || written(&cache) == 1).await;
+        cache.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn a_block_whose_object_is_gone_is_written_at_a_later_use() {
+    for policy in [RemotePolicy::Reused, RemotePolicy::Stored] {
+        let store = MemoryStore::new(BLOCK_BYTES as u64);
+        let cache = open(settings(&store).remote_policy(policy)).await;
+        store_one(&cache, 0).await;
+        for _ in 0..2 {
+            use_one(&cache, 0).await;
+        }
+        eventually("written", async || written(&cache) == 1).await;
+        store.delete_all();
+        eventually("forgotten", async || written(&cache) == 0).await;
+        use_one(&cache, 0).await;
+        eventually("written again", async || written(&cache) == 1).await;
+        cache.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn blocks_of_the_last_run_are_written_to_an_empty_store_as_they_are_used() {
+    let directory = directory();
+    let with_disk = |store: &Arc<MemoryStore>| -> Config {
+        let mut config = config(&directory, StorageKind::Auto, 16, 32).block_bytes(BLOCK_BYTES);
+        config.remote = settings(store).remote_policy(RemotePolicy::Reused).remote;
+        config
+    };
+    let [first, second] = [(); 2].map(|()| MemoryStore::new(BLOCK_BYTES as u64));
+    let cache = open(with_disk(&first)).await;
+    store_one(&cache, 0).await;
+    for _ in 0..2 {
+        use_one(&cache, 0).await;
+    }
+    eventually("written", async || written(&cache) == 1).await;
+    cache.close().await.expect("closed");
+    let cache = open(with_disk(&second)).await;
+    use_one(&cache, 0).await;
+    eventually("written", async || written(&cache) == 1 && second.objects().len() == 1).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn nothing_is_sent_that_the_map_has_no_room_for() {
+    const BLOCKS: u64 = 512;
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    let config = settings(&store).host_blocks(BLOCKS as u32).remote_index_bytes(64 << 10).remote_interval_s(3600);
+    let cache = open(config).await;
+    for n in 0..BLOCKS {
+        store_one(&cache, n).await;
+    }
+    let unlisted = || cache.stats().remote_unlisted;
+    eventually("written, or not", async || store.writes() as u64 + unlisted() >= BLOCKS).await;
+    // A write that was in flight when the map became full is both.
+    let (sent, known) = (store.writes() as u64, written(&cache));
+    assert!(sent <= known + 4 && known < BLOCKS / 2, "{sent} blocks were sent, of which {known} are known");
+    let before = unlisted();
+    for n in 0..BLOCKS {
+        use_one(&cache, n).await;
+    }
+    eventually("noted", async || unlisted() > before).await;
+    assert_eq!(store.writes() as u64, sent);
+    cache.close().await.expect("closed");
+}
