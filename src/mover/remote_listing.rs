@@ -150,10 +150,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             .partition(|(_, bytes)| bytes.is_some());
         for (object, _) in unknown {
             let expected = format!("whole blocks of {} bytes behind their table", remote.space.block_bytes);
-            self.pass_over(
-                object,
-                RemoteError::Invalid { found: format!("an object of {} bytes", object.bytes), expected },
-            );
+            let found = format!("an object of {} bytes", object.bytes);
+            self.pass_over(remote, object, &RemoteError::Invalid { found, expected });
         }
         let reads = || {
             let read = |(object, bytes): &(&Object, Option<u64>)| {
@@ -174,13 +172,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match table.and_then(|table| remote.space.decode(&object.name, &table, object.bytes)) {
             Ok(table) => self.shared.metrics.remote_unlisted.add(u64::from(!remote.enter(&object.name, table))),
             Err(RemoteError::NotFound) => {}
-            Err(error) => self.pass_over(object, error),
+            Err(error @ RemoteError::Invalid { .. }) => self.pass_over(remote, object, &error),
+            Err(_) => self.shared.metrics.remote_errors.add(1),
         }
     }
 
-    fn pass_over(&self, object: &Object, error: RemoteError) {
-        self.shared.metrics.remote_invalid.add(1);
-        tracing::warn!(%error, object = object.name, "an object of the remote store is passed over");
+    /// Passes over an object until it is another one, which each listing asks: a read may have been wrong.
+    fn pass_over(&self, remote: &Remote, object: &Object, error: &RemoteError) {
+        if remote.pass_over(&object.name) {
+            self.shared.metrics.remote_invalid.add(1);
+            tracing::warn!(%error, object = object.name, "an object of the remote store is passed over");
+        }
     }
 
     /// A request with its repetitions, within the deadline.

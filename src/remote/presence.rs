@@ -38,13 +38,17 @@ pub(crate) struct Run {
     /// The block of its name was to be written, found it in the store, and is not offered all the same: how often all
     /// was forgotten before.
     refuses_writes: Option<u32>,
-    /// A block of it was read with another checksum: it is damaged, or was deleted and created anew since.
+    /// Its table is to be read again. A block of it was read with another checksum: it is damaged, or was deleted and
+    /// created anew since. Or its table was not read yet, or is none.
     is_doubted: bool,
+    /// Its table is none.
+    is_passed_over: bool,
 }
 
 impl Run {
     pub(crate) fn new(name: &str, parent: Option<BlockKey>, blocks: Box<[Known]>, seen: u64) -> Self {
-        Run { name: name.into(), parent, blocks, seen, refuses_writes: None, is_doubted: false }
+        let name = name.into();
+        Run { name, parent, blocks, seen, refuses_writes: None, is_doubted: false, is_passed_over: false }
     }
 }
 
@@ -255,12 +259,12 @@ impl Presence {
     }
 
     /// Notes that a listing has an object of so many blocks; false if its table is to be read: it is not known so, and
-    /// not at all from now on, or it is doubted.
+    /// not at all from now on unless it is known without blocks, or it is doubted.
     pub(crate) fn see(&mut self, name: &str, blocks: Option<usize>, listing: u64) -> bool {
         let Some(run) = self.id_of(name).map(|id| &mut self.objects[id as usize]) else { return false };
         run.seen = listing;
         let (is_same, is_doubted) = (Some(run.blocks.len()) == blocks, run.is_doubted);
-        if !is_same {
+        if !is_same && !run.blocks.is_empty() {
             self.forget_object(name);
         }
         is_same && !is_doubted

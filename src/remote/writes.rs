@@ -45,6 +45,12 @@ impl Remote {
         unknown
     }
 
+    /// Notes that an object is not what it should be; false if it was not so before.
+    pub(crate) fn pass_over(&self, name: &str) -> bool {
+        let TierState { presence, listings, .. } = &mut *self.state.lock();
+        presence.pass_over(name, *listings)
+    }
+
     /// Whether the store has an object, as far as is known.
     pub(crate) fn knows(&self, name: &str) -> bool {
         self.state.lock().presence.knows(name)

@@ -25,6 +25,12 @@ fn unavailable() -> Option<RemoteError> {
     Some(RemoteError::Unavailable("on purpose".into()))
 }
 
+/// Waits until the store was listed so often from now on.
+async fn listed(store: &MemoryStore, times: usize) {
+    let (before, pages) = (store.pages(), store.objects().len() / 3 + 1);
+    store.wait(|store| store.pages() > before + times * pages).await;
+}
+
 #[tokio::test]
 async fn a_block_whose_write_failed_is_written_at_a_later_use() {
     for policy in [RemotePolicy::Reused, RemotePolicy::Stored] {
@@ -79,6 +85,37 @@ async fn blocks_of_the_last_run_are_written_to_an_empty_store_as_they_are_used()
     let cache = open(with_disk(&second)).await;
     use_one(&cache, 0).await;
     eventually("written", async || written(&cache) == 1 && second.objects().len() == 1).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn blocks_of_damaged_objects_are_not_sent_again_until_the_objects_are_mended() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    let cache = open(settings(&store)).await;
+    for n in 0..8 {
+        store_one(&cache, n).await;
+    }
+    eventually("written", async || written(&cache) == 8).await;
+    cache.close().await.expect("closed");
+    let objects = store.objects();
+    for (name, bytes) in &objects {
+        let mut damaged = bytes.to_vec();
+        damaged[20] ^= 1;
+        store.put(name.clone(), damaged.into());
+    }
+    let cache = open(settings(&store)).await;
+    eventually("found", async || cache.stats().remote_invalid == 8).await;
+    let before = store.writes();
+    for _ in 0..3 {
+        for n in 0..8 {
+            store_one(&cache, n).await;
+            use_one(&cache, n).await;
+        }
+        listed(&store, 1).await;
+    }
+    assert_eq!((store.writes() - before, cache.stats().remote_invalid, written(&cache)), (0, 8, 0));
+    objects.into_iter().for_each(|(name, bytes)| store.put(name, bytes));
+    eventually("offered", async || written(&cache) == 8).await;
     cache.close().await.expect("closed");
 }
 

@@ -78,7 +78,8 @@ fn a_forgotten_block_is_offered_again_by_its_place_and_checksum_and_writes_are_r
     assert!(!presence.refuses_writes("a") && !presence.refuses_writes("b"));
     ["a", "b"].into_iter().for_each(|name| presence.refuse_writes(name, 1));
     assert!(presence.refuses_writes("a") && presence.refuses_writes("b"));
-    assert!(!presence.see("b", Some(3), 2) && !presence.knows("b"), "its table is to be read");
+    assert!(!presence.see("b", Some(3), 2) && presence.refuses_writes("b"), "its table is to be read");
+    assert!(presence.enter(run("b", 3..6)) && presence.see("b", Some(3), 2) && !presence.refuses_writes("b"));
     presence.allow_writes("a");
     assert!(!presence.refuses_writes("a"), "its block was removed");
     presence.refuse_writes("a", 2);
@@ -86,6 +87,24 @@ fn a_forgotten_block_is_offered_again_by_its_place_and_checksum_and_writes_are_r
     assert!(!presence.refuses_writes("a"), "all were removed");
     ["a", "b"].into_iter().for_each(|name| presence.forget_object(name));
     assert!(!presence.refuses_writes("a"));
+    assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
+}
+
+#[test]
+fn an_object_without_a_table_is_news_once_refuses_writes_and_is_entered_once_it_has_one() {
+    let mut presence = presence();
+    assert!(presence.enter(run("a", 0..3)) && presence.pass_over("a", 1) && presence.pass_over("b", 1));
+    assert_eq!((presence.len(), presence.objects()), (0, 2));
+    for listing in 2..4 {
+        for (name, blocks) in [("a", Some(3)), ("b", None)] {
+            assert!(!presence.see(name, blocks, listing) && !presence.pass_over(name, listing), "{name}");
+            assert!(presence.refuses_writes(name), "{name}");
+        }
+    }
+    assert!(presence.enter(run("a", 0..3)) && presence.see("a", Some(3), 4) && !presence.refuses_writes("a"));
+    assert_eq!(presence.forget_unseen(4, 0), None);
+    assert!(!presence.knows("b"), "it is gone");
+    presence.forget_object("a");
     assert_eq!((presence.len(), presence.objects(), presence.object_bytes), (0, 0, 0));
 }
 
