@@ -90,7 +90,8 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
         table.row(name, format!("{} hits, {} of {} slots resident", tier.hits, tier.resident, tier.slots));
     }
     let remote = stats.tier(Tier::Remote);
-    if remote.resident + remote.hits + remote.bytes_in > 0 || stats.remote_standing_down.is_some() {
+    let is_failing = stats.remote_standing_down.is_some() || stats.remote_read_only.is_some();
+    if remote.resident + remote.hits + remote.bytes_in > 0 || is_failing {
         let text =
             format!("{} hits, {} blocks known in {} objects", remote.hits, remote.resident, stats.remote_objects);
         table.row("remote", text);
@@ -123,6 +124,9 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     }
     if let Some(reason) = &stats.remote_standing_down {
         table.row("remote offers nothing", plain(reason));
+    }
+    if let Some(reason) = &stats.remote_read_only {
+        table.row("remote takes nothing", plain(reason));
     }
 }
 

@@ -104,7 +104,8 @@ fn of_redis(line: &str) -> RemoteError {
     let answers = format!("the server answers {}", if is_code { code } else { "an error" });
     match code {
         "NOAUTH" | "WRONGPASS" | "NOPERM" => RemoteError::Refused(format!("{answers}; check {LOGIN}")),
-        "OOM" | "BUSY" | "LOADING" | "TRYAGAIN" => RemoteError::Throttled(answers),
+        "OOM" => RemoteError::Refused(format!("{answers}: it is at its maxmemory, and evicts nothing")),
+        "BUSY" | "LOADING" | "TRYAGAIN" => RemoteError::Throttled(answers),
         "MOVED" | "READONLY" | "WRONGTYPE" => RemoteError::Refused(answers),
         _ => RemoteError::Unavailable(answers),
     }
@@ -122,3 +123,20 @@ pub fn of_network(error: &std::io::Error) -> RemoteError {
 
 /// Where a user and a password come from.
 pub const LOGIN: &str = "the user, REDISCLI_AUTH or the password's file";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_repetition_mends_is_refused_and_says_what_does() {
+        let of = |line: &str| RemoteError::from(Failure::Answer(line.into()));
+        for (line, what) in
+            [("NOPERM no permissions to run 'set'", "REDISCLI_AUTH"), ("OOM command not allowed", "maxmemory")]
+        {
+            let error = of(line);
+            assert!(matches!(&error, RemoteError::Refused(text) if text.contains(what)), "{error}");
+        }
+        assert!(matches!(of("LOADING the dataset"), RemoteError::Throttled(_)));
+    }
+}

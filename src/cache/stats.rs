@@ -234,6 +234,9 @@ counters! { stats
         /// Why the remote tier offers nothing, if it stands down: its store does not answer, or brings blocks more
         /// slowly than they are computed ([`Config::recompute_us`](crate::Config::recompute_us)).
         remote_standing_down: Option<String> = |now| now.cache.shared().remote_figures().standing_down;
+        /// Why nothing is written to the remote tier, if its store refuses that (permissions, memory) or does not
+        /// answer. It is tried again once a minute at least.
+        remote_read_only: Option<String> = |now| now.cache.shared().remote_figures().read_only;
         /// Why the device tier is out of service, if it is.
         device_retired: Option<String> = |now| now.state.device_service.retired().map(str::to_owned);
         /// Why the disk tier is out of service, if it is.

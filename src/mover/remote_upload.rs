@@ -27,7 +27,7 @@ use crate::{
 /// How long the task waits for more blocks of a chain, after the first.
 const GATHER: Duration = Duration::from_millis(200);
 
-/// How often the task looks for blocks that were used again, or are evicted next.
+/// How often the task looks for blocks that were used again, or are evicted next, and whether the store may be tried.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// Blocks that are looked up under one lock.
@@ -70,6 +70,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // No event tells of another use, or that a tier is nearly full.
             let is_woken = timeout(pause, remote.wake_uploads.notified()).await.is_ok();
             pause = LOOK_AFTER;
+            if !remote.may_write() {
+                continue;
+            }
             if is_woken && policy == RemotePolicy::Stored && remote.blocks_of_object() > 1 {
                 sleep(GATHER).await;
             }
@@ -98,7 +101,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         run: &[BlockKey],
     ) -> bool {
         limits.wait().await;
-        if remote.is_full() {
+        if !remote.may_write() || remote.is_full() {
             // As others have found meanwhile.
             self.shared.queue_remote(remote, run);
             return false;
@@ -150,6 +153,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let stored: Vec<(BlockKey, u64)> = blocks.iter().map(|(key, checksum, _)| (*key, *checksum)).collect();
         // What is known of the name, and not offered, would not be overwritten.
         if !remote.knows(&name) {
+            if !remote.begin_write() {
+                self.shared.queue_remote(remote, run);
+                return Ok(false);
+            }
             let parts = remote.space.encode(parent.as_ref(), blocks);
             if let Created::Now = self.create(remote, limits, &name, &parts).await? {
                 let bytes = parts.iter().map(|part| part.len() as u64).sum();
@@ -185,7 +192,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             limits.count(bytes, self.shared.config.remote.upload_bytes_per_s);
             remote.store().create(name, parts.to_vec())
         };
-        self.in_time(repeated(remote, create)).await
+        let created = of_store(self.in_time(repeated(remote, create))).await;
+        if let Some(reason) = remote.end_write(created.as_ref().map(|_| ())) {
+            // A subscriber that panics must not end this task.
+            _ = caught(|| tracing::warn!(reason, "nothing is written to the remote store until a trial succeeds"));
+        }
+        created
     }
 
     /// Enters an object that another node has written, or this node, to which the answer was lost.

@@ -1,4 +1,5 @@
-//! Whether the store is worth asking: it answers, and it brings blocks sooner than they are computed.
+//! Whether the store is worth asking: it answers, and it brings blocks sooner than they are computed. Reads have a
+//! health, and writes another one, without measurements.
 //!
 //! What is measured is what callers feel: the time from a request for some blocks to the last of them in host memory.
 //! A line through the latest measurements, time over blocks, says how long other requests would take. Pure data: times
@@ -22,6 +23,8 @@ pub(crate) struct Health {
     failures: u32,
     /// Why the last request failed.
     failure: String,
+    /// A request was refused as all others would be, and none has succeeded since.
+    is_refused: bool,
     line: Line,
     /// How long computing a block takes, in seconds.
     recompute: Option<f64>,
@@ -74,7 +77,7 @@ impl Health {
         let blocks = match result {
             Ok((0, _)) => 0,
             Ok((blocks, took)) => {
-                self.failures = 0;
+                (self.failures, self.is_refused) = (0, false);
                 if self.trial == Trial::UnderWay {
                     // What was measured before it stood down says nothing of now.
                     self.line = Line::default();
@@ -96,8 +99,17 @@ impl Health {
         }
     }
 
+    /// As [`ended`](Self::ended), of a request that was refused as all others would be: none is made for a while.
+    pub(crate) fn refused(&mut self, refusal: String, now: Duration) {
+        self.is_refused = true;
+        self.ended(Err(refusal), now);
+    }
+
     /// Why the store is not asked, if it is not.
     pub(crate) fn reason(&self) -> Option<String> {
+        if self.is_refused {
+            return Some(self.failure.clone());
+        }
         if self.is_away() {
             return Some(format!("{} requests in a row failed, the last one: {}", self.failures, self.failure));
         }
@@ -111,7 +123,7 @@ impl Health {
     }
 
     fn is_away(&self) -> bool {
-        self.failures >= FAILURES_MAX
+        self.is_refused || self.failures >= FAILURES_MAX
     }
 
     fn is_slow(&self, blocks: usize) -> bool {
@@ -120,6 +132,9 @@ impl Health {
     }
 
     fn pause(&self) -> Duration {
+        if self.is_refused {
+            return TRIAL_AFTER_MAX;
+        }
         TRIAL_AFTER.saturating_mul(1 << self.trials.min(6)).min(TRIAL_AFTER_MAX)
     }
 }
@@ -231,5 +246,27 @@ mod tests {
         health.begin();
         health.ended(Ok((1, MS)), now);
         assert!(health.offers(1, now) && health.reason().is_none());
+    }
+
+    #[test]
+    fn a_store_that_refuses_is_tried_once_a_minute_until_a_trial_succeeds() {
+        let mut health = Health::new(None);
+        health.begin();
+        health.refused("no permission".into(), MS);
+        assert_eq!(health.reason().as_deref(), Some("no permission"));
+        let mut tried = Vec::new();
+        for now in (0..=180).map(Duration::from_secs) {
+            if health.offers(1, now) {
+                health.begin();
+                assert!(!health.offers(1, now), "one trial at a time");
+                match tried.len() {
+                    0 => health.refused("no permission".into(), now),
+                    1 => health.ended(Err("no answer".into()), now),
+                    _ => health.ended(Ok((1, MS)), now),
+                }
+                tried.push(now.as_secs());
+            }
+        }
+        assert_eq!((tried, health.reason()), (vec![60, 120, 180], None));
     }
 }

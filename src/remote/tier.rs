@@ -64,6 +64,8 @@ pub(crate) struct Figures {
     pub(crate) offers: bool,
     /// Why they are not, if it is so.
     pub(crate) standing_down: Option<String>,
+    /// Why nothing is written to it, if it is so.
+    pub(crate) read_only: Option<String>,
 }
 
 pub(super) struct TierState {
@@ -72,6 +74,7 @@ pub(super) struct TierState {
     pub(super) removed: Removed,
     wanted: Wanted,
     health: Health,
+    pub(super) writes: Health,
     pub(super) uploads: Uploads,
     pub(super) is_closed: bool,
     /// Listings that have begun.
@@ -141,6 +144,7 @@ impl Remote {
             presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
             wanted: Wanted::default(),
             health: Health::new(limits.recompute_us),
+            writes: Health::new(None),
             uploads: Uploads::new(limits.uploads_max),
             is_closed: false,
             listings: 0,
@@ -185,13 +189,14 @@ impl Remote {
 
     /// What is known of the store now.
     pub(crate) fn figures(&self) -> Figures {
-        let TierState { presence, health, .. } = &*self.state.lock();
+        let TierState { presence, health, writes, .. } = &*self.state.lock();
         Figures {
             blocks: presence.len() as u64,
             objects: presence.objects() as u64,
             index_bytes: presence.bytes() as u64,
             offers: health.reason().is_none(),
             standing_down: health.reason(),
+            read_only: writes.reason(),
         }
     }
 

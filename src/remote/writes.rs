@@ -1,7 +1,10 @@
 //! Which blocks are written to the store, and what is known of them then.
 
+use std::time::Duration;
+
 use super::{
     format::Table,
+    store::RemoteError,
     tier::{Remote, TierState},
 };
 use crate::block::BlockKey;
@@ -43,6 +46,33 @@ impl Remote {
         let presence = &self.state.lock().presence;
         unknown.retain(|_| names.next().is_some_and(|name| !presence.refuses_writes(name)));
         unknown
+    }
+
+    /// Whether a write may begin now: the store takes them, or it is time to try one.
+    pub(crate) fn may_write(&self) -> bool {
+        self.state.lock().writes.offers(1, self.now())
+    }
+
+    /// Begins a write, if one may begin. [`end_write`](Self::end_write) follows.
+    pub(crate) fn begin_write(&self) -> bool {
+        let writes = &mut self.state.lock().writes;
+        let may_begin = writes.offers(1, self.now());
+        if may_begin {
+            writes.begin();
+        }
+        may_begin
+    }
+
+    /// Notes the end of a write. Why none follows for a while, if it is the first one after which none does.
+    pub(crate) fn end_write(&self, result: Result<(), &RemoteError>) -> Option<String> {
+        let (writes, now) = (&mut self.state.lock().writes, self.now());
+        let was_well = writes.reason().is_none();
+        match result {
+            Ok(()) => writes.ended(Ok((1, Duration::ZERO)), now),
+            Err(error @ RemoteError::Refused(_)) => writes.refused(error.to_string(), now),
+            Err(error) => writes.ended(Err(error.to_string()), now),
+        }
+        writes.reason().filter(|_| was_well)
     }
 
     /// Notes that an object is not what it should be; false if it was not so before.

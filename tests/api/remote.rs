@@ -306,25 +306,6 @@ pub(crate) fn evicting(store: &Arc<MemoryStore>, directory: &tempfile::TempDir) 
 }
 
 #[tokio::test]
-async fn a_store_that_refuses_blocks_is_asked_again_once_a_second() {
-    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
-    let directory = directory();
-    let cache = open(evicting(&store, &directory)).await;
-    store.set(Trouble::Fails(RemoteError::Refused("on purpose".into())));
-    let began = std::time::Instant::now();
-    for n in 0..32 {
-        cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
-    }
-    eventually("refused", async || cache.stats().remote_errors > 0).await;
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    // Blocks without a parent are an object each: 8 refusals a look, and one of a listing now and then.
-    let errors = cache.stats().remote_errors;
-    let looks = began.elapsed().as_secs() + 2;
-    assert!(errors <= 9 * looks, "{errors} refusals in {looks} looks");
-    cache.close().await.expect("closed");
-}
-
-#[tokio::test]
 async fn blocks_are_written_before_the_disk_evicts_them() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     let directory = directory();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::common::{config, directory, key, payload, remote_store::MemoryStore};
-use crate::remote::{BLOCK_BYTES, assert_serves, eventually, open, settings};
+use crate::remote::{BLOCK_BYTES, assert_serves, eventually, evicting, open, settings};
 
 use kvhoist::{Cache, Config, RemotePolicy, StorageKind, Tier, remote::RemoteError};
 
@@ -85,6 +85,46 @@ async fn blocks_of_the_last_run_are_written_to_an_empty_store_as_they_are_used()
     let cache = open(with_disk(&second)).await;
     use_one(&cache, 0).await;
     eventually("written", async || written(&cache) == 1 && second.objects().len() == 1).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_store_that_refuses_blocks_is_left_alone_and_the_reason_is_told() {
+    let (store, directory) = (MemoryStore::new(BLOCK_BYTES as u64), directory());
+    store.fail_creations(Some(RemoteError::Refused("no permission".into())));
+    let cache = open(evicting(&store, &directory)).await;
+    for n in 0..32 {
+        store_one(&cache, n).await;
+    }
+    eventually("told", async || cache.stats().remote_read_only.is_some()).await;
+    assert_eq!(cache.stats().remote_read_only.as_deref(), Some("refused: no permission"));
+    listed(&store, 3).await;
+    assert!(store.writes() <= 4, "{} writes, expected those that were in flight", store.writes());
+    assert!(cache.stats().remote_offers, "reads are another matter");
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn what_waits_for_a_store_that_is_away_is_written_once_it_is_back() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    store.fail_creations(unavailable());
+    let cache = open(settings(&store)).await;
+    for n in 0..8 {
+        store_one(&cache, n).await;
+    }
+    eventually("told", async || cache.stats().remote_read_only.is_some()).await;
+    let reason = cache.stats().remote_read_only.expect("it stands down");
+    assert!(reason.contains("requests in a row failed") && reason.contains("on purpose"), "{reason}");
+    for n in 8..16 {
+        store_one(&cache, n).await;
+    }
+    store.fail_creations(None);
+    eventually("written", async || (8..16).all(|n| store.has(&key(n)))).await;
+    assert_eq!(cache.stats().remote_read_only, None);
+    for n in 0..8 {
+        use_one(&cache, n).await;
+    }
+    eventually("all written", async || written(&cache) == 16).await;
     cache.close().await.expect("closed");
 }
 
