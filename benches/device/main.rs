@@ -7,7 +7,13 @@
 mod completion;
 mod layers;
 
-use std::{io, process::ExitCode, sync::Arc, time::Instant};
+use std::{
+    io,
+    process::ExitCode,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use kvhoist::{
     BlockKey, Cache, Config, DeviceKind, Segment, block_on,
@@ -72,17 +78,23 @@ fn hit(options: &Options) -> io::Result<()> {
     let cache = block_on(Cache::open(settings(options, 128 << 10, blocks as u32, slots))).map_err(other)?;
     let storing = cache.clone();
     run_local(each(0..blocks, 8, move |n| store_stamped(storing.clone(), n)))?;
-    let mut micros = Vec::new();
-    for n in shuffled(1, blocks).chain(shuffled(2, blocks)) {
-        let started = Instant::now();
-        block_on(to_device(cache.clone(), n))?;
-        micros.push(started.elapsed().as_secs_f64() * 1e6);
+    let times = |order: &mut dyn Iterator<Item = u64>, pause: Duration| -> io::Result<Vec<f64>> {
+        let time = |n| {
+            thread::sleep(pause);
+            let started = Instant::now();
+            block_on(to_device(cache.clone(), n))?;
+            Ok(started.elapsed().as_secs_f64() * 1e6)
+        };
+        order.map(time).collect()
+    };
+    times(&mut shuffled(1, blocks), Duration::ZERO)?;
+    for (when, pause) in [("one after the other", Duration::ZERO), ("after 2 ms of rest", Duration::from_millis(2))] {
+        let mut times = times(&mut shuffled(2, blocks), pause)?;
+        times.sort_by(f64::total_cmp);
+        let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
+        let (p50, p90, p99) = (at(0.5), at(0.9), at(0.99));
+        println!("host hit to device, 128 KiB, {when}: p50 {p50:.1} us, p90 {p90:.1}, p99 {p99:.1}");
     }
-    let mut steady = micros.split_off(blocks as usize);
-    steady.sort_by(f64::total_cmp);
-    let at = |share: f64| steady[((steady.len() - 1) as f64 * share) as usize];
-    let (p50, p90, p99) = (at(0.5), at(0.9), at(0.99));
-    println!("host hit to device, 128 KiB, one at a time: p50 {p50:.1} us (bar 20), p90 {p90:.1}, p99 {p99:.1}");
     let checking = cache.clone();
     run_local(each(0..blocks, 8, move |n| check_on_device(checking.clone(), n)))?;
     println!("all {blocks} blocks verified on the device\n");
