@@ -201,7 +201,7 @@ impl Cache {
     /// Begins to bring blocks into host memory, under one lock. Returns how many movements have begun, and how many
     /// blocks were not refused.
     fn prefetch_some(&self, keys: &[BlockKey]) -> Result<(usize, usize)> {
-        let OpenCache { shared, commands, submitter, .. } = &**self.inner;
+        let OpenCache { shared, submitter, .. } = &**self.inner;
         let (mut asleep, mut to_send) = (Vec::new(), Vec::new());
         let (mut started, mut taken) = (0, 0);
         let mut state = shared.lock();
@@ -210,7 +210,7 @@ impl Cache {
                 break;
             }
             let begin = |state: &mut Locked<'_>, id, waiter| {
-                let room = || commands.try_reserve().ok();
+                let room = || shared.commands.try_take().ok();
                 Submitter::begin(submitter.as_deref(), state, (key, id), (Tier::Host, Class::Background), waiter, room)
             };
             let requested = (Class::Background, Use::Announced);
@@ -233,7 +233,7 @@ impl Cache {
         }
         drop(state);
         asleep.into_iter().for_each(QueuedRead::wake);
-        to_send.into_iter().for_each(|(room, key)| room.send(Command::Promote { key, to: Tier::Host }));
+        to_send.into_iter().for_each(|(room, key)| self.send((Command::Promote { key, to: Tier::Host }, room)));
         Ok((started, taken))
     }
 

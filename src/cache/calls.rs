@@ -1,7 +1,5 @@
 //! The calls that most callers make: open a cache, fetch and store blocks.
 
-use std::sync::Arc;
-
 use tokio::sync::oneshot;
 
 use super::{Cache, DeviceLease, Lease, open};
@@ -229,10 +227,12 @@ impl Cache {
     /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit. Also a block that was
     /// removed since it was leased.
     ///
-    /// As many copies as [`Config::movements_max`] may be under way at once; who asks for more waits.
+    /// As many copies as [`Config::movements_max`] may be under way at once; who asks for more waits, up to
+    /// [`Config::deadline_ms`].
     ///
     /// # Errors
-    /// [`Error::Argument`] for a lease of another cache, [`Error::Copy`] if the copy failed, [`Error::Closed`].
+    /// [`Error::Argument`] for a lease of another cache, [`Error::Copy`] if the copy failed, [`Error::Timeout`] if it
+    /// did not begin in time, [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future drops `buf`, once a copy that has begun has ended.
@@ -250,10 +250,11 @@ impl Cache {
     /// ```
     pub async fn read_device(&self, lease: &DeviceLease, buf: Vec<u8>) -> Result<Vec<u8>> {
         let pin = lease.pin_of(self.shared())?;
-        // Not through the bounded channel, where those may be who wait for the leased slot; bounded all the same.
-        let permit = shield(Arc::clone(&self.inner.device_reads).acquire_owned()).await.map_err(|_| Error::Closed)?;
+        // Not as a command, whose room those may have who wait for the leased slot; bounded all the same.
+        let shared = self.shared();
+        let room = shared.room(&shared.device_reads, "a turn to read a device block").await?;
         let (reply, receiver) = oneshot::channel();
-        self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }))?;
+        self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, room, reply }))?;
         shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 

@@ -1,6 +1,6 @@
 //! The way of a fetch whose block was not found at once.
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use super::Cache;
 use crate::{
@@ -9,11 +9,8 @@ use crate::{
     index::EntryId,
     mover::{Begun, Command, Submitter, Urgent},
     shield::shield,
-    state::{Class, IfTaken, Locked, LookedUp, Outcome, Pin, Promotion, TierMiss, Use},
+    state::{Class, IfTaken, Locked, LookedUp, Outcome, Pin, Promotion, Room, TierMiss, Use},
 };
-
-/// Room for a command in the reactor's channel.
-type Room<'a> = mpsc::Permit<'a, Command>;
 
 impl Cache {
     /// Fetches a block to host memory for a caller that found the lock taken: by the holder of the lock, if that can.
@@ -47,19 +44,14 @@ impl Cache {
         state: Locked<'_>,
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
-    ) -> Result<TierMiss<Begun<'a, Room<'a>>>> {
-        let room = || self.inner.commands.try_reserve().ok();
+    ) -> Result<TierMiss<Begun<'a, Room>>> {
+        let room = || self.shared().commands.try_take().ok();
         let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
         self.inner.shared.promote_missing(state, (key, id), tier, begin)
     }
 
     /// Pins a block in `tier` for its caller, once it has come from elsewhere.
-    pub(super) async fn pin_promoted(
-        &self,
-        miss: TierMiss<Begun<'_, Room<'_>>>,
-        key: &BlockKey,
-        tier: Tier,
-    ) -> Outcome {
+    pub(super) async fn pin_promoted(&self, miss: TierMiss<Begun<'_, Room>>, key: &BlockKey, tier: Tier) -> Outcome {
         let asked = match miss {
             TierMiss::Nowhere => return Ok(None),
             TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await?),
@@ -77,8 +69,8 @@ impl Cache {
         found: (&BlockKey, EntryId),
         tier: Tier,
         waiter: oneshot::Sender<Outcome>,
-        room: impl FnOnce() -> Option<Room<'a>>,
-    ) -> Option<Begun<'a, Room<'a>>> {
+        room: impl FnOnce() -> Option<Room>,
+    ) -> Option<Begun<'a, Room>> {
         Submitter::begin(self.inner.submitter.as_deref(), state, found, (tier, Class::Awaited), waiter, room)
     }
 
@@ -87,14 +79,14 @@ impl Cache {
         &self,
         key: &BlockKey,
         tier: Tier,
-        (asked, mut usage): (Promotion<Begun<'_, Room<'_>>>, Use),
+        (asked, mut usage): (Promotion<Begun<'_, Room>>, Use),
     ) -> Outcome {
         let shared = &self.inner.shared;
         let mut asked = Some(asked);
         loop {
             let promotion = match asked.take() {
                 Some(Promotion::NotStarted) | None => {
-                    let room = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+                    let room = self.room().await?;
                     // What is not used is dropped after the unlock: it wakes the next caller.
                     let mut room = Some(room);
                     let begin =
@@ -115,7 +107,7 @@ impl Cache {
                 Promotion::Started(receiver, begun) => {
                     match begun {
                         Begun::Read(read) => read.submit().wake(),
-                        Begun::Command(room) => room.send(Command::Promote { key: *key, to: tier }),
+                        Begun::Command(room) => self.send((Command::Promote { key: *key, to: tier }, room)),
                     }
                     (receiver, false)
                 }

@@ -40,7 +40,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Argument`] before anything moved, as of [`load_into`](Cache::load_into); also for layers without
-    /// segments, and for host and device memory in one load. [`Error::Closed`].
+    /// segments, and for host and device memory in one load. [`Error::Timeout`] past
+    /// [`Config::deadline_ms`](crate::Config::deadline_ms) without room among the commands. [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropped before it resolves, it may have been taken on or not; the load then goes on, and its segments stay in
@@ -91,8 +92,8 @@ impl Cache {
             layers: layers.len(),
             gpu: HomeBound::new(self.inner.gpu.clone()),
         };
-        let permit = shield(self.inner.commands.reserve()).await.map_err(|_| Error::Closed)?;
-        permit.send(Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }));
+        let room = self.room().await?;
+        self.send((Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }), room));
         Ok(load)
     }
 }

@@ -38,14 +38,14 @@ pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;
 
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
     error::{Error, Result},
     fork::HomeBound,
-    mover::{Command, Submitter, Urgent},
+    mover::{Command, QueuedCommand, Submitter, Urgent},
     shield::shield,
-    state::{Pin, Shared},
+    state::{Pin, Room, Shared},
 };
 
 /// A tiered cache of fixed-size blocks.
@@ -64,13 +64,11 @@ pub struct Cache {
 /// What the handles of a cache share.
 struct OpenCache {
     shared: Arc<Shared>,
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::UnboundedSender<QueuedCommand>,
     urgent: mpsc::UnboundedSender<Urgent>,
     /// Where callers submit reads, if there are I/O threads for them.
     submitter: Option<Arc<Submitter>>,
     end: watch::Receiver<Option<Result<()>>>,
-    /// A permit for each read of a device block that may be under way.
-    device_reads: Arc<Semaphore>,
     regions: regions::Regions,
     /// Blocks that callers compute.
     computations: computations::Computations,
@@ -96,8 +94,18 @@ impl Cache {
 
     async fn ask(&self, command: impl FnOnce(oneshot::Sender<Result<()>>) -> Command) -> Result<()> {
         let (reply, receiver) = oneshot::channel();
-        shield(self.inner.commands.send(command(reply))).await.map_err(|_| Error::Closed)?;
+        self.send((command(reply), self.room().await?));
         shield(receiver).await.unwrap_or(Err(Error::Closed))
+    }
+
+    /// Room for a command to the reactor, up to the deadline.
+    async fn room(&self) -> Result<Room> {
+        self.shared().room(&self.shared().commands, "room for a command").await
+    }
+
+    /// Sends a command. One that finds no reactor is dropped, and its reply.
+    fn send(&self, command: QueuedCommand) {
+        drop(self.inner.commands.send(command));
     }
 
     /// Refuses what is not one block.

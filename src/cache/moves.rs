@@ -157,8 +157,12 @@ impl Cache {
         // A caller that is gone does not want the answer.
         let reply: Reply = Box::new(move |results| drop(sender.send(results)));
         if let Some(command) = command(reply) {
-            // A command that finds no reactor is dropped, and its reply: once the reads of its call have ended.
-            drop(shield(self.inner.commands.send(command)).await);
+            // A command that is dropped is answered once the reads of its call have ended.
+            match self.room().await {
+                Ok(room) => self.send((command, room)),
+                Err(Error::Closed) => drop(command),
+                Err(error) => command.refuse(error),
+            }
         }
         shield(receiver).await.map_err(|_| Error::Closed)
     }

@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use self::index::{empty, refused, restore};
 use super::{Cache, OpenCache, computations::Computations, deleted::Names, exported, regions::Regions};
@@ -25,15 +25,11 @@ use crate::{
     machine,
     memory::Arena,
     metrics::Metrics,
-    mover::{Command, Mover, Submitter, Urgent},
+    mover::{Mover, QueuedCommand, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
     shield::shield,
     state::Shared,
 };
-
-/// Commands that may be queued before those who ask wait; what is under way is bounded by
-/// [`Config::movements_max`].
-const COMMANDS_MAX: usize = 1024;
 
 impl Config {
     /// Opens the cache.
@@ -135,7 +131,7 @@ pub(super) type End = watch::Sender<Option<Result<()>>>;
 pub(super) struct Started<S, C> {
     pub(super) cache: Cache,
     pub(super) mover: Rc<Mover<S, C>>,
-    pub(super) commands: mpsc::Receiver<Command>,
+    pub(super) commands: mpsc::UnboundedReceiver<QueuedCommand>,
     pub(super) urgent: mpsc::UnboundedReceiver<Urgent>,
     pub(super) end: End,
 }
@@ -256,8 +252,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let files: Option<Vec<_>> = (0..members.len()).map(|at| storage.file(FileId(u16::try_from(at).ok()?))).collect();
     let submitter = pool.cloned().zip(files);
     let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes, is_new);
-    let movements_max = shared.config.limits.movements_max as usize;
-    let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
+    let (sender, commands) = mpsc::unbounded_channel();
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let submitter = submitter.map(|(pool, files)| {
@@ -271,7 +266,6 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         urgent,
         submitter,
         end: told,
-        device_reads: Arc::new(Semaphore::new(movements_max)),
         regions: Regions::default(),
         computations: Computations::new(),
         names,

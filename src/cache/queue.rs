@@ -18,6 +18,7 @@ use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
     mover::{Command, Job, Reply, Submitter},
+    state::NoRoom,
 };
 
 /// A queue of loads and stores whose completions are drained; no call waits.
@@ -219,13 +220,13 @@ impl CompletionQueue {
         if taken.is_err() {
             return Err(shared.busy("outstanding submissions", self.depth as u64, "depth"));
         }
-        let permit = match self.cache.inner.commands.try_reserve() {
-            Ok(permit) => permit,
-            Err(error) => {
+        let room = match shared.commands.try_take() {
+            Ok(room) => room,
+            Err(refused) => {
                 self.completions.outstanding.fetch_sub(1, Ordering::AcqRel);
-                return Err(match error {
-                    tokio::sync::mpsc::error::TrySendError::Closed(()) => Error::Closed,
-                    tokio::sync::mpsc::error::TrySendError::Full(()) => {
+                return Err(match refused {
+                    NoRoom::Closed => Error::Closed,
+                    NoRoom::Full => {
                         shared.busy("queued movements", u64::from(shared.config.limits.movements_max), "movements_max")
                     }
                 });
@@ -235,7 +236,7 @@ impl CompletionQueue {
         let answer =
             Ticket { completions: Arc::clone(&self.completions), ticket, blocks: jobs.len(), stored, answered: false };
         if let Some(command) = command(jobs, Box::new(move |results| answer.answer(results))) {
-            permit.send(command);
+            self.cache.send((command, room));
         }
         Ok(ticket)
     }

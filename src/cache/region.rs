@@ -137,7 +137,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Argument`] for an empty range or one that overlaps another region. [`Error::Busy`] past 4,096 regions.
-    /// [`Error::Unavailable`] for device memory without a device tier. [`Error::Closed`], if it is to be pinned.
+    /// [`Error::Unavailable`] for device memory without a device tier. If it is to be pinned: [`Error::Timeout`] past
+    /// [`Config::deadline_ms`](crate::Config::deadline_ms) without room among the commands, [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropped before it resolves, the memory is not registered: no call that begins later uses it. The kernel may keep
@@ -258,7 +259,7 @@ impl Cache {
             tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages");
         }
         let (reply, receiver) = oneshot::channel();
-        shield(self.inner.commands.send(Command::Register { region: held, reply })).await.map_err(|_| Error::Closed)?;
+        self.send((Command::Register { region: held, reply }, self.room().await?));
         shield(receiver).await.map_err(|_| Error::Closed)
     }
 
@@ -273,7 +274,7 @@ impl Cache {
     #[doc(hidden)]
     pub async fn add_gpu(&self, gpu: Arc<Gpu>) -> Result<()> {
         let (reply, receiver) = oneshot::channel();
-        shield(self.inner.commands.send(Command::AddGpu { gpu, reply })).await.map_err(|_| Error::Closed)?;
+        self.send((Command::AddGpu { gpu, reply }, self.room().await?));
         shield(receiver).await.map_err(|_| Error::Closed)?
     }
 

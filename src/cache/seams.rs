@@ -37,7 +37,7 @@ use crate::{
     io::{Storage, Workers},
     memory::Arena,
     metrics::Metrics,
-    mover::{Command, Mover, Urgent},
+    mover::{Mover, QueuedCommand, Urgent},
 };
 
 /// What a cache is opened over.
@@ -97,7 +97,7 @@ pub async fn open<S: Storage, C: CopyEngine>(
 /// The reactor of a cache, to be run.
 pub struct Reactor<S, C> {
     balance: Balance<S, C>,
-    commands: mpsc::Receiver<Command>,
+    commands: mpsc::UnboundedReceiver<QueuedCommand>,
     urgent: mpsc::UnboundedReceiver<Urgent>,
     end: End,
 }

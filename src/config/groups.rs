@@ -233,8 +233,8 @@ pub struct Limits {
     /// Largest number of bytes that writes to the disk tier may have in flight per path. All paths share what they have
     /// together; one block is always allowed. At least 1.
     pub write_bytes_in_flight_max: u64,
-    /// Largest number of movements requested but not finished; further calls wait, and those of a `CompletionQueue` get
-    /// `Error::Busy`. 1 to 16,777,216.
+    /// Largest number of movements requested but not finished; further calls wait, up to `deadline_ms`, and those of a
+    /// `CompletionQueue` get `Error::Busy`. 1 to 16,777,216.
     pub movements_max: u32,
     /// Largest number of callers that may wait for one block or one slot; further calls get `Error::Busy`. 1 to
     /// 16,777,216.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::oneshot;
 
 use super::{
     load::Numbered,
@@ -17,10 +17,13 @@ use crate::{
     device::cuda::Gpu,
     error::Result,
     io::Summed,
-    state::{PendingWrite, Pin},
+    state::{PendingWrite, Pin, Room},
 };
 
-/// What callers ask of the reactor, through a bounded channel.
+/// A command in the channel to the reactor, with the room that it takes up there.
+pub(crate) type QueuedCommand = (Command, Room);
+
+/// What callers ask of the reactor, through a channel of bounded [room](crate::state::Rooms).
 pub(crate) enum Command {
     /// Make `key` resident in `to`. Its flight has begun.
     Promote { key: BlockKey, to: Tier },
@@ -69,7 +72,7 @@ pub(crate) struct DeviceRead {
     pub(crate) pin: Arc<Pin>,
     pub(crate) buf: Vec<u8>,
     /// One of [`Config::movements_max`](crate::Config::movements_max), given back when the copy has ended.
-    pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) room: Room,
     pub(crate) reply: oneshot::Sender<Result<Vec<u8>>>,
 }
 

@@ -9,7 +9,12 @@ use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering}
 use tokio::time::{sleep, timeout};
 
 use super::{Command, Mover};
-use crate::{device::CopyEngine, error::Result, io::Storage, state::LOOKS_PER_DEADLINE};
+use crate::{
+    device::CopyEngine,
+    error::{Error, Result},
+    io::Storage,
+    state::LOOKS_PER_DEADLINE,
+};
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Watches the clock while a movement is in flight or a request waits for a slot; sleeps otherwise.
@@ -21,19 +26,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.watch.notified().await;
             let mut begun = VecDeque::new();
             loop {
-                begun.push_back((self.shared.begun.load(Ordering::Relaxed), self.shared.in_flight.given()));
+                let queued = (self.shared.commands.in_use().0 > 0).then(|| self.taken.get());
+                begun.push_back((self.shared.begun.load(Ordering::Relaxed), self.shared.in_flight.given(), queued));
                 sleep(self.shared.deadline() / LOOKS_PER_DEADLINE).await;
                 self.shared.looks.fetch_add(1, Ordering::Relaxed);
                 if begun.len() >= LOOKS_PER_DEADLINE as usize {
-                    let (begun, given) = begun.pop_front().expect("not empty");
+                    let (begun, given, queued) = begun.pop_front().expect("not empty");
                     self.shared.in_flight.give_up_calls(given);
-                    let overdue = self.shared.give_up_overdue(begun);
+                    // Movements without a flight, such as flushes, take all turns.
+                    let is_stuck = queued == Some(self.taken.get());
+                    let overdue = self.shared.give_up_overdue(begun) || is_stuck;
                     if self.overdue.replace(overdue) != overdue {
                         // Commands may be refused now, or started again.
                         self.settled.notify_one();
                     }
                 }
                 self.shared.give_up_overdue_slots();
+                self.shared.give_up_overdue_rooms();
                 self.shared.give_up_overdue_remote();
                 if !self.shared.is_watched(self.active.get() > 0) {
                     break;
@@ -52,17 +61,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     self.end_flight(&key, to, Err(error));
                 }
             }
-            Command::Load { jobs, results } => {
-                results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
-            }
-            Command::StoreFrom { jobs, call } => {
-                call.results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
-            }
-            Command::LoadLayers(load) => load.refuse(&error),
             Command::Register { .. } | Command::AddGpu { .. } => self.start(command),
-            Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
-                drop(reply.send(Err(error)));
-            }
+            command => command.refuse(error),
         }
     }
 
@@ -73,5 +73,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         future: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         timeout(self.shared.deadline(), future).await.unwrap_or_else(|_| Err(self.shared.timeout(what)))
+    }
+}
+
+impl Command {
+    /// Ends a call that has not begun, or what is left of it to the reactor, by an error.
+    pub(crate) fn refuse(self, error: Error) {
+        match self {
+            Command::Load { jobs, results } => {
+                results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
+            }
+            Command::StoreFrom { jobs, call } => {
+                call.results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
+            }
+            Command::LoadLayers(load) => load.refuse(&error),
+            Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
+                drop(reply.send(Err(error)));
+            }
+            Command::Promote { .. } | Command::Register { .. } | Command::AddGpu { .. } => {}
+        }
     }
 }

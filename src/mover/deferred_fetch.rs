@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use super::{
     Command,
@@ -12,7 +12,7 @@ use crate::{
     block::{BlockKey, Route, Tier},
     error::{Error, Result},
     index::EntryId,
-    state::{Class, DeferredWork, Locked, LookedUpFor, Outcome},
+    state::{Class, DeferredWork, Locked, LookedUpFor, Outcome, Room},
 };
 
 /// A fetch of a block to host memory, for the holder of the lock.
@@ -28,7 +28,7 @@ struct DeferredFetch {
 /// What carries a movement out, once it is submitted.
 enum ToSubmit {
     Read(DetachedRead),
-    Command(mpsc::OwnedPermit<Command>),
+    Command(Room),
 }
 
 impl Submitter {
@@ -53,17 +53,17 @@ impl DeferredWork for DeferredFetch {
         if self.waiter.as_ref().is_none_or(oneshot::Sender::is_closed) {
             return;
         }
-        let has_room = submitter.commands.capacity() > 0;
+        let rooms = &submitter.ends.shared.commands;
         let begin = |state: &mut Locked<'_>, id: EntryId, waiter| {
             let (found, requested) = ((key, id), (Tier::Host, Class::Awaited));
-            let room = || submitter.commands.clone().try_reserve_owned().ok();
+            let room = || rooms.try_take().ok();
             let begun = Submitter::begin(Some(submitter), state, found, requested, waiter, room)?;
             Some(match begun {
                 Begun::Read(read) => ToSubmit::Read(read.detach()),
                 Begun::Command(room) => ToSubmit::Command(room),
             })
         };
-        self.found = Some(state.look_up_for(key, &mut self.waiter, has_room, begin));
+        self.found = Some(state.look_up_for(key, &mut self.waiter, rooms.any(), begin));
     }
 
     fn answer(&mut self) {
@@ -77,7 +77,10 @@ impl DeferredWork for DeferredFetch {
                 shared.metrics.look_ups(Some(source)).export(1);
                 return match begins {
                     ToSubmit::Read(read) => Submission::attach(&self.submitter, read).submit().wake(),
-                    ToSubmit::Command(room) => drop(room.send(Command::Promote { key: self.key, to: Tier::Host })),
+                    ToSubmit::Command(room) => {
+                        let promote = Command::Promote { key: self.key, to: Tier::Host };
+                        drop(self.submitter.commands.send((promote, room)));
+                    }
                 };
             }
             Some(Ok(LookedUpFor::Nowhere)) => {

@@ -12,7 +12,7 @@ use crate::{
     device::CopyEngine,
     index::EntryId,
     io::Storage,
-    state::{Kind, Shared, State},
+    state::{Kind, Rooms, Shared, State},
 };
 
 /// Fails with a message unless the condition holds.
@@ -38,6 +38,8 @@ impl Shared {
         let reservations = self.reservations.load(std::sync::atomic::Ordering::Relaxed);
         ensure!(reservations == 0, "{reservations} reservations are counted and none is alive");
         ensure!(waiting == [0; Tier::COUNT], "{waiting:?} requests wait for slots");
+        let rooms = [&self.commands, &self.device_reads].map(Rooms::in_use);
+        ensure!(rooms == [(0, 0); 2], "{rooms:?} rooms are taken and waited for, of commands and of reads");
         self.check_memory(&state, Tier::Device, self.config.device_slots())?;
         self.check_memory(&state, Tier::Host, self.config.host_slots())?;
         self.check_disk(&state)?;

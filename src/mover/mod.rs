@@ -45,7 +45,7 @@ mod tests;
 mod write;
 mod write_budget;
 
-pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
+pub(crate) use command::{Command, DeviceRead, QueuedCommand, Reply, Urgent};
 pub use layer_reports::LayerReports;
 pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 #[cfg(test)]
@@ -107,7 +107,9 @@ pub(crate) struct Mover<S, C> {
     /// Write-backs in flight without a waiter.
     demoting: Cell<u32>,
     active: Cell<u32>,
-    /// A movement is overdue: what cannot be started is refused.
+    /// Commands started or refused so far.
+    taken: Cell<u64>,
+    /// A movement is overdue, or commands are: what cannot be started is refused.
     overdue: Cell<bool>,
     /// One for each file: writes of records. Apart, because blocks and records are written together.
     record_failures: Vec<Failures>,
@@ -170,6 +172,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),
+            taken: Cell::new(0),
             overdue: Cell::new(false),
             record_failures: files.iter().map(|_| Failures::default()).collect(),
             flushes: files.iter().map(|_| Flush::new()).collect(),
@@ -188,7 +191,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// cache gets the result once the files are closed.
     pub(crate) async fn run(
         self: Rc<Self>,
-        mut commands: mpsc::Receiver<Command>,
+        mut commands: mpsc::UnboundedReceiver<QueuedCommand>,
         mut urgent: mpsc::UnboundedReceiver<Urgent>,
     ) -> Result<()> {
         let _ended = Ended(Arc::clone(&self.shared));
@@ -197,7 +200,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let spin = task::spawn(Rc::clone(&self).spin_loop());
         let raise = task::spawn(Rc::clone(&self).raise_loop());
         let remote = self.start_remote();
-        loop {
+        let mut is_closing = false;
+        // The drain serves those that have room by then, and are sent later.
+        while !(is_closing && commands.is_empty()) {
             let may_start = self.active.get() < self.shared.config.limits.movements_max;
             let may_take = may_start || self.overdue.get();
             let mut settled = pin!(self.settled.notified());
@@ -207,20 +212,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
                 match if may_take { commands.poll_recv(cx) } else { Poll::Pending } {
                     Poll::Pending if !may_start => settled.as_mut().poll(cx).map(|()| Next::Settled),
-                    command => command.map(Next::Command),
+                    // The room is free from here on.
+                    command => command.map(|queued| Next::Command(queued.map(|(command, _room)| command))),
                 }
             });
             match next.await {
-                Next::Urgent(Urgent::Close) => commands.close(),
+                Next::Urgent(Urgent::Close) => {
+                    self.shared.close_rooms();
+                    is_closing = true;
+                }
                 Next::Urgent(request) => self.start_urgent(request),
                 Next::Command(None) => break,
-                Next::Command(Some(command)) if may_start => self.start(command),
-                Next::Command(Some(command)) => self.refuse(command),
+                Next::Command(Some(command)) => {
+                    self.taken.set(self.taken.get() + 1);
+                    if may_start { self.start(command) } else { self.refuse(command) }
+                }
                 Next::Settled => {}
             }
         }
         self.end_remote(remote);
-        let result = self.drain(urgent).await;
+        let result = self.drain(&mut commands, &mut urgent).await;
+        shutdown::drop_all(&mut urgent).await;
         for task in [write_back, deadlines, spin, raise] {
             task.abort();
         }
@@ -277,9 +289,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
                 drop(region);
             }),
-            Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }) => self.spawn(async move {
+            Urgent::ReadDevice(DeviceRead { pin, buf, room, reply }) => self.spawn(async move {
                 let result = or_panicked(this.read_device(pin, buf)).await;
-                drop(permit);
+                drop(room);
                 drop(reply.send(result));
             }),
             Urgent::Load { jobs, results } => self.spawn(this.load(jobs, results)),
@@ -371,6 +383,7 @@ struct Ended(Arc<Shared>);
 impl Drop for Ended {
     fn drop(&mut self) {
         self.0.remote.iter().for_each(|remote| remote.close());
+        self.0.close_rooms();
         // Every waiter has been answered where a panic under the lock broke an invariant.
         if self.0.lock_unless_broken().is_none() {
             return;

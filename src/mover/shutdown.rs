@@ -5,7 +5,7 @@ use std::{future::poll_fn, pin::pin, rc::Rc, task::Poll};
 use futures_util::{FutureExt, future::select};
 use tokio::sync::mpsc;
 
-use super::{Mover, Urgent};
+use super::{Mover, Next, QueuedCommand, Urgent};
 use crate::{device::CopyEngine, disk::PageId, error::Result, index::EntryId, io::Storage};
 
 /// Record pages whose blocks are looked at under one lock: some tens of microseconds.
@@ -15,8 +15,12 @@ const PAGES_PER_LOCK: usize = 16;
 const SYNCS_MAX: u32 = 8;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Ends the cache's life on disk. The command channel is closed already.
-    pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
+    /// Ends the cache's life on disk. There is no room for commands any more.
+    pub(super) async fn drain(
+        self: &Rc<Self>,
+        commands: &mut mpsc::UnboundedReceiver<QueuedCommand>,
+        urgent: &mut mpsc::UnboundedReceiver<Urgent>,
+    ) -> Result<()> {
         self.shared.close();
         let refusals = self.shared.begin_report();
         // A flight or a load that has begun has its movement in flight or in the channel, or its caller is about to
@@ -24,14 +28,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         while self.active.get() > 0 || self.shared.lock().flights.any() || !urgent.is_empty() {
             let (settled, ended) = (pin!(self.settled.notified()), pin!(self.shared.ended.notified()));
             let mut ended = select(settled, ended);
-            let request = poll_fn(|cx| match urgent.poll_recv(cx) {
-                Poll::Ready(Some(request)) => Poll::Ready(Some(request)),
-                _ => ended.poll_unpin(cx).map(|_| None),
+            let next = poll_fn(|cx| {
+                if let Poll::Ready(Some(request)) = urgent.poll_recv(cx) {
+                    return Poll::Ready(Next::Urgent(request));
+                }
+                match commands.poll_recv(cx) {
+                    Poll::Ready(Some((command, _room))) => Poll::Ready(Next::Command(Some(command))),
+                    _ => ended.poll_unpin(cx).map(|_| Next::Settled),
+                }
             });
-            if let Some(request) = request.await {
-                self.start_urgent(request);
+            match next.await {
+                Next::Urgent(request) => self.start_urgent(request),
+                Next::Command(command) => command.into_iter().for_each(|command| self.start(command)),
+                Next::Settled => {}
             }
         }
+        drop_all(commands).await;
         if self.files.is_empty() {
             return Ok(());
         }
@@ -73,4 +85,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             crate::io::yield_now().await;
         }
     }
+}
+
+/// Closes a channel and drops what it has, also what is being sent at this moment: the drop of its receiver leaves that
+/// to the last sender.
+pub(super) async fn drop_all<T>(receiver: &mut mpsc::UnboundedReceiver<T>) {
+    receiver.close();
+    while receiver.recv().await.is_some() {}
 }

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    Command, Urgent,
+    QueuedCommand, Urgent,
     plan::{OnDisk, Step, Trip},
     route::Hop,
 };
@@ -31,7 +31,7 @@ pub(crate) struct Submitter {
     pub(super) pool: Arc<Pool>,
     pub(super) ends: Arc<Ends>,
     /// For movements that the reactor carries out.
-    pub(super) commands: mpsc::Sender<Command>,
+    pub(super) commands: mpsc::UnboundedSender<QueuedCommand>,
     /// What addresses of reads must be multiples of.
     pub(super) memory_align_bytes: usize,
 }
@@ -115,7 +115,7 @@ impl Submitter {
         shared: Arc<Shared>,
         pool: Arc<Pool>,
         files: Vec<OpenFile>,
-        (urgent, commands): (mpsc::UnboundedSender<Urgent>, mpsc::Sender<Command>),
+        (urgent, commands): (mpsc::UnboundedSender<Urgent>, mpsc::UnboundedSender<QueuedCommand>),
         memory_align_bytes: usize,
     ) -> Arc<Self> {
         shared.lock().files = files;

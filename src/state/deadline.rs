@@ -41,11 +41,12 @@ impl Shared {
     }
 
     /// Whether the clock is to be watched on: while a movement `is_active` on the reactor, a flight is in flight, or a
-    /// request waits for a slot or the remote tier. Who begins to later wakes the task again.
+    /// request waits for a slot, for room or the remote tier. Who begins to later wakes the task again.
     pub(crate) fn is_watched(self: &Arc<Self>, is_active: bool) -> bool {
         let mut state = self.lock();
         let is_remote_awaited = || self.remote.as_ref().is_some_and(|remote| remote.has_waiters());
-        let is_waited = state.flights.len() > 0 || !state.slot_requests.is_empty() || is_remote_awaited();
+        let is_waited =
+            state.flights.len() > 0 || !state.slot_requests.is_empty() || is_remote_awaited() || self.is_room_awaited();
         state.is_watched = is_active || is_waited;
         state.is_watched
     }

@@ -25,6 +25,7 @@ mod remote;
 mod report;
 mod requests;
 mod retire;
+mod rooms;
 mod slots;
 mod spare;
 mod taken;
@@ -43,6 +44,7 @@ pub(crate) use lock::{IfTaken, Locked};
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
 pub(crate) use lookup::{LookedUp, LookedUpFor, Promotion, Removed, TierMiss, Use};
+pub(crate) use rooms::{NoRoom, Room, Rooms};
 pub(crate) use slots::Purpose;
 pub(crate) use taken::{Need, READ, READ_TO_HOST, Taken, WRITE};
 
@@ -122,6 +124,10 @@ pub(crate) struct Shared {
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
     pub(crate) in_flight: InFlight,
+    /// Commands to the reactor that are queued.
+    pub(crate) commands: Rooms,
+    /// Reads of device blocks that are under way.
+    pub(crate) device_reads: Rooms,
     /// One for each file: operations on blocks, and flushes.
     pub(crate) failures: Vec<Failures>,
     pub(crate) lenders: Lenders,
@@ -196,6 +202,8 @@ impl Shared {
         };
         Shared {
             in_flight: InFlight::new(read_bytes, write_bytes),
+            commands: Rooms::of_commands(&config.limits),
+            device_reads: Rooms::new(config.limits.movements_max),
             failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
             config,
             state: Mutex::new(state),
@@ -229,17 +237,6 @@ impl Shared {
         }
         std::mem::forget(self);
         None
-    }
-
-    /// Refuses every call from now on, and the requests for slots that may never become free.
-    pub(crate) fn close(self: &Arc<Self>) {
-        let mut state = self.lock();
-        state.closed = true;
-        let files = std::mem::take(&mut state.files);
-        let refused = [Tier::Device, Tier::Host].map(|tier| state.slot_requests.take_all(tier));
-        drop(state);
-        drop(files);
-        refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
     }
 
     /// Requests that libcufile has not returned.

@@ -1,14 +1,29 @@
-//! Takes a tier out of service.
+//! Takes a tier out of service, or the cache.
 
 use std::{io, sync::Arc};
 
 use super::{Failures, Health, Shared};
-use crate::block::{FileId, OpKind, Tier};
+use crate::{
+    block::{FileId, OpKind, Tier},
+    error::Error,
+};
 
 /// Copies that are dropped under one lock: some tens of microseconds.
 const DROPPED_PER_LOCK: usize = 256;
 
 impl Shared {
+    /// Refuses every call from now on, and the requests for slots that may never become free.
+    pub(crate) fn close(self: &Arc<Self>) {
+        self.close_rooms();
+        let mut state = self.lock();
+        state.closed = true;
+        let files = std::mem::take(&mut state.files);
+        let refused = [Tier::Device, Tier::Host].map(|tier| state.slot_requests.take_all(tier));
+        drop(state);
+        drop(files);
+        refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
+    }
+
     /// Takes the disk tier out of service. Host and device keep serving.
     pub(crate) fn retire_disk(self: &Arc<Self>, reason: String) {
         self.lower_service(Health::Retired(reason));

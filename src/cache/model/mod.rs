@@ -7,10 +7,12 @@
 //! The checker switches threads where the lock is taken or released, where a future waits, and in the storage. What
 //! tokio's channels do between two of these is one step: they are checked by their own authors.
 
+mod closes;
 mod computes;
+mod rooms;
 mod world;
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::Arc;
 
 use shuttle::{future::block_on, thread::JoinHandle};
 use world::{BLOCK_BYTES, World, assert_is, below, check, config, give_up_some_time, key, payload};
@@ -236,42 +238,6 @@ fn a_store_that_a_close_overtakes_is_answered_when_its_memory_is_free() {
     });
 }
 
-/// A read may be on its way to an I/O thread when the cache is closed, or be ended by it.
-#[test]
-fn a_close_waits_for_nobody_for_ever() {
-    check(|| {
-        let world = World::new(config(0, 2, 4), 2, false);
-        let callers = [0, 1].map(|n| {
-            world.caller(async move |cache: Cache| match cache.fetch(&key(n)).await {
-                Ok(lease) => assert_is(&lease.expect("on disk"), n),
-                Err(error) => assert!(matches!(error, Error::Closed), "{error}"),
-            })
-        });
-        block_on(world.cache.close()).expect("close");
-        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
-        world.ended();
-    });
-}
-
-/// Every close waits for the end, whoever was first and whoever gave up.
-#[test]
-fn every_close_waits_for_the_end() {
-    check(|| {
-        let world = any_world();
-        let stores = world.caller(async |cache: Cache| drop(cache.store(&key(0), None, &payload(0)).await));
-        let closers = [0, 1].map(|_| {
-            let has_ended = Arc::clone(&world.has_ended);
-            world.caller(async move |cache: Cache| {
-                drop(give_up_some_time(cache.close()).await);
-                cache.close().await.expect("close");
-                assert!(has_ended.load(Ordering::Acquire), "a close was answered, and the reactor is at work");
-            })
-        });
-        closers.into_iter().chain([stores]).for_each(|caller| caller.join().expect("no panic"));
-        world.ended();
-    });
-}
-
 /// Waiters that are told that it takes too long, while the movement goes on and lands.
 #[test]
 fn who_is_answered_at_the_deadline_leaves_the_movement_whole() {
@@ -309,23 +275,6 @@ fn a_close_among_any_calls_leaves_a_whole_cache() {
         block_on(give_up_some_time(world.cache.close()));
         block_on(world.cache.close()).expect("close");
         callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
-        world.ended();
-    });
-}
-
-/// A hit selects its block for the disk while the cache closes: the close waits for no write that nobody carries out.
-#[test]
-fn a_hit_during_the_close_begins_no_write() {
-    check(|| {
-        let write_policy = WritePolicy::WriteThroughSelective;
-        let world = World::new(config(0, 2, 4).write_policy(write_policy).selective_hits(1), 0, false);
-        block_on(world.cache.store(&key(0), None, &payload(0))).expect("store");
-        let hits = world.caller(async |cache: Cache| {
-            let lease = cache.fetch(&key(0)).await;
-            assert!(matches!(lease, Ok(Some(_)) | Err(Error::Closed)));
-        });
-        block_on(world.cache.close()).expect("close");
-        hits.join().expect("no panic");
         world.ended();
     });
 }

@@ -18,7 +18,7 @@ use shuttle::{
     thread::JoinHandle,
 };
 use tokio::{
-    sync::{Semaphore, mpsc, oneshot, watch},
+    sync::{mpsc, oneshot, watch},
     task::LocalSet,
 };
 
@@ -155,6 +155,7 @@ pub(super) fn config(device_blocks: u32, host_blocks: u32, disk_blocks: u32) -> 
     let writes = if below(2) == 0 { 1 } else { 1 << 20 };
     Config::default()
         .write_bytes_in_flight_max(writes)
+        .movements_max(4)
         .block_bytes(BLOCK_BYTES)
         .device_blocks(device_blocks)
         .host_blocks(host_blocks)
@@ -287,7 +288,7 @@ async fn serve(
     *bytes.lock().expect("nothing panics under it") = file;
     let storage = Memory(bytes);
     let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), Workers::none(), 1, true);
-    let (commands, requests) = mpsc::channel(4);
+    let (commands, requests) = mpsc::unbounded_channel();
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
@@ -299,7 +300,6 @@ async fn serve(
         urgent,
         submitter,
         end: told,
-        device_reads: Arc::new(Semaphore::new(4)),
         regions: Regions::default(),
         computations: Computations::new(),
         names: crate::cache::deleted::Names::default(),

@@ -1,6 +1,6 @@
 //! Operations that stall: callers get a timeout, and memory stays with the disk.
 
-use std::time::Duration;
+use std::{future::Future, time::Duration};
 
 use kvhoist::{Error, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, FaultRates, Simulated, World};
@@ -154,6 +154,44 @@ fn when_every_movement_is_stalled_callers_get_an_error_in_time() {
         for n in 0..8 {
             assert!(fetch(&cache, n).await.expect("the disk is back"), "block {n}");
         }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_command_that_cannot_be_started_is_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().movements_max(1)).await;
+        disk.script_next(OpKind::Sync, Fault::Stall);
+        let stalled = cache.sync().await;
+        assert!(matches!(stalled, Err(Error::Timeout { .. })), "{stalled:?}");
+        // The flush goes on, and is the only movement. One command is queued, the others wait for room.
+        let calls = [(); 3].map(|()| spawn(&cache, async |cache| elapsed(cache.sync()).await));
+        for call in calls {
+            let (result, took) = call.await.expect("no panic");
+            assert!(
+                matches!(result, Err(Error::Timeout { .. })) && took <= DEADLINE * 3 / 2,
+                "{result:?} after {took:?}"
+            );
+        }
+        disk.release();
+        a_while().await;
+        cache.sync().await.expect("the disk is back");
+        finish(cache, reactor).await;
+    });
+}
+
+/// Each is woken when there is room, and not polled: others have it.
+#[test]
+fn calls_that_nobody_polls_keep_no_other_from_its_turn() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(config().movements_max(1)).await;
+        let mut calls: Vec<_> = (0..32).map(|_| Box::pin(cache.sync())).collect();
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        calls.iter_mut().for_each(|call| assert!(call.as_mut().poll(&mut context).is_pending()));
+        cache.sync().await.expect("a sound disk");
+        cache.close().await.expect("a sound disk");
+        drop(calls);
         finish(cache, reactor).await;
     });
 }
