@@ -1,4 +1,4 @@
-//! Stores: making a filled host slot visible, and the write that the policy wants.
+//! Stores: making a filled host slot visible, and the write that follows.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, few::Few};
 use crate::{
     block::{BlockKey, Route, Tier},
-    config::{Eviction, WritePolicy},
+    config::Eviction,
     error::{Error, Result},
     index::EntryId,
 };
@@ -87,6 +87,7 @@ impl Shared {
         } else {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
+            state.check_arrives(id)?;
         }
         self.metrics.stored_locked(is_new, route, &mut state);
         let committed = state.apply_policy(id, key);
@@ -128,38 +129,6 @@ impl Shared {
     pub(crate) async fn written(&self, receiver: oneshot::Receiver<Outcome>) -> Result<()> {
         receiver.await.unwrap_or(Err(Error::Closed)).map(drop)
     }
-
-    /// Begins the write of a block that is not on disk and was hit often enough, or was refused and is used again.
-    /// Without a waiter.
-    pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<PendingWrite> {
-        let mut state = self.lock();
-        // The close waits for the writes in flight, and takes no requests by then.
-        state.check_open().ok()?;
-        let id = state.index.find(key)?;
-        let often = match self.config.disk.write_policy {
-            WritePolicy::WriteThroughSelective => state.index.hits(id) >= self.config.disk.selective_hits,
-            _ => state.index.used(id).again(),
-        };
-        let wanted = often
-            && !state.index.is_dirty(id, Tier::Host)
-            && state.index.slot(id, Tier::Disk).is_none()
-            && state.disk.is_some()
-            && state.disk_service.writes()
-            && !state.flights.contains(key, Tier::Disk);
-        if !wanted {
-            return None;
-        }
-        if state.flights.len() >= self.config.limits.background_max as usize {
-            state.count(&self.metrics.background_refused, 1);
-            return None;
-        }
-        let committed = state.begin_write(id, key, Class::Background, self.config.limits.waiters_max);
-        drop(state);
-        match committed {
-            Ok(Committed::Write(write, _receiver)) => Some(write),
-            _ => None,
-        }
-    }
 }
 
 impl Locked<'_> {
@@ -181,25 +150,11 @@ impl Locked<'_> {
         self.apply_policy(id, key).map(Some)
     }
 
-    fn apply_policy(&mut self, id: EntryId, key: &BlockKey) -> Result<Committed> {
-        if self.shared().config.disk.paths.is_empty() || self.index.slot(id, Tier::Disk).is_some() {
-            return Ok(Committed::Done);
-        }
-        if matches!(self.shared().config.disk.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack) {
-            let parent = self.index.parent_key(id);
-            if self.refuses(key, parent.as_ref(), Tier::Disk) {
-                return Ok(Committed::Done);
-            }
-        }
-        match self.shared().config.disk.write_policy {
-            WritePolicy::WriteThrough => {
-                self.begin_write(id, key, Class::Awaited, self.shared().config.limits.waiters_max)
-            }
-            WritePolicy::WriteThroughSelective => Ok(Committed::Done),
-            WritePolicy::WriteBack | WritePolicy::ByValue => {
-                self.must_be_written(id, key);
-                Ok(Committed::Done)
-            }
+    /// An error for a block that is being copied to host memory, and that no tier in service has: the copy may fail.
+    fn check_arrives(&self, id: EntryId) -> Result<()> {
+        match (self.served_tier(id), self.index.best_tier(id)) {
+            (None, Some(out_of_service)) => self.check_service(out_of_service),
+            _ => Ok(()),
         }
     }
 
@@ -217,49 +172,6 @@ impl Locked<'_> {
         let refused = self.index.refuses(key, parent, parent_comes, tier);
         self.count(&self.shared().metrics.tier(tier).refused, u64::from(refused));
         refused
-    }
-
-    /// Marks a block to be written, without a waiter. Notes a refusal if the disk takes no writes.
-    fn must_be_written(&mut self, id: EntryId, key: &BlockKey) {
-        if self.index.slot(id, Tier::Host).is_none() {
-            // It is being copied from the device: the write follows.
-            self.flights.join_next(key, Tier::Host, 0);
-            return;
-        }
-        if let Err(error) = self.disk_service.check_writes("disk") {
-            self.count(&self.shared().metrics.writes_refused, 1);
-            self.refusals.add(*key, error);
-            return;
-        }
-        self.set_dirty(id, key);
-        // No other event starts the write of a block whose slot a request waits for.
-        if self.has_waiters(Tier::Host) {
-            self.shared().write_back.notify_one();
-        }
-    }
-
-    /// After a use of a block that was not worth a write: the write is decided again when host memory evicts it.
-    #[inline]
-    pub(crate) fn reconsider(&mut self, id: EntryId) {
-        if self.shared().config.values_writes()
-            && self.index.best_tier(id) != Some(Tier::Disk)
-            && self.index.slot(id, Tier::Disk).is_none()
-            && !self.index.is_filling(id, Tier::Disk)
-            && !self.index.is_dirty(id, Tier::Host)
-            && self.disk_service.writes()
-        {
-            let key = self.index.key(id);
-            self.set_dirty(id, &key);
-            if self.has_waiters(Tier::Host) {
-                self.shared().write_back.notify_one();
-            }
-        }
-    }
-
-    /// Lets a block be evicted unwritten: its write was declined.
-    pub(crate) fn decline_write(&mut self, id: EntryId, key: &BlockKey) {
-        self.dirty.remove(key);
-        self.index.set_dirty(id, Tier::Host, false);
     }
 
     /// Starts or joins the write of a block to disk. Drop nothing of the result under the lock, for which a slot's drop
@@ -372,8 +284,7 @@ impl Locked<'_> {
                 return (answers, Some(Box::new(self.pending_write(key, pin, started, class))));
             } else if let (Tier::Host, Some(error)) = (tier, failed) {
                 // It did not arrive in host memory, from which it would be written.
-                self.count(&self.shared().metrics.writes_refused, 1);
-                self.refusals.add(*key, error.clone());
+                self.note_refused(key, error.clone());
                 missed = Err(error);
             }
         }

@@ -30,6 +30,7 @@ mod slots;
 mod spare;
 mod taken;
 pub(crate) mod verify;
+mod write_policy;
 
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;

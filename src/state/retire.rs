@@ -114,12 +114,14 @@ mod tests {
 
     use super::DROPPED_PER_LOCK;
     use crate::{
-        block::{BlockKey, Tier},
-        config::Config,
-        index::Index,
+        block::{BlockKey, Route, Tier},
+        config::{Config, DiskPath, WritePolicy},
+        disk::{DiskSlots, format::stripe::Stripe},
+        error::Error,
+        index::{EntryId, Index},
         memory::Arena,
         metrics::Metrics,
-        state::{Shared, locks_taken},
+        state::{BegunStore, Class, Committed, DiskWrite, Few, Filling, Pin, Shared, locks_taken, verify::Fault},
     };
 
     #[test]
@@ -141,5 +143,72 @@ mod tests {
         shared.retire_device("a test retires it".into());
         assert!(locks_taken() - before > 3, "no lock is held for all blocks");
         assert_eq!(shared.lock().free_slots(Tier::Device), BLOCKS);
+    }
+    fn with_disk(write_policy: WritePolicy) -> Arc<Shared> {
+        let disks = vec![DiskPath::with_blocks("nowhere", 8)];
+        let config = Config::default().block_bytes(4096).host_blocks(4).disks(disks).write_policy(write_policy);
+        let slots = DiskSlots::new(Stripe::new(&config), [1; 16], true).expect("memory");
+        let arena = Arc::new(Arena::new(4, 4096).expect("a little memory"));
+        Arc::new(Shared::new(config, arena, None, Index::new(1), Some(slots), 1, Metrics::new("", 4096)))
+    }
+
+    /// A block that is on disk.
+    fn on_disk(shared: &Arc<Shared>, key: &BlockKey) -> EntryId {
+        let mut state = shared.lock();
+        let id = state.index.insert(*key, None);
+        let filling = state.acquire(Tier::Disk).expect("a slot");
+        assert!(state.begin_disk_write(id, &filling, Some(1)).is_some());
+        assert!(state.end_disk_write(DiskWrite { id, filling }, None));
+        id
+    }
+
+    /// A fetch of it, whose read hangs.
+    fn begin_read(shared: &Arc<Shared>, key: &BlockKey, id: EntryId) -> (Pin, Filling) {
+        let mut state = shared.lock();
+        let filling = state.acquire(Tier::Host).expect("a slot");
+        let pin = state.pin(id, Tier::Disk, Route::DiskToHost).expect("resident");
+        assert!(state.index.begin_fill(id, Tier::Host));
+        state.flights.begin((key, Tier::Host), id, Class::Awaited, Few::default(), true);
+        (pin, filling)
+    }
+
+    fn store(shared: &Arc<Shared>, key: &BlockKey) -> Result<Committed, Error> {
+        match shared.begin_store(key, None)? {
+            BegunStore::Known(committed) => Ok(committed),
+            BegunStore::Slot(filling) => shared.commit(key, None, filling, 2),
+            BegunStore::NoSlot => panic!("there are four"),
+        }
+    }
+
+    #[test]
+    fn a_store_is_refused_while_a_read_of_its_block_hangs_on_a_disk_that_went_out_of_service() {
+        let (shared, key) = (with_disk(WritePolicy::WriteBack), BlockKey::new([7; 32]));
+        let id = on_disk(&shared, &key);
+        let (pin, filling) = begin_read(&shared, &key, id);
+        assert!(store(&shared, &key).is_ok(), "the disk has it");
+        shared.retire_disk("other reads failed".into());
+        assert!(matches!(store(&shared, &key), Err(Error::Unavailable { tier: "disk", .. })));
+        // The drive gives the read up.
+        shared.unlink(pin, filling, Fault::Unreadable);
+        drop(shared.lock().end_flight(&key, Tier::Host, Ok(None)));
+        assert_eq!(shared.lock().free_slots(Tier::Host), 4);
+        assert!(matches!(store(&shared, &key), Ok(Committed::Done)), "host memory has it from here on");
+        assert_eq!(shared.match_len(&[key]), 1);
+    }
+
+    #[test]
+    fn a_copy_on_a_disk_that_is_out_of_service_is_none() {
+        for policy in [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack] {
+            let (shared, key) = (with_disk(policy), BlockKey::new([7; 32]));
+            on_disk(&shared, &key);
+            assert!(matches!(store(&shared, &key), Ok(Committed::Done)));
+            shared.retire_disk("a test retires it".into());
+            let stored = store(&shared, &key);
+            let is_refused = matches!(stored, Err(Error::Unavailable { tier: "disk", .. }));
+            assert_eq!(is_refused, policy == WritePolicy::WriteThrough, "{policy:?}");
+            assert_eq!(shared.match_len(&[key]), 1, "host memory has it");
+            let reported = shared.begin_report().report();
+            assert_eq!(reported.is_err(), policy == WritePolicy::WriteBack, "{policy:?}: by a sync: {reported:?}");
+        }
     }
 }
