@@ -9,6 +9,7 @@ use crate::{
     error::{Error, Result},
     io::{Files, Workers, uring},
     memory::Arena,
+    shield::caught,
 };
 
 /// Entries of the ring, and so its operations in flight. The byte budgets bound the disk's load.
@@ -52,11 +53,11 @@ impl Reactor {
                 Err(error) if config.disk.storage == StorageKind::Uring => {
                     return Err(uring::refused(&error));
                 }
-                Err(error) => tracing::warn!(
-                    %error,
-                    threads = config.disk.blocking_threads,
-                    "io_uring is refused; the disk tier uses threads that call pread and pwrite"
-                ),
+                Err(error) => {
+                    let threads = config.disk.blocking_threads;
+                    let what = "io_uring is refused; the disk tier uses threads that call pread and pwrite";
+                    _ = caught(|| tracing::warn!(%error, threads, "{what}"));
+                }
             }
         }
         let mut builder = tokio::runtime::Builder::new_current_thread();

@@ -27,7 +27,7 @@ use crate::{
     metrics::Metrics,
     mover::{Mover, QueuedCommand, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
-    shield::shield,
+    shield::{caught, shield},
     state::Shared,
 };
 
@@ -98,12 +98,13 @@ async fn serve(
         }
     };
     let Started { cache, mover, commands, urgent, end } = started;
-    log_open(&cache);
+    // Also below: a subscriber that panics fails no open and no close.
+    _ = caught(|| log_open(&cache));
     let namespace = cache.config().namespace.clone();
     // A caller that is gone drops the cache, which ends `run`.
     drop(opened.send(Ok(cache)));
     let result = mover.run(commands, urgent).await;
-    tracing::info!(namespace, "the cache is closed");
+    _ = caught(|| tracing::info!(namespace, "the cache is closed"));
     Some((end, result))
 }
 

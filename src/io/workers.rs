@@ -97,7 +97,7 @@ fn run_on(processors: &[usize]) {
 
 /// A ring for this thread, if the kernel allows one.
 fn ring(held: Option<&OwnedFd>) -> Option<Ring<Waiter>> {
-    let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring");
+    let refused = |error: &io::Error| _ = caught(|| tracing::warn!(%error, "a worker has no ring"));
     Ring::new(held.map(AsFd::as_fd)).inspect_err(refused).ok()
 }
 

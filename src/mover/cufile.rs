@@ -19,6 +19,7 @@ use crate::{
     error::{Error, Result},
     io::{Storage, transfer_owned},
     memory::AlignedBuf,
+    shield::caught,
     state::{Health, Purpose},
 };
 
@@ -46,7 +47,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         match opened {
             Ok((cufile, SelfTest { evidence, direct })) => {
-                tracing::info!(evidence, "blocks go between disk and device by libcufile");
+                _ = caught(|| tracing::info!(evidence, "blocks go between disk and device by libcufile"));
                 self.shared.lock().cufile = Health::Up(evidence);
                 self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
                 let route = CufileRoute { cufile, failures: Cell::new(0) };
@@ -55,7 +56,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Err(reason) => {
                 if self.shared.device.is_some() {
-                    tracing::info!(reason, "blocks go between disk and device through host memory");
+                    _ = caught(|| tracing::info!(reason, "blocks go between disk and device through host memory"));
                 }
                 self.shared.lock().cufile = Health::Retired(reason.clone());
                 match self.shared.config.device.cufile {
@@ -160,18 +161,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if !self.shared.lock().cufile.lower(Health::Retired(reason.clone())) {
             return;
         }
-        tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
         self.shared.metrics.cufile_in_use.set(0.0);
         route.cufile.retire();
+        // Last: a subscriber may panic.
+        tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
     }
 
     /// Ends the worker. Transfers that libcufile does not return keep their files, slots and memory.
     pub(super) async fn close_cufile(&self) {
         let Some(route) = self.cufile.get() else { return };
         if !route.cufile.close().await {
-            tracing::error!(
-                "libcufile has not come back: the store's files stay open, and locked, for as long as this process runs"
-            );
+            let open = "the store's files stay open, and locked, for as long as this process runs";
+            _ = caught(|| tracing::error!("libcufile has not come back: {open}"));
         }
     }
 }

@@ -181,7 +181,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn pass_over(&self, remote: &Remote, object: &Object, error: &RemoteError) {
         if remote.pass_over(&object.name) {
             self.shared.metrics.remote_invalid.add(1);
-            tracing::warn!(%error, object = object.name, "an object of the remote store is passed over");
+            _ = caught(|| tracing::warn!(%error, object = object.name, "an object of the remote store is passed over"));
         }
     }
 

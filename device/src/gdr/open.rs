@@ -12,6 +12,7 @@ use tokio::sync::{Mutex, Notify};
 use kvhoist_base::{
     error::{Error, Result},
     memory::{Arena, DeviceMemory},
+    panics::caught,
 };
 
 use super::{
@@ -88,7 +89,7 @@ impl GdrCopy {
         }
         *inner.phase.borrow_mut() = Phase::Up;
         inner.status.set(GdrState::On(inner.detail.clone()));
-        tracing::info!(detail = inner.detail, "the RDMA device can copy");
+        _ = caught(|| tracing::info!(detail = inner.detail, "the RDMA device can copy"));
         Ok(GdrCopy { inner })
     }
 }

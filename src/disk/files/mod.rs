@@ -33,6 +33,7 @@ use crate::{
     config::{Config, DirectIo},
     error::{Error, Result},
     memory::AlignedBuf,
+    shield::caught,
 };
 use lock::Lock;
 use path::Opened;
@@ -169,7 +170,9 @@ impl Opening {
                 "put the store on a local ext4 or xfs file system or a raw device, or set direct_io = \"prefer\"",
             ));
         }
-        tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
+        let warn =
+            || tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
+        _ = caught(warn);
         self.direct = false;
         sys::set_direct(&self.opened.file, false).map_err(self.io("set the flags of"))
     }
@@ -286,7 +289,8 @@ impl Opening {
             Ok(()) => reported,
             Err(error) => {
                 let path = self.opened.path.display();
-                tracing::warn!(%path, reported, %error, "direct I/O fails at the alignment that the kernel reports");
+                let what = "direct I/O fails at the alignment that the kernel reports";
+                _ = caught(|| tracing::warn!(%path, reported, %error, "{what}"));
                 IO_ALIGN
             }
         }

@@ -17,7 +17,10 @@ use super::{
     lock::{Lock, POLL},
     sync_directory, sys,
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    shield::caught,
+};
 
 /// File name of the store in a configured directory.
 pub const FILE_NAME: &str = "kvhoist.store";
@@ -114,7 +117,8 @@ impl Drop for Opened {
             Undo::Remove => fs::remove_file(&self.path),
         };
         if let Err(error) = undone {
-            tracing::warn!(path = %self.path.display(), %error, "a file was left behind after the store was refused");
+            let path = self.path.display();
+            _ = caught(|| tracing::warn!(%path, %error, "a file was left behind after the store was refused"));
         }
     }
 }

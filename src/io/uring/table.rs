@@ -9,7 +9,7 @@
 use std::{any::Any, io, ptr, sync::Arc};
 
 use super::REGIONS_MAX;
-use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent};
+use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent, shield::caught};
 
 /// Pins one table of buffers at a time.
 pub trait Pinner {
@@ -79,7 +79,8 @@ impl<P: Pinner> Table<P> {
         let mut table = Table { entries, pinner };
         if let Err(error) = table.renew() {
             let refusal = memlock::Refusal { wanted_bytes, error: &error };
-            tracing::warn!(wanted_bytes, "{refusal}; reads and writes continue unregistered, which is slower");
+            let what = "reads and writes continue unregistered, which is slower";
+            _ = caught(|| tracing::warn!(wanted_bytes, "{refusal}; {what}"));
             // A later, smaller region may still be registered; together with these entries it would be refused too.
             table.entries.clear();
         }
