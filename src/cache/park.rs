@@ -5,12 +5,13 @@ use std::sync::Arc;
 use super::Cache;
 use crate::{
     block::Tier,
+    fork::HomeBound,
     state::{Filling, Shared},
 };
 
 /// The parked slots of a cache. Dropping it puts them back into use.
 pub struct Parked {
-    shared: Arc<Shared>,
+    shared: HomeBound<Arc<Shared>>,
     slots: Vec<Filling>,
 }
 
@@ -43,7 +44,7 @@ impl Cache {
     /// None of its slots, to be parked.
     #[doc(hidden)]
     pub fn parked(&self) -> Parked {
-        Parked { shared: Arc::clone(self.shared()), slots: Vec::new() }
+        Parked { shared: HomeBound::new(Arc::clone(self.shared())), slots: Vec::new() }
     }
 
     /// Hits and evictions of the host tier so far.
@@ -56,7 +57,10 @@ impl Cache {
 
 #[cfg(test)]
 mod tests {
-    use crate::{BlockKey, Cache, Config, Tier, block_on};
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::{BlockKey, Config, block_on, fork::Home, index::Index, memory::Arena, metrics::Metrics};
 
     const BLOCK_BYTES: usize = 4096;
 
@@ -111,5 +115,34 @@ mod tests {
         assert_eq!(cache.stats().tier(Tier::Host).slots, 4);
         block_on(cache.store(&key(9), None, &[9; BLOCK_BYTES])).expect("stored");
         assert_eq!(bytes(&cache, 9), Some(vec![9; BLOCK_BYTES]));
+    }
+    /// A drop neither waits for a lock that the parent had during the fork, nor counts.
+    #[test]
+    fn a_forked_child_leaves_what_is_parked() {
+        let mut config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(2);
+        config.host.parks = true;
+        let arena = Arc::new(Arena::new(2, BLOCK_BYTES).expect("a little memory"));
+        let metrics = Metrics::new("", BLOCK_BYTES);
+        let mut shared = Shared::new(config, arena, None, Index::new(1), None, 1, metrics);
+        shared.home = Home::elsewhere();
+        let shared = Arc::new(shared);
+        let mut parked = Parked { shared: HomeBound::new(Arc::clone(&shared)), slots: Vec::new() };
+        assert_eq!(parked.park(1), 1);
+        let state = shared.lock();
+        drop(parked);
+        drop(state);
+        assert_eq!(shared.host_slots(), 1, "it is still parked");
+    }
+
+    #[cfg(feature = "sim")]
+    #[test]
+    fn what_is_parked_is_dropped_where_an_invariant_is_broken() {
+        let cache = open(2);
+        let mut parked = cache.parked();
+        assert_eq!(parked.park(1), 1);
+        crate::state::panic_under_lock(1);
+        let broken = catch_unwind(AssertUnwindSafe(|| cache.contains(&key(0))));
+        assert!(broken.is_err(), "it panics on purpose");
+        assert!(catch_unwind(AssertUnwindSafe(|| drop(parked))).is_ok());
     }
 }

@@ -114,7 +114,8 @@ struct Pending<'a> {
 
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
-        if !self.registered {
+        // A forked child has nothing of its parent's to give back.
+        if !self.registered && self.cache.shared().home.is_here() {
             self.cache.inner.regions.remove(&self.region.inner);
             // The reactor may have pinned it. A cache that has ended has unpinned all regions.
             drop(self.cache.send_urgent(Urgent::GiveBack { region: self.region.inner.hold() }));

@@ -182,7 +182,11 @@ impl Shared {
 
     /// Puts parked slots back into use.
     pub(crate) fn unpark(self: &Arc<Self>, parked: Vec<Filling>) {
-        self.lock().count_parked(parked.len(), false);
+        if self.home.is_here()
+            && let Some(mut state) = self.lock_unless_broken()
+        {
+            state.count_parked(parked.len(), false);
+        }
         drop(parked);
     }
 
