@@ -50,6 +50,14 @@ def _read_index(index: Path) -> dict[str, set[str]]:
     if not files:
         raise ArgumentError(f"{index}: found no tensor in its weight_map, expected one or more")
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file or not _is_path(file):
             raise ArgumentError(f"{index}: found the file {file!r}, expected a name in the index's own folder")
     return files
+
+
+def _is_path(file: str) -> bool:
+    """Whether the system has bytes for it: it has none for half of a surrogate pair."""
+    try:
+        return bool(os.fsencode(file))
+    except UnicodeEncodeError:
+        return False

@@ -83,6 +83,8 @@ class TensorSlice:
         """Only the rows that a first index or slice names are read; the rest of the index applies to them."""
         first, *rest = index if isinstance(index, tuple) else (index,)
         shape = self._entry.shape
+        if isinstance(first, bool):
+            raise ArgumentError(f"index: found {first}, expected a row's number, a slice, or what else torch takes")
         if not shape or first is Ellipsis or first is None or not isinstance(first, (int, slice)):
             return self._file._read(self._entry, shape, 0, self._entry.nbytes)[index]
         rows = range(shape[0])[first]

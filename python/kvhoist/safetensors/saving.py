@@ -40,13 +40,15 @@ def _serialized(
     names = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {}
     for key, value in metadata.items():
-        if not (isinstance(key, str) and isinstance(value, str)):
-            raise ArgumentError(f"metadata: found {key!r}: {value!r}, expected texts")
+        if not (_is_text(key) and _is_text(value)):
+            raise ArgumentError(f"metadata: found {key!r}: {value!r}, expected texts that UTF-8 has")
         header.setdefault("__metadata__", {})[key] = value
     offset, parts = 0, []
     # Wide types first, so that all are aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
+        if not _is_text(name):
+            raise ArgumentError(f"found a tensor called {name!r}, expected a text that UTF-8 has")
         if name == "__metadata__":
             raise ArgumentError("found a tensor called __metadata__, which the format has for metadata, expected another name")
         if tensor.dtype not in names:
@@ -68,6 +70,14 @@ def _serialized(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, parts
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a file can have it: no reader takes half of a surrogate pair."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:

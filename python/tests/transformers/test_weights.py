@@ -90,6 +90,9 @@ def test_slices_read_what_torch_would_slice(tmp_path):
         assert torch.equal(part[index], wanted[index]), index
     with pytest.raises(IndexError):
         part[7]
+    for index in [True, (False, 1)]:
+        with pytest.raises(ArgumentError, match="index: found"):
+            part[index]
 
 
 def test_a_checkpoint_is_a_folder_an_index_or_files(tmp_path):
@@ -105,7 +108,7 @@ def test_a_checkpoint_is_a_folder_an_index_or_files(tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     assert same_all(load_files(index), wanted) and same_all(load_files(tmp_path), wanted)
     assert same_all(dict(iterate(tmp_path, wanted=lambda name: name in names[5:30])), {n: wanted[n] for n in names[5:30]})
-    maps = [{}, {"a": "../elsewhere"}, {"a": "b\0"}, {"a": 1}, ["a"]]
+    maps = [{}, {"a": "../elsewhere"}, {"a": "b\0"}, {"a": "\ud800"}, {"a": 1}, ["a"]]
     texts = [json.dumps({"weight_map": one}) for one in maps]
     for text in ["", "{}", "[]", "no json", "[" * 100_000, *texts]:
         index.write_text(text)
@@ -207,6 +210,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
     for tensors, words in [
         ({"a": shared, "b": shared}, "same memory"),
         ({"__metadata__": shared}, "another name"),
+        ({"a\ud800": shared}, "UTF-8"),
         ({"a": shared, "b": shared[1:]}, "same memory"),
         ({"a": shared.t()[1:]}, "contiguous"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "complex128"),
@@ -215,8 +219,10 @@ def test_what_cannot_be_written_is_refused_and_leaves_no_file(tmp_path):
     ]:
         with pytest.raises(ArgumentError, match=words):
             save_file(tensors, tmp_path / "file")
-    with pytest.raises(ArgumentError, match="metadata"):
-        save_file({"a": shared}, tmp_path / "file", metadata={"step": 1})
+    for value in [1, "\udc00"]:
+        with pytest.raises(ArgumentError, match="metadata"):
+            save_file({"a": shared}, tmp_path / "file", metadata={"step": value})
+    assert not list(tmp_path.iterdir())
     save_file({"a": shared}, tmp_path / "file")
     with pytest.raises(ArgumentError, match="expected it once"):
         load_files([tmp_path / "file", tmp_path / "file"])
