@@ -72,7 +72,8 @@ class Known:
                 )
             pads = (~seen).sum(-1).tolist()
         rows = [Row(pad, ids[pad:]) for pad, ids in zip(pads, input_ids.tolist())]
-        return cls(input_ids.cpu(), seen, rows)
+        # Copied: the caller may write other tokens where these are.
+        return cls(input_ids.detach().to("cpu", copy=True), seen, rows)
 
 
 class PromptRecord:

@@ -441,6 +441,21 @@ def test_prompts_that_cannot_be_told_are_refused(warm):
         prefixes(ids[0])
 
 
+def test_tokens_are_those_of_the_call_where_the_callers_memory_has_others(warm):
+    model, prefixes, ids = warm
+    given, other = tiny.prompt(100, seed=9), tiny.prompt(100, seed=10)
+    with torch.no_grad():
+        past = prefixes(given)
+        given.copy_(other)
+        with pytest.raises(ArgumentError, match="other tokens at 0"):
+            model(given, past_key_values=past)
+        given = ids.clone()
+        past = prefixes(given)
+        given.copy_(other)
+        with pytest.raises(ArgumentError, match="other tokens at 96"):
+            model(given[:, 96:], past_key_values=past)
+
+
 def test_a_forward_over_loaded_tokens_is_refused(warm):
     model, prefixes, ids = warm
     with pytest.raises(ArgumentError, match="past.get_seq_length"):
