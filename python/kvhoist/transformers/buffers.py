@@ -142,16 +142,10 @@ class PrefixBuffers:
         """Gives the layers their keys and values."""
         for index, (keys, values, begin, group) in self._tensors.items():
             first = group.first_token(self._columns)
-            _fill(self._cache.layers[index], keys[:, :, first - begin : self._columns - begin],
-                  values[:, :, first - begin : self._columns - begin], self._columns)  # fmt: skip
+            fill_layer(self._cache.layers[index], keys[:, :, first - begin : self._columns - begin],
+                       values[:, :, first - begin : self._columns - begin], self._columns)  # fmt: skip
         for shape, state in self._states:
-            layer, n = self._cache.layers[shape.index], shape.state
-            if shape.kind == "conv":
-                layer.lazy_initialization(conv_states=state, state_idx=n)
-                layer.conv_states[n].copy_(state)
-                layer.has_previous_state[n] = True
-            else:
-                layer.update_recurrent_state(state, state_idx=n)
+            fill_state(self._cache.layers[shape.index], shape, state)
 
 
 def _release(held: list[list[Any]]) -> None:
@@ -161,7 +155,17 @@ def _release(held: list[list[Any]]) -> None:
             row.pop().release()
 
 
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+def fill_state(layer: Any, shape: StateShape, state: torch.Tensor) -> None:
+    """Gives a layer one of its recurrent states."""
+    if shape.kind == "conv":
+        layer.lazy_initialization(conv_states=state, state_idx=shape.state)
+        layer.conv_states[shape.state].copy_(state)
+        layer.has_previous_state[shape.state] = True
+    else:
+        layer.update_recurrent_state(state, state_idx=shape.state)
+
+
+def fill_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
     """Gives a layer the keys and values of its last tokens, of `length` in all."""
     if not layer.is_initialized:
         layer.lazy_initialization(keys, values)

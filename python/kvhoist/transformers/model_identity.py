@@ -18,6 +18,9 @@ _NO_MATTER = frozenset(
 #: Kinds of rope whose angles depend on how long the sequence is, so that one token has several KVs.
 _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
+#: Settings of attention that chooses among all tokens, later ones too, where the sequence is longer than they say.
+_CHOICE_BY_LENGTH = frozenset({"keep_window_size"})
+
 #: 8-byte words that are digested at a time.
 _WORDS = 1 << 22
 
@@ -25,21 +28,24 @@ _WORDS = 1 << 22
 _MIX = ((-7046029254386353131, -4658895280553007687), (-49064778989728563, -4265267296055464877))
 
 
-def refuse_rope_by_length(config: Any) -> None:
-    """Raises ConfigError for a model whose keys depend on the length of the sequence that they are computed in."""
-    for kind in _rope_types(config.to_dict()):
-        if kind in _ROPE_BY_LENGTH:
+def refuse_kv_by_length(config: Any) -> None:
+    """Raises ConfigError for a model whose KV depends on the length of the sequence that it is computed in."""
+    for name, value in _settings(config.to_dict()):
+        if name in ("rope_type", "type") and isinstance(value, str) and value in _ROPE_BY_LENGTH:
             expected = "a rope whose angles do not depend on the sequence's length: no stored key fits another length"
-            raise config_error("rope_type", kind, expected)
+            raise config_error("rope_type", value, expected)
+        if name in _CHOICE_BY_LENGTH and value is not None:
+            expected = "attention that depends on the tokens before only: in longer prompts it depends on those behind"
+            raise config_error(name, value, expected)
 
 
-def _rope_types(value: Any) -> Iterator[str]:
+def _settings(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            if name in ("rope_type", "type") and isinstance(inner, str):
-                yield inner
+            if isinstance(inner, dict):
+                yield from _settings(inner)
             else:
-                yield from _rope_types(inner)
+                yield name, inner
 
 
 def model_identity(model: Any, revision: str | None) -> dict[str, Any]:

@@ -14,24 +14,16 @@ from typing import Any, Mapping, Sequence
 
 import torch
 import transformers
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-    StaticCache,
-)
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from .. import errors
 from .._stores import Place
 from .._values import config_error
 from .._versions import supported
 from ..cache import _paths
-from .model_identity import model_identity, model_state, refuse_rope_by_length, refuse_uncounted_changes
-from .prompt_record import Known, PromptRecord, cache_argument, cache_of, inputs_of
-from .shapes import Group, LayerShape, StateGroup, StateShape
+from .model_identity import model_identity, model_state, refuse_kv_by_length, refuse_uncounted_changes
+from .probe import probe
+from .prompt_record import Known, PromptRecord, cache_of, inputs_of
 from .store import PrefixStore, block_tokens_of, chain, staging_device
 
 __all__ = ["PrefixCache"]
@@ -40,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 _supported = supported(transformers, "kvhoist.transformers")
 _supported.check()
-
-
-#: What a layer may keep: KV that can be cut at a token, recurrent states, or both.
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class _Prefixed:
@@ -142,10 +130,10 @@ class PrefixCache:
             raise config_error("capacity", capacity, "bytes on disk beside a path, and none without")
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.block_tokens = block_tokens_of(block_tokens)
-        refuse_rope_by_length(self.model.config)
+        refuse_kv_by_length(self.model.config)
         refuse_uncounted_changes(self.model)
         self._config = self.model.config.get_text_config(decoder=True)
-        groups, devices = self._probe()
+        groups, devices = probe(self.model, self._config, self.block_tokens)
         identity = model_identity(self.model, revision)
         layout = {"block_tokens": block_tokens, "transformers": _supported.layout(), "groups": list(map(repr, groups))}
         name = str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
@@ -175,67 +163,6 @@ class PrefixCache:
         for hook in self._hooks:
             hook.remove()
         self.store.close()
-
-    def _probe(self) -> tuple[list[Group | StateGroup], dict[int, torch.device]]:
-        """What each layer keeps of a token, and where: one is computed."""
-        cache, device = DynamicCache(config=self._config), self.model.get_input_embeddings().weight.device
-        with torch.no_grad():
-            self.model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=True, **cache_argument(cache))
-        layers: dict[int | None, list[LayerShape]] = {}
-        states: list[StateShape] = []
-        devices = {}
-        for index, layer in enumerate(cache.layers):
-            if type(layer) not in _LAYERS:
-                names = ", ".join(kind.__name__ for kind in _LAYERS)
-                raise config_error(f"layer {index}", type(layer).__name__, f"one of {names}")
-            if isinstance(layer, LinearAttentionLayer):
-                for kind, kept in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
-                    for n, state in kept.items():
-                        if state is not None:
-                            states.append(StateShape(index, n, kind, tuple(state.shape[1:]), state.dtype))
-                            devices[index] = state.device
-            if not getattr(layer, "is_initialized", False):
-                continue  # It has states only, or uses another layer's KV.
-            _, heads, _, key_dim = layer.keys.shape
-            reach = layer.sliding_window - 1 if layer.is_sliding else None
-            shape = LayerShape(index, heads, key_dim, layer.values.shape[3], layer.keys.dtype)
-            layers.setdefault(reach, []).append(shape)
-            devices[index] = layer.keys.device
-        if not layers:
-            raise config_error(
-                "model", type(self.model).__name__, "one with attention, whose layers keep keys and values"
-            )
-        groups: list[Group | StateGroup] = []
-        for reach, some in layers.items():
-            groups += Group(tuple(some), reach).parts(self.block_tokens)
-        if states:
-            self._check_continuation()
-            groups.append(StateGroup(tuple(states)))
-        return groups, devices
-
-    @torch.no_grad()
-    def _check_continuation(self) -> None:
-        """Raises ConfigError for a model whose forward of several tokens does not go on from its states."""
-        device = self.model.get_input_embeddings().weight.device
-        ids, after = torch.arange(1, 25, device=device)[None] % self._config.vocab_size, 16
-
-        def answer(at: int, keep: bool = True) -> torch.Tensor:
-            """The last logits, of a prompt that is given in two parts."""
-            cache = DynamicCache(config=self._config)
-            if at:
-                self.model(ids[:, :at], use_cache=True, **cache_argument(cache))
-            for layer in cache.layers if not keep else ():
-                if isinstance(layer, LinearAttentionLayer):
-                    LinearAttentionLayer.reset(layer)
-            output = self.model(ids[:, at:], use_cache=True, **cache_argument(cache))
-            return output.logits.float()[:, after - 24 :]
-
-        whole = answer(0)
-        kept, forgotten = ((answer(after, keep) - whole).abs().max() for keep in (True, False))
-        # The order of sums moves logits far less than states do.
-        if not kept < forgotten / 16:
-            expected = "one that answers the same when a prompt's tokens are given in two parts"
-            raise config_error("model", type(self.model).__name__, expected)
 
     # A prompt
 

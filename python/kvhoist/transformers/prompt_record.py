@@ -360,7 +360,7 @@ class PromptRecord:
     def _gather_states(self, at: int, group: StateGroup, piece: torch.Tensor) -> bool:
         for shape, into in group.views(piece):
             layer = self.cache.layers[shape.index]
-            source = (layer.conv_states if shape.kind == "conv" else layer.recurrent_states)[shape.state]
+            source = shape.of(layer)
             if layer.record_past or source is None or source.shape[1:] != shape.shape or source.dtype != shape.dtype:
                 return False
             into.copy_(source[at].detach())

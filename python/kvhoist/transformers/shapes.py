@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Iterable
+from typing import Any, Iterable
 
 import torch
 
@@ -93,6 +93,10 @@ class StateShape:
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def of(self, layer: Any) -> torch.Tensor | None:
+        """The state that a layer of a cache has."""
+        return (layer.conv_states if self.kind == "conv" else layer.recurrent_states)[self.state]
 
 
 @dataclass(frozen=True)

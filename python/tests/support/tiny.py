@@ -13,7 +13,7 @@ COMMON = {
 
 def config(kind: str, **more: object) -> transformers.PreTrainedConfig:
     """Llama (grouped heads), Qwen, Gemma (sliding windows between full attention), Mistral (windows only), DeepSeek
-    (MLA and experts: keys and values of unlike sizes)."""
+    (MLA and experts: keys and values of unlike sizes), hybrids, and others."""
     grouped = {**COMMON, "num_key_value_heads": 2, "head_dim": 16, **more}
     if kind == "llama":
         return transformers.LlamaConfig(**grouped)
@@ -53,6 +53,17 @@ def config(kind: str, **more: object) -> transformers.PreTrainedConfig:
             num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
             linear_value_head_dim=16,
         )  # fmt: skip
+    if kind == "recurrent-gemma":
+        return transformers.RecurrentGemmaConfig(**grouped, attention_window_size=32, lru_width=64)
+    if kind == "doge":
+        return transformers.DogeConfig(**COMMON, num_key_value_heads=2, **more)
+    if kind == "qwen2-vl":
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+        return transformers.Qwen2VLConfig(
+            text_config={**COMMON, "num_key_value_heads": 2, "rope_parameters": rope},
+            vision_config=dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, patch_size=4, mlp_ratio=2),
+            vision_start_token_id=124, video_token_id=125, image_token_id=126, vision_end_token_id=127,
+        )  # fmt: skip
     assert kind == "deepseek"
     return transformers.DeepseekV3Config(
         **COMMON, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16,
@@ -71,7 +82,9 @@ FORGETFUL = ["bamba", "jamba"]
 def model(kind: str, seed: int = 1, **more: object):
     """The same weights for the same seed."""
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config(kind, **more), dtype=torch.float32).eval()
+    settings = config(kind, **more)
+    of = transformers.AutoModelForImageTextToText if kind == "qwen2-vl" else transformers.AutoModelForCausalLM
+    return of.from_config(settings, dtype=torch.float32).eval()
 
 
 def prompt(tokens: int, seed: int = 7, rows: int = 1) -> torch.Tensor:
