@@ -60,7 +60,11 @@ def model_identity(model: Any, revision: str | None) -> dict[str, Any]:
         "config": settings,
         "attention": getattr(config, "_attn_implementation", None),
         "dtypes": sorted({str(one.dtype) for one in model.parameters()}),
-        "adapters": [list(map(str, state)) for state in _adapters(model)],
+        "adapters": [
+            list(map(str, (name, *state)))
+            for name, module in model.named_modules()
+            if (state := adapter_state(module)) is not None
+        ],
         "device": sorted({one.device.type for one in model.parameters()}),
     }
     if revision is None:
@@ -105,13 +109,13 @@ def _sums(tensor: torch.Tensor) -> list[int]:
     return sums.tolist()
 
 
-def _adapters(model: Any) -> Iterator[tuple]:
-    """The adapters that are at work, and how much they count, as peft's layers have them."""
-    for name, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
-            if not callable(module.active_adapters):
-                merged, scaling = getattr(module, "merged", False), getattr(module, "scaling", None)
-                yield name, module.active_adapters, module.disable_adapters, merged, scaling
+def adapter_state(module: Any) -> tuple | None:
+    """Of a layer of peft's: the adapters that are at work, and how much they count."""
+    active, disabled = getattr(module, "active_adapters", None), getattr(module, "disable_adapters", None)
+    if active is None or disabled is None or callable(active):
+        return None
+    merged = getattr(module, "merged_adapters", None) or getattr(module, "merged", False)
+    return str(active), disabled, str(merged), str(getattr(module, "scaling", None))
 
 
 def refuse_uncounted_changes(model: Any) -> None:
@@ -119,10 +123,3 @@ def refuse_uncounted_changes(model: Any) -> None:
     if any(one.is_inference() for _, one in _tensors(model)):
         expected = "weights whose changes PyTorch counts: load the model outside of torch.inference_mode()"
         raise config_error("model", "weights made under torch.inference_mode()", expected)
-
-
-def model_state(model: Any) -> tuple:
-    """Changes when weights or buffers are written to, replaced, or adapters switched or scaled. Reads no weights, so it
-    does not see writes that go past autograd (`parameter.data`)."""
-    weights = tuple((one.data_ptr(), one._version) for _, one in _tensors(model))
-    return hash(weights), tuple(map(str, _adapters(model))), getattr(model.config, "_attn_implementation", None)

@@ -21,7 +21,8 @@ from .._stores import Place
 from .._values import config_error
 from .._versions import supported
 from ..cache import _paths
-from .model_identity import model_identity, model_state, refuse_kv_by_length, refuse_uncounted_changes
+from .model_identity import model_identity, refuse_kv_by_length, refuse_uncounted_changes
+from .model_state import ModelState, refuse_last_positions
 from .probe import probe
 from .prompt_record import Known, PromptRecord, cache_of, inputs_of
 from .store import PrefixStore, block_tokens_of, chain, staging_device
@@ -132,6 +133,7 @@ class PrefixCache:
         self.block_tokens = block_tokens_of(block_tokens)
         refuse_kv_by_length(self.model.config)
         refuse_uncounted_changes(self.model)
+        refuse_last_positions(self.model)
         self._config = self.model.config.get_text_config(decoder=True)
         groups, devices = probe(self.model, self._config, self.block_tokens)
         identity = model_identity(self.model, revision)
@@ -143,7 +145,7 @@ class PrefixCache:
         sizes = {"host_bytes": host_bytes} if path is None else {"host_bytes": host_bytes, "capacity": capacity}
         paths = None if path is None else _paths(path)
         self.store = PrefixStore(groups, self.block_tokens, place, paths, device, devices, sizes, settings)
-        self._state = model_state(self.model)
+        self._state = ModelState(self.model)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, with_kwargs=True),
@@ -182,24 +184,19 @@ class PrefixCache:
         """
         if unknown := sorted(name for name, value in more.items() if value is not None):
             raise errors.ArgumentError(f"{unknown[0]}: found a value, expected tokens only: a key does not tell it")
-        if self._is_changed():
-            raise errors.ArgumentError(
-                "model: found other weights or adapters than at the start, expected those; make another PrefixCache"
-            )
+        if (found := self._state.change()) is not None:
+            raise errors.ArgumentError(f"model: found {found}, expected those of the start; make another PrefixCache")
         known = Known.of(input_ids, attention_mask)
         for row in known.rows:
             chain(row.tokens, self.block_tokens, row.keys)
         cache: Any = _DynamicPrefixCache(self._config)
         if max_length is not None:
             cache = _StaticPrefixCache(self._config, max_length)
-        cache.record = PromptRecord(cache, self.store, known, self._is_changed)
-        if not self.model.training and not torch.is_autocast_enabled(input_ids.device.type):
+        cache.record = PromptRecord(cache, self.store, known, self._state)
+        if self._state.passing() is None and not torch.is_autocast_enabled(input_ids.device.type):
             cache.record.load(layerwise)
             cache.record.prepare(self.model, input_ids)
         return cache
-
-    def _is_changed(self) -> bool:
-        return model_state(self.model) != self._state
 
     def _record(self, inputs: Mapping[str, Any]) -> PromptRecord | None:
         """That of the cache among a forward's inputs, if it is one of this object's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
@@ -13,6 +13,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import ArgumentError, CopyError
 from .buffers import PrefixBuffers, Row
+from .model_state import ModelState
 from .shapes import Group, StateGroup
 from .store import PrefixStore, chain
 
@@ -79,10 +80,8 @@ class Known:
 class PromptRecord:
     """What a cache of `PrefixCache` knows of itself. It stops storing as soon as it cannot tell what KV belongs to."""
 
-    def __init__(self, cache: Any, store: PrefixStore, known: Known, is_changed: Callable[[], bool]) -> None:
-        self.cache, self.store, self.known = cache, store, known
-        #: Whether the model has other weights or adapters than those that its identity tells.
-        self._is_changed = is_changed
+    def __init__(self, cache: Any, store: PrefixStore, known: Known, state: ModelState) -> None:
+        self.cache, self.store, self.known, self._state = cache, store, known, state
         #: Columns that were loaded, columns that the model need not be given, and columns whose tokens are known.
         self.loaded = self.prepared = self.columns = 0
         self._stores = True
@@ -234,10 +233,12 @@ class PromptRecord:
             why = "the model was not given input_ids"
         elif start != self.columns:
             why = "tokens were computed that were not seen"
-        elif model.training or torch.is_autocast_enabled(ids.device.type):
-            why = "the model is in training or under autocast"
-        elif (ids.shape[1] > 1 or self._ends_block(start + 1)) and self._is_changed():
-            why = "the model has other weights or adapters than at the start"
+        elif torch.is_autocast_enabled(ids.device.type):
+            why = "the model is under autocast"
+        elif (change := self._state.change()) is not None:
+            why = f"the model has {change}"
+        else:
+            why = self._state.passing()
         if why is not None:
             if self.prepared and start == self.prepared:
                 raise ArgumentError(f"found {self.prepared} loaded tokens, expected none: {why}")
@@ -252,10 +253,6 @@ class PromptRecord:
         if (why := self._unlike_known(model, inputs, ids, start)) is not None:
             self.forget(why)
         self._ids = ids
-
-    def _ends_block(self, columns: int) -> bool:
-        """Whether a block of a row ends at so many columns."""
-        return any((columns - row.pad) % self.store.block_tokens == 0 for row in self.known.rows)
 
     def _check_tokens(self, ids: torch.Tensor, start: int) -> None:
         declared = self.known.input_ids[:, start : start + ids.shape[1]]
@@ -276,7 +273,7 @@ class PromptRecord:
         expected = columns - pads[:, None]
         if positions is None:
             right = not padded
-        elif positions.ndim == 2:
+        elif positions.ndim in (2, 3):  # Of text all kinds of positions of a token are one.
             right = bool(((positions.cpu() == expected) | (expected < 0)).all())
         else:
             right = False
