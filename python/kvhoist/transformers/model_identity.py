@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 import torch
 
@@ -20,6 +20,9 @@ _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 #: Settings of attention that chooses among all tokens, later ones too, where the sequence is longer than they say.
 _CHOICE_BY_LENGTH = frozenset({"keep_window_size"})
+
+#: What a layer of peft's calls the module that it adapts.
+_ADAPTED = frozenset({"base_layer", "original_module", "model"})
 
 #: 8-byte words that are digested at a time.
 _WORDS = 1 << 22
@@ -51,7 +54,8 @@ def _settings(value: Any) -> Iterator[tuple[str, Any]]:
 def model_identity(model: Any, revision: str | None) -> dict[str, Any]:
     """All that a model's KV depends on beside tokens: settings, weights, adapters, and the kernels of its attention.
 
-    The weights count by their bytes, or, with `revision`, by the name that the caller vouches for.
+    The weights count by their bytes, or, with `revision`, by the name that the caller vouches for. Those of adapters
+    count by their bytes always.
     """
     config = model.config
     settings = {name: value for name, value in config.to_dict().items() if name not in _NO_MATTER}
@@ -68,17 +72,19 @@ def model_identity(model: Any, revision: str | None) -> dict[str, Any]:
         "device": sorted({one.device.type for one in model.parameters()}),
     }
     if revision is None:
-        identity["weights"] = weights_digest(model)
+        identity["weights"] = weights_digest(_tensors(model))
     else:
+        if adapters := dict(_adapter_tensors(model)):
+            identity["adapter_weights"] = weights_digest(adapters.items())
         commit = getattr(config, "_commit_hash", None)
         identity["revision"] = [getattr(config, "_name_or_path", ""), commit, revision]
     return identity
 
 
-def weights_digest(model: Any) -> str:
-    """A digest of the bytes of all parameters and buffers. Reads each once, where it lies."""
+def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of the bytes of parameters and buffers. Reads each once, where it lies."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(_tensors(model)):
+    for name, tensor in sorted(tensors):
         try:
             sums = _sums(tensor)
         except (RuntimeError, NotImplementedError) as error:
@@ -116,6 +122,15 @@ def adapter_state(module: Any) -> tuple | None:
         return None
     merged = getattr(module, "merged_adapters", None) or getattr(module, "merged", False)
     return str(active), disabled, str(merged), str(getattr(module, "scaling", None))
+
+
+def _adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that layers of peft's add to what they adapt."""
+    for name, module in model.named_modules():
+        if adapter_state(module) is not None or type(module).__module__.startswith("peft."):
+            for inner, tensor in _tensors(module):
+                if inner.split(".")[0] not in _ADAPTED:
+                    yield f"{name}.{inner}", tensor
 
 
 def refuse_uncounted_changes(model: Any) -> None:

@@ -125,6 +125,24 @@ def test_other_weights_in_memory_that_is_used_again_are_noticed():
             prefixes(ids)
 
 
+def test_a_revision_does_not_vouch_for_adapters(store_dir):
+    ids, found = tiny.prompt(100), []
+    for seed in (1, 2, 1):
+        model, _ = adapted(seed)
+        with opened(model, store_dir, revision="base") as prefixes:
+            found.append(answer(model, prefixes, ids)[1])
+    assert found == [0, 0, 96]
+
+
+def test_a_revision_spares_the_weights_that_adapters_adapt(store_dir, monkeypatch):
+    digested = []
+    monkeypatch.setattr(
+        "kvhoist.transformers.model_identity._sums", lambda tensor: digested.append(tuple(tensor.shape)) or [0, 0]
+    )
+    opened(adapted()[0], store_dir, revision="base").close()
+    assert sorted(set(digested)) == [(4, 64), (32, 4)] and len(digested) == 4 * 4
+
+
 def test_while_a_layer_is_in_training_nothing_is_loaded_or_stored():
     model, ids = tiny.model("llama", attention_dropout=0.5), tiny.prompt(100)
     with opened(model, None) as prefixes:
