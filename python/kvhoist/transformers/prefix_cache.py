@@ -191,9 +191,15 @@ class PrefixCache:
             chain(row.tokens, self.block_tokens, row.keys)
         cache: Any = _DynamicPrefixCache(self._config)
         if max_length is not None:
+            if max_length < input_ids.shape[1]:
+                expected = f"at least the prompt's {input_ids.shape[1]} tokens, and room for those that follow"
+                raise errors.ArgumentError(f"max_length: found {max_length}, expected {expected}")
             cache = _StaticPrefixCache(self._config, max_length)
         cache.record = PromptRecord(cache, self.store, known, self._state)
-        if self._state.passing() is None and not torch.is_autocast_enabled(input_ids.device.type):
+        # What generate would give beside a static cache: masks that cannot be told from a caller's own.
+        opaque = max_length is not None and getattr(self._config, "_attn_implementation", None) == "flex_attention"
+        autocast = torch.is_autocast_enabled(input_ids.device.type)
+        if self._state.passing() is None and not opaque and not autocast:
             cache.record.load(layerwise)
             cache.record.prepare(self.model, input_ids)
         return cache

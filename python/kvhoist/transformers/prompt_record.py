@@ -260,8 +260,8 @@ class PromptRecord:
             return
         raise ArgumentError(
             f"input_ids: found other tokens at {start} than the cache was made for, expected the {declared.shape[1]} "
-            "from there on: with a plain forward, pass input_ids[:, past.get_seq_length():]; generate must not chunk "
-            "its prefill"
+            "from there on: with a plain forward, pass input_ids[:, past.get_seq_length():]; generate must neither "
+            "chunk its prefill nor have an assistant_model or prompt_lookup_num_tokens"
         )
 
     def _unlike_known(self, model: Any, inputs: Mapping[str, Any], ids: torch.Tensor, start: int) -> str | None:
@@ -278,7 +278,7 @@ class PromptRecord:
         else:
             right = False
         if not right:
-            if padded and self.loaded:
+            if self.prepared:
                 raise ArgumentError(
                     "position_ids: found none, or others than the tokens' places behind their padding, expected those: "
                     "(attention_mask.cumsum(-1) - 1).clamp(min=0)[:, past.get_seq_length():]"
@@ -296,8 +296,13 @@ class PromptRecord:
                 config=model.config, inputs_embeds=like, attention_mask=whole.to(ids.device, torch.long),
                 position_ids=positions, **cache_argument(self.cache),
             )  # fmt: skip
-            # Neither raises: a mask of the caller's own is for this forward, and its KV is not stored.
-            return None if _same(mask, own) else "the model was given a mask of its own"
+            if _same(mask, own):
+                return None
+            if self.prepared:
+                raise ArgumentError(
+                    "attention_mask: found one of the caller's own over loaded tokens, expected the tokenizer's or none"
+                )
+            return "the model was given a mask of its own"
         if not right and (padded or mask is not None):
             raise ArgumentError(
                 "attention_mask: found none, or another than the cache was made with, expected that of all "

@@ -196,3 +196,8 @@ def test_a_text_behind_an_image_is_answered_as_without_it():
             assert past.prefix_length == loaded
             assert torch.equal(generated(model, {"input_ids": ids}, past, max_new_tokens=30), expected)
         assert prefixes(expected).prefix_length == 128
+        # Its positions are of three kinds, which are one where there are no images.
+        past = prefixes(ids)
+        moved = torch.arange(96, 100).expand(3, 1, 4) + torch.tensor([0, 0, 1])[:, None, None]
+        with pytest.raises(ArgumentError, match="position_ids"):
+            model(ids[:, 96:], past_key_values=past, position_ids=moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -439,6 +440,8 @@ def test_prompts_that_cannot_be_told_are_refused(warm):
             prefixes(ids, **given)
     with pytest.raises(ArgumentError, match="input_ids"):
         prefixes(ids[0])
+    with pytest.raises(ArgumentError, match="max_length: found 99, expected at least the prompt's 100 tokens"):
+        prefixes(ids, max_length=99)
 
 
 def test_tokens_are_those_of_the_call_where_the_callers_memory_has_others(warm):
@@ -467,6 +470,20 @@ def test_a_forward_over_loaded_tokens_is_refused(warm):
         model(inputs_embeds=model.get_input_embeddings()(ids[:, 96:]), past_key_values=prefixes(ids))
     with pytest.raises(ArgumentError, match="rows"):
         generated(model, {"input_ids": ids}, prefixes(ids), num_beams=2)
+    with pytest.raises(ArgumentError, match="position_ids"):
+        model(ids[:, 96:], past_key_values=prefixes(ids), position_ids=torch.arange(146, 150)[None])
+    with pytest.raises(ArgumentError, match="attention_mask: found one of the caller's own over loaded tokens"):
+        model(ids[:, 96:], past_key_values=prefixes(ids), attention_mask=torch.ones(1, 1, 4, 100, dtype=torch.bool))
+    with pytest.raises(ArgumentError, match="prompt_lookup_num_tokens"):
+        generated(model, {"input_ids": ids}, prefixes(ids), prompt_lookup_num_tokens=3)
+
+
+def test_what_needs_masks_that_cannot_be_compared_is_computed(warm, monkeypatch):
+    _, prefixes, ids = warm
+    config = copy.copy(prefixes._config)
+    config._attn_implementation_internal = "flex_attention"
+    monkeypatch.setattr(prefixes, "_config", config)
+    assert [prefixes(ids, max_length=length).prefix_length for length in (None, 256)] == [96, 0]
 
 
 def test_a_prefill_in_chunks_is_right_or_refused(warm):
