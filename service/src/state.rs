@@ -155,7 +155,6 @@ impl ServiceState {
     }
 
     pub(super) fn status(&self) -> ServiceStatus {
-        self.spaces.look_again();
         let (capacity_left, host_left) = self.spaces.left();
         let (files, file_bytes) = self.spaces.held_files();
         ServiceStatus {

@@ -9,10 +9,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    Cache, Config,
-    internals::disk::{FILE_NAME as STORE_NAME, open_files},
-};
+use kvhoist::{Cache, Config, internals::disk::FILE_NAME as STORE_NAME};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use tokio::sync::oneshot;
 
@@ -62,9 +59,6 @@ pub trait System {
 
     /// Opens the cache of a space.
     fn open_cache(&self, config: Config) -> Later<Result<Cache>>;
-
-    /// Opens the files of a cache for a moment.
-    fn try_files(&self, config: Config) -> Later<Result<()>>;
 
     /// Runs work that takes long on another thread. Where none can be started, on one that there is.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
@@ -168,11 +162,6 @@ impl System for Machine {
 
     fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
         Box::pin(Cache::open(config))
-    }
-
-    fn try_files(&self, config: Config) -> Later<Result<()>> {
-        let open = move || open_files(&config).map(drop);
-        Box::pin(async { on_thread(&Machine, open).await.unwrap_or(Err(Error::Closed)) })
     }
 
     fn run(&self, work: Box<dyn FnOnce() + Send>) {

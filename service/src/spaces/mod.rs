@@ -2,7 +2,6 @@
 
 pub(super) mod files;
 mod host;
-mod look;
 mod manifest;
 mod open;
 pub(super) mod opens;
@@ -132,8 +131,6 @@ pub(super) struct Spaces {
     moving: Cell<bool>,
     /// Told when such a move has ended.
     move_ended: Notify,
-    /// Stores that could not be opened are looked at.
-    looking: Cell<bool>,
 }
 
 impl Spaces {
@@ -176,11 +173,11 @@ impl Spaces {
             manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
             entries.insert(folder, Entry::new(manifest, State::Refused(Failure::from(&error))));
         }
-        let (moving, move_ended, looking) = (Cell::new(false), Notify::new(), Cell::new(false));
+        let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
         let opens = Opens::new(|path| SourceFile::open(path));
-        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended, looking })
+        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended })
     }
 
     /// Has files opened by `open`, which may hang.

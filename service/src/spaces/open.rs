@@ -164,7 +164,13 @@ impl Spaces {
 
     /// The settings of a space's cache, for the most host memory that the space may ever have.
     fn cache_config(&self, manifest: &SpaceManifest, grant: &Grant) -> Result<Config> {
-        let mut config = self.disk_config(manifest)?;
+        let mut config = self
+            .config
+            .cache
+            .clone()
+            .block_bytes(usize::try_from(manifest.block_bytes).unwrap_or(usize::MAX))
+            .namespace(manifest.namespace.clone());
+        config.remote.owner = manifest.remote_owner();
         let slot_bytes = config.slot_bytes() as u64;
         let most = self.host.most(manifest.of());
         // Memory that others have yet is not the cache's before they have given it up.
@@ -174,18 +180,6 @@ impl Spaces {
         // A service's stores are its own: who holds the lock was killed, and its last I/O is on a slow drive. Half of
         // the deadline, so that the client hears of a longer one.
         config.disk.lock_wait = Duration::from_millis(config.limits.deadline_ms / 2);
-        Ok(config)
-    }
-
-    /// These settings, but for host memory.
-    pub(super) fn disk_config(&self, manifest: &SpaceManifest) -> Result<Config> {
-        let mut config = self
-            .config
-            .cache
-            .clone()
-            .block_bytes(usize::try_from(manifest.block_bytes).unwrap_or(usize::MAX))
-            .namespace(manifest.namespace.clone());
-        config.remote.owner = manifest.remote_owner();
         config.disk.paths.clear();
         if !self.config.paths.is_empty() {
             let blocks =

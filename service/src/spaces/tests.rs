@@ -3,7 +3,6 @@
 use std::{
     cell::Cell,
     collections::BTreeSet,
-    fs::File,
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -16,7 +15,7 @@ use futures_util::{
     FutureExt,
     future::{Either, select},
 };
-use kvhoist::{BlockKey, Cache, Config, DirectIo, internals::disk::FILE_NAME};
+use kvhoist::{BlockKey, Cache, Config, DirectIo};
 use tokio::{sync::Semaphore, task::LocalSet};
 
 use super::{SourceFile, Spaces, Wanted, files::WantedFile};
@@ -76,10 +75,6 @@ impl System for Gated {
         })
     }
 
-    fn try_files(&self, config: Config) -> Later<Result<()>> {
-        Machine.try_files(config)
-    }
-
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
         Machine.run(work);
     }
@@ -106,8 +101,7 @@ fn load_failing(folder: &Path, shares: &[&str], opens_fail: Rc<Cell<bool>>) -> (
     let mut config = ServerConfig::new(folder.join("socket"));
     config.paths = vec![folder.to_owned()];
     (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
-    // Half of the deadline is what an attach waits for a lock.
-    config.cache = Config::default().direct_io(DirectIo::Prefer).deadline_ms(500);
+    config.cache = Config::default().direct_io(DirectIo::Prefer);
     config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect();
     let deletions = Rc::new(Semaphore::new(0));
     let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions), opens_fail }));
@@ -168,43 +162,6 @@ async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
         deletions.add_permits(1);
         spaces.remove(of("tests")).await.expect("removed");
         assert_eq!(spaces.left(), before);
-        spaces.close().await.expect("closed");
-    };
-    LocalSet::new().run_until(run).await;
-}
-
-/// The client that was refused does not come again; an operator looks at the status.
-#[tokio::test]
-async fn a_refused_store_is_trouble_until_it_can_be_opened_and_a_failing_drive_until_it_is() {
-    let folder = tempfile::tempdir().expect("a directory");
-    let opens_fail = Rc::new(Cell::new(false));
-    let run = async {
-        let (spaces, _) = load(folder.path());
-        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("made");
-        let (store, all_slots) = (space.cache.config().disk.paths[0].path.join(FILE_NAME), space.capacity_bytes);
-        drop(space);
-        spaces.close().await.expect("closed");
-
-        let (spaces, _) = load_failing(folder.path(), &[], Rc::clone(&opens_fail));
-        let trouble = || Some(spaces.status()[0].stats.as_ref()?.disk_trouble()?.to_owned());
-        let other = File::open(&store).expect("there");
-        other.lock().expect("nobody has it");
-        let refused = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.err().expect("another process has it");
-        assert_eq!((refused.fault, trouble()), (ServiceFault::Unavailable, Some(refused.text)));
-        spaces.look().await;
-        assert!(trouble().is_some_and(|text| text.contains("lock")), "it still has");
-        drop(other);
-        spaces.look().await;
-        assert_eq!(trouble(), None, "nobody has");
-
-        opens_fail.set(true);
-        let failed = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.err().expect("a drive");
-        assert_eq!((failed.fault, trouble()), (ServiceFault::Io, Some(failed.text)));
-        spaces.look().await;
-        assert!(trouble().is_some(), "only an attach reads all");
-        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("it reads again");
-        assert_eq!((trouble(), space.capacity_bytes), (None, all_slots));
-        drop(space);
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;

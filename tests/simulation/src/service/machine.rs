@@ -309,11 +309,6 @@ impl System for Handle {
         Box::pin(Rc::clone(&self.0).open(config))
     }
 
-    fn try_files(&self, _: Config) -> Later<Result<(), Error>> {
-        // What could not be opened stays so until a client attaches.
-        Box::pin(std::future::ready(Err(Error::Closed)))
-    }
-
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
         let machine = Rc::clone(&self.0);
         let pause = Duration::from_millis(machine.rng.borrow_mut().below(4));
