@@ -47,6 +47,9 @@ pub fn table(status: &ServiceStatus, drives: &[Drive]) -> String {
     table.row("version", plain(&status.version));
     table.row("process", status.pid);
     table.row("state", if status.draining { "draining" } else { "serving" });
+    if let Some(trouble) = &status.trouble {
+        table.row("trouble", plain(&format!("spaces cannot be opened: {trouble}")));
+    }
     table.row("disk", format!("{}, {} left", show_bytes(status.capacity_bytes), show_bytes(status.capacity_left)));
     table.row("host memory", format!("{}, {} left", show_bytes(status.host_bytes), show_bytes(status.host_left)));
     if status.files > 0 {

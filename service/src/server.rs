@@ -66,7 +66,7 @@ impl Server {
         config.validate()?;
         folders::prepare(&config)?;
         // Held for the life of the service, and released by the kernel however it ends.
-        let mut locks = Vec::new();
+        let (mut locks, mut trouble) = (Vec::new(), None);
         let of_socket = config.socket.with_added_extension("lock");
         locks.extend(ServiceLock::take(of_socket, &config.socket, &config.socket, true)?);
         // In one order: of two services that start with the same paths one has them.
@@ -78,6 +78,7 @@ impl Server {
             if lock.is_none() {
                 let path = path.display();
                 tracing::warn!(%path, "a read-only file system: no space can be opened until it is writable");
+                trouble = Some(format!("{path}: found a read-only file system, expected a writable one: remount it"));
             }
             locks.extend(lock);
         }
@@ -88,7 +89,7 @@ impl Server {
         let socket = config.socket.clone();
         let run = move || {
             let mut locks = locks;
-            run(config, drained, asked, &started, &mut locks)
+            run(config, drained, asked, &started, (&mut locks, trouble))
         };
         let failed = |error| Error::io("start the thread of", "the service", error);
         let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
@@ -187,7 +188,7 @@ fn run(
     drained: watch::Receiver<bool>,
     asked: Asked,
     started: &mpsc::Sender<Place>,
-    locks: &mut [ServiceLock],
+    (locks, trouble): (&mut [ServiceLock], Option<String>),
 ) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
@@ -198,6 +199,7 @@ fn run(
     let mut late_close = late_close.map_err(|error| Error::io("make a pair of sockets for", "the service", error))?;
     config.cache.disk.rings_hold = Some(late_close.held());
     let spaces = Spaces::load(config.clone(), Rc::new(Machine::start()?))?;
+    trouble.into_iter().for_each(|trouble| spaces.has_trouble(trouble));
     let (listener, place) = listen(&config, group)?;
     let (spaces_known, disk, host_memory) = (spaces.count(), config.capacity_bytes, config.host_bytes);
     tracing::info!(socket = %socket.display(), spaces = spaces_known, disk, host_memory, "the service listens");

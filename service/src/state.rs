@@ -161,6 +161,7 @@ impl ServiceState {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
             draining: self.is_draining(),
+            trouble: self.spaces.trouble(),
             capacity_bytes: if self.config.paths.is_empty() { 0 } else { self.config.capacity_bytes },
             capacity_left,
             host_bytes: self.config.host_bytes,

@@ -186,7 +186,8 @@ fn troubles(status: &ServiceStatus) -> Vec<String> {
         let trouble = space.stats.as_ref()?.disk_trouble()?;
         Some(format!("disk of space {:?}: {trouble}", space.namespace))
     });
-    draining.into_iter().chain(disks).collect()
+    let spaces = status.trouble.as_ref().map(|trouble| format!("spaces cannot be opened: {trouble}"));
+    draining.into_iter().chain(spaces).chain(disks).collect()
 }
 
 async fn page() -> impl IntoResponse {
@@ -211,6 +212,7 @@ mod tests {
         status.spaces.push(SpaceStatus { namespace: "a\nb".into(), stats: Some(failed), ..SpaceStatus::default() });
         assert_eq!(troubles(&status), [r#"disk of space "a\nb": a write failed: EIO"#]);
         status.draining = true;
-        assert_eq!(troubles(&status).len(), 2);
+        status.trouble = Some("/b: found a read-only file system".into());
+        assert_eq!(troubles(&status).len(), 3);
     }
 }

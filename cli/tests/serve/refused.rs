@@ -171,9 +171,12 @@ fn a_further_path_that_is_read_only_keeps_no_service_from_starting_but_another_s
         let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines().map(|line| line.expect("a line"));
         let before: Vec<String> = lines.by_ref().take_while(|line| !line.starts_with("kvhoist: listening")).collect();
         assert_eq!(before.iter().any(|line| line.contains("a read-only file system")), !is_locked, "{before:?}");
-        assert_eq!(status(&socket)["draining"], false, "{before:?}");
+        let seen = status(&socket);
+        assert_eq!((seen["draining"] == false, seen["trouble"].is_null()), (true, is_locked), "{seen}");
         let refused = block_on(Client::connect(&socket, ClientOptions::new("a", BLOCK_BYTES))).expect_err("no space");
         assert!(refused.to_string().contains("ead-only file system"), "{refused}");
+        let trouble = status(&socket)["trouble"].to_string();
+        assert!(trouble.contains("ead-only file system"), "{trouble}");
         // SAFETY: a plain system call; the child was not waited for, so the number is its own.
         assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
         assert!(child.wait().expect("an end").success());

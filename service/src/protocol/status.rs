@@ -65,6 +65,8 @@ pub struct ServiceStatus {
     pub pid: u32,
     /// It takes no more work.
     pub draining: bool,
+    /// What keeps spaces from being opened, and is no space's own; `None` once a space was opened.
+    pub trouble: Option<String>,
     /// Disk of all spaces, bytes.
     pub capacity_bytes: u64,
     /// Disk that no space has, bytes.

@@ -131,6 +131,8 @@ pub(super) struct Spaces {
     moving: Cell<bool>,
     /// Told when such a move has ended.
     move_ended: Notify,
+    /// Why no space could be opened the last time, as far as no entry has it.
+    trouble: RefCell<Option<String>>,
 }
 
 impl Spaces {
@@ -177,7 +179,18 @@ impl Spaces {
         let tables = Tables::new(&config);
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
         let opens = Opens::new(|path| SourceFile::open(path));
-        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended })
+        let trouble = RefCell::default();
+        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended, trouble })
+    }
+
+    /// Something keeps spaces from being opened, until one is.
+    pub(super) fn has_trouble(&self, trouble: String) {
+        self.trouble.replace(Some(trouble));
+    }
+
+    /// What keeps spaces from being opened, and is no space's own.
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.trouble.borrow().clone()
     }
 
     /// Has files opened by `open`, which may hang.

@@ -31,8 +31,8 @@ const OF_SPACES: [(&str, &str); 6] = [
     ("host_blocks", "host_bytes"),
 ];
 
-/// Settings that a space's first client chooses.
-const OF_CLIENTS: [&str; 4] = ["block_bytes", "capacity_bytes", "host_bytes", "namespace"];
+/// Settings that a space's first client chooses, and those that are wrong only for its device or its blocks.
+const OF_CLIENTS: [&str; 6] = ["block_bytes", "capacity_bytes", "device_layout", "gdr", "host_bytes", "namespace"];
 
 impl Spaces {
     /// Opens a space and answers its waiters.
@@ -52,7 +52,10 @@ impl Spaces {
         };
         let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
         match &opened {
-            Ok(_) => entry.trouble = None,
+            Ok(_) => {
+                entry.trouble = None;
+                self.trouble.take();
+            }
             Err(failure) => tell_refused(&manifest.namespace, failure, entry.trouble.as_ref() == Some(failure)),
         }
         let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
@@ -60,7 +63,10 @@ impl Spaces {
         };
         // A store that was made keeps its disk, and the space stays: a later attach opens it.
         if is_new && opened.is_err() && self.system.forget_space(&self.folders(&folder)) {
-            entries.remove(&folder);
+            let trouble = entries.remove(&folder).and_then(|entry| entry.trouble);
+            if let Some(failure) = trouble {
+                self.has_trouble(format!("a new space, {:?}: {}", manifest.namespace, failure.text));
+            }
             self.disk.give_back(manifest.of(), manifest.capacity_bytes);
         }
         for waiter in waiters {
@@ -244,6 +250,8 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use kvhoist::{DirectIo, EngineMode};
     use tokio::task::LocalSet;
 
@@ -254,24 +262,49 @@ mod tests {
     #[tokio::test]
     async fn a_setting_of_the_service_that_a_space_cannot_have_is_its_trouble() {
         let folder = tempfile::tempdir().expect("a directory");
-        let load = |cache: Config| {
-            let mut config = ServerConfig::new(folder.path().join("socket"));
-            config.paths = vec![folder.path().to_owned()];
-            (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
-            config.cache = cache.direct_io(DirectIo::Prefer);
-            Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"))
-        };
         let run = async {
-            for (gdr, is_served) in [(EngineMode::Off, true), (EngineMode::On, false), (EngineMode::Off, true)] {
-                let spaces = load(Config::default().gdr(gdr));
+            for (workers, is_served) in [(1, true), (1000, false), (1, true)] {
+                let spaces = load(folder.path(), Config::default().workers(workers));
                 let attached = spaces.attach(Wanted::of_tests(4096)).await;
                 let refused = attached.err().map(|failure| failure.text);
                 assert_eq!(refused.is_none(), is_served, "{refused:?}");
                 assert_eq!(spaces.opened()[0].stats.disk_retired, refused, "what health is reckoned by");
                 spaces.close().await.expect("closed");
             }
+            // Without a device, which other clients have.
+            let spaces = load(folder.path(), Config::default().gdr(EngineMode::On));
+            spaces.attach(Wanted::of_tests(4096)).await.err().expect("no device");
+            assert!(spaces.opened().is_empty(), "nobody else's trouble");
         };
         LocalSet::new().run_until(run).await;
+    }
+
+    /// The space is forgotten, and with it whatever is known of it.
+    #[tokio::test]
+    async fn the_trouble_of_a_new_space_is_the_services_until_some_space_opens() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let run = async {
+            let spaces = load(folder.path(), Config::default().workers(1000));
+            let refused = spaces.attach(Wanted::of_tests(4096)).await.err().expect("no such cache").text;
+            assert_eq!((spaces.count(), spaces.trouble()), (0, Some(format!("a new space, \"tests\": {refused}"))));
+            let spaces = load(folder.path(), Config::default().gdr(EngineMode::On));
+            spaces.attach(Wanted::of_tests(4096)).await.err().expect("no device");
+            assert_eq!(spaces.trouble(), None, "of that client");
+            let spaces = load(folder.path(), Config::default());
+            spaces.has_trouble("a path without its lock".into());
+            drop(spaces.attach(Wanted::of_tests(4096)).await.expect("opened"));
+            assert_eq!(spaces.trouble(), None);
+            spaces.close().await.expect("closed");
+        };
+        LocalSet::new().run_until(run).await;
+    }
+
+    fn load(folder: &Path, cache: Config) -> Rc<Spaces> {
+        let mut config = ServerConfig::new(folder.join("socket"));
+        config.paths = vec![folder.to_owned()];
+        (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
+        config.cache = cache.direct_io(DirectIo::Prefer);
+        Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"))
     }
 
     #[test]
