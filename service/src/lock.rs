@@ -1,11 +1,10 @@
 //! The files whose locks a service holds: one at its socket, one below each path.
 
 use std::{
-    ffi::OsString,
     fs::{self, File, Metadata, OpenOptions, TryLockError},
     io::{self, Read},
     os::unix::{
-        ffi::{OsStrExt, OsStringExt},
+        ffi::OsStrExt,
         fs::{FileExt, MetadataExt, OpenOptionsExt},
     },
     path::{self, Path, PathBuf},
@@ -13,7 +12,10 @@ use std::{
 
 use kvhoist::internals::disk::cannot_open;
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    peers::own_uid,
+};
 
 /// The longest path of a socket that is read in a lock's file.
 const SOCKET_BYTES_MAX: u64 = 4096;
@@ -35,17 +37,20 @@ impl ServiceLock {
     pub(super) fn take(path: PathBuf, of: &Path, socket: &Path, needed: bool) -> Result<Option<Self>> {
         loop {
             let existed = fs::symlink_metadata(&path).is_ok();
-            let Some((file, found)) = open(&path, of, needed)? else { return Ok(None) };
+            let Some(Opened { file, found, is_writable }) = open(&path, of, needed)? else { return Ok(None) };
             match file.try_lock() {
                 Ok(()) => {}
-                Err(TryLockError::WouldBlock) => return Err(held(&file, of)),
+                Err(TryLockError::WouldBlock) => return Err(held(&file, of, is_writable)),
                 Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
             }
             // Whoever was refused meanwhile has removed the file: the next one would lock another.
             if fs::symlink_metadata(&path).is_ok_and(|now| is_same(&now, &found)) {
-                // For who is refused; the lock needs neither room for it nor the right to write.
-                let socket = path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
-                drop(file.set_len(0).and_then(|()| file.write_all_at(socket.as_os_str().as_bytes(), 0)));
+                // For who is refused; the lock needs neither room for it nor the right to write. Another name of the
+                // file, or another owner, would make it a file that is no lock's.
+                if is_writable && found.nlink() == 1 && found.uid() == own_uid() {
+                    let socket = path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
+                    drop(file.set_len(0).and_then(|()| file.write_all_at(socket.as_os_str().as_bytes(), 0)));
+                }
                 return Ok(Some(ServiceLock { file, path, is_kept: existed }));
             }
         }
@@ -67,27 +72,40 @@ impl Drop for ServiceLock {
 }
 
 /// Why a service is refused that another one is in the way of, which has written into its lock's file where it listens.
-fn held(file: &File, of: &Path) -> Error {
+/// Where the file system is read-only that service may not have written, but an earlier one.
+fn held(file: &File, of: &Path, is_writable: bool) -> Error {
     let mut socket = Vec::new();
     let read = file.take(SOCKET_BYTES_MAX).read_to_end(&mut socket);
+    let listens = if is_writable { "listens" } else { "may listen" };
     let found = match read {
         Ok(1..) => {
-            format!("another service's, which listens at {}", PathBuf::from(OsString::from_vec(socket)).display())
+            format!("another service's, which {listens} at {}", String::from_utf8_lossy(&socket).escape_debug())
         }
         _ => "another service's".into(),
     };
     Error::store(of, found, "one that no service has", "use that service, or end it")
 }
 
+/// The file of a lock.
+struct Opened {
+    file: File,
+    found: Metadata,
+    is_writable: bool,
+}
+
 /// The file of a lock, made where there is none; `None` where a read-only file system has none that is `needed`.
-fn open(path: &Path, of: &Path, needed: bool) -> Result<Option<(File, Metadata)>> {
+fn open(path: &Path, of: &Path, needed: bool) -> Result<Option<Opened>> {
     let mut options = OpenOptions::new();
     // A link, a pipe or a device that another user has put there is not followed, waited for, or locked.
     options.read(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let mut is_writable = true;
     let opened = match options.clone().create(true).write(true).truncate(false).open(path) {
         Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem && !needed => match options.open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            opened => opened,
+            opened => {
+                is_writable = false;
+                opened
+            }
         },
         opened => opened,
     };
@@ -101,7 +119,7 @@ fn open(path: &Path, of: &Path, needed: bool) -> Result<Option<(File, Metadata)>
     })?;
     let found = file.metadata().map_err(|error| Error::io("stat", path, error))?;
     match found.is_file() {
-        true => Ok(Some((file, found))),
+        true => Ok(Some(Opened { file, found, is_writable })),
         false => Err(Error::store(path, "a file that is no regular one", "a service's lock", "remove it")),
     }
 }
@@ -141,7 +159,14 @@ mod tests {
         let earlier = take("/run/s").expect("free");
         let refused = take("/run/t").expect_err("held").to_string();
         assert!(refused.contains("another service's, which listens at /run/s, expected"), "{refused}");
+        fs::write(&path, "/run/\u{1b}[2J\n".repeat(4096)).expect("written");
+        let refused = take("/run/t").expect_err("held").to_string();
+        assert!(refused.contains(r"at /run/\u{1b}[2J\n/run/") && refused.len() < 16_384, "{refused}");
         drop(earlier);
+        fs::write(&path, "not a lock's alone").expect("written");
+        fs::hard_link(&path, directory.path().join("also")).expect("a link");
+        drop(take("/run/s").expect("free"));
+        assert_eq!(fs::read_to_string(&path).expect("there"), "not a lock's alone");
         fs::remove_file(&path).expect("it was there before");
         let take = || take("s");
         let held = take().expect("free");
