@@ -78,6 +78,15 @@ fn paths_in_another_order_than_their_spaces_are_refused() {
         swapped.contains(&format!("--path: found {first} after {second}, and the file of a space, {first}/space-"))
     );
     assert!(!Path::new(&socket).exists(), "{swapped}");
+    // Where each has been the first, no order is right, and the spaces of either are served.
+    let model = fs::read_dir(&first).expect("a folder").map(|entry| entry.expect("an entry").path());
+    let model = model.filter(|path| path.join("space").exists()).collect::<Vec<_>>();
+    let [model] = &model[..] else { panic!("{model:?}") };
+    let other = Path::new(&second).join("space-000000000000000000000000");
+    fs::create_dir(&other).expect("made");
+    fs::copy(model.join("space"), other.join("space")).expect("copied");
+    let (_, log) = served(place.path(), &[&["--path", &first, "--path", &second][..], &sizes].concat(), |_| ());
+    assert!(log.contains("another path first") && log.contains(&other.display().to_string()), "{log}");
 }
 
 /// A refused attach is the operator's to know too: of some of them only a setting of the service is the cause.

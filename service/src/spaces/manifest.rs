@@ -96,7 +96,7 @@ type Read = (PathBuf, String, Result<SpaceManifest>);
 /// The spaces below the first path.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read; [`Error::Config`] if another path has been the first.
+/// [`Error::Io`] if it cannot be read; [`Error::Config`] if it has none, and another path has been the first.
 pub(super) fn manifests(system: &dyn System, config: &ServerConfig) -> Result<Vec<Read>> {
     let [path, others @ ..] = &config.paths[..] else { return Ok(Vec::new()) };
     let read = |(file, text): (PathBuf, Result<String>)| {
@@ -123,13 +123,17 @@ pub(super) fn manifests(system: &dyn System, config: &ServerConfig) -> Result<Ve
         // What cannot be read says nothing.
         let below = system.spaces(other).unwrap_or_default();
         let unknown = |file: &PathBuf| !spaces.iter().any(|(_, folder, _)| *folder == folder_of(file));
-        if let Some(file) = below.into_iter().map(|(file, _)| file).find(unknown) {
-            let found =
-                format!("{} after {}, and the file of a space, {}", other.display(), path.display(), file.display());
-            let expected = "the order in which they were when their spaces were made, the one with these files first; \
-                            or none of these, where they are of a service that had this path alone";
+        let files: Vec<PathBuf> = below.into_iter().map(|(file, _)| file).filter(unknown).collect();
+        let Some(file) = files.first() else { continue };
+        let found =
+            format!("{} after {}, and the file of a space, {}", other.display(), path.display(), file.display());
+        let expected = "the order in which they were when their spaces were made, the one with these files first; \
+                        or none of these, where they are of a service that had this path alone";
+        if spaces.is_empty() {
             return Err(Error::config("paths", found, expected));
         }
+        // Both have been the first: no order is that of all spaces.
+        tracing::warn!(?files, expected, "spaces that were made with another path first are not served");
     }
     Ok(spaces)
 }
