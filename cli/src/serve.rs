@@ -185,6 +185,8 @@ impl Args {
         }
         if let Some(bytes) = self.write_budget {
             config.cache.disk.write_budget = Some(bytes as u64);
+            // The file may say it in the other way.
+            (config.cache.disk.drive_writes_per_day, config.cache.disk.drive_bytes) = (None, None);
         }
         Ok(config)
     }
@@ -312,5 +314,9 @@ mod tests {
         assert_eq!((from_flags.paths, from_flags.shares), (vec![PathBuf::from("/b")], shares.to_vec()));
         assert_eq!(from_flags.cache.disk.write_budget, Some(2 << 30));
         assert_eq!(from_flags.cache.disk.write_policy, from_file.cache.disk.write_policy);
+        let of_drive = r#", "write_policy": "by_value", "drive_writes_per_day": 1.0, "drive_bytes": 1000000000000"#;
+        let from_flags = with(of_drive, &["--write-budget", "2GiB"]);
+        from_flags.validate().expect("one budget");
+        assert_eq!(from_flags.cache.disk.write_budget, Some(2 << 30));
     }
 }
