@@ -67,15 +67,20 @@ impl Failure {
     }
 
     /// Why a service did not start or fully end: what is wrong in flags and settings stays so, all else may pass. A
-    /// group too, which may come from the network.
+    /// group too, which may come from the network, and an engine, whose driver may be loaded late.
     pub fn of_service(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config};
         let status = match &error {
-            Config { field: "socket_group", .. } => Self::RUN,
+            Config { field: "socket_group" | "cufile" | "storage", .. } => Self::RUN,
             Config { .. } | Argument { .. } => Self::USAGE,
             _ => Self::RUN,
         };
         Failure { status, ..error.into() }
+    }
+
+    /// The same failure in other words.
+    pub fn saying(self, text: String) -> Self {
+        Failure { text, ..self }
     }
 
     /// Interrupted by the user.

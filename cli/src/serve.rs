@@ -36,7 +36,7 @@ use crate::{
 pub const EXIT_STATUS: &str = "\
 Exit status:
   0    ended by a signal (Ctrl-C, SIGTERM, SIGHUP) or --linger, with all blocks written
-  1    failure that may pass: a store, path, socket, address or group that is taken or missing; an I/O error
+  1    failure that may pass: a store, path, socket, address, group or engine that is taken or missing; an I/O error
   2    wrong or missing flag or setting: correct it and try again
   130  interrupted a second time, without waiting for the blocks";
 
@@ -207,7 +207,8 @@ impl Args {
         match (&self.config, &error) {
             (Some(file), Error::Config { field, .. }) if !is_of_flag(field) => {
                 let error = error.with_settings_named(&[("paths", "path"), ("capacity_bytes", "capacity")]);
-                Failure::usage(format!("--config {}: {error}", shown(file)))
+                let text = format!("--config {}: {error}", shown(file));
+                Failure::of_service(error).saying(text)
             }
             _ => Failure::of_service(error),
         }
@@ -283,6 +284,17 @@ mod tests {
     fn config(flags: &[&str]) -> ServerConfig {
         let command = Command::parse_from([&["serve", "--socket", "s"], flags].concat());
         command.args.config().unwrap_or_else(|failure| panic!("{failure}"))
+    }
+
+    /// A service manager starts again after 1 only, and a driver may be loaded late.
+    #[test]
+    fn an_engine_that_the_machine_does_not_have_yet_may_pass() {
+        let Command { args } = Command::parse_from(["serve", "--config", "settings.json"]);
+        for (field, status) in [("cufile", 1), ("storage", 1), ("gdr_device", 2)] {
+            let failure = args.failure(Error::config(field, "none", "one"));
+            assert_eq!(failure.exit_status(), status, "{failure}");
+            assert!(failure.to_string().contains(&format!("settings.json: {field}: found none")), "{failure}");
+        }
     }
 
     #[test]
