@@ -51,7 +51,11 @@ pub fn plan(args: &Args) -> Result<Planned, Failure> {
     let unknown = settings.config.block_bytes.max(least);
     let config = settings.config(if settings.has_block_bytes { settings.config.block_bytes } else { unknown })?;
     let config = open_remote(config)?;
-    config.validate()?;
+    config.validate().map_err(|error| {
+        let error =
+            error.with_settings_named(&[("disks.path", "path"), ("disks", "path"), ("disks.bytes", "capacity")]);
+        Failure::usage(format!("--config: {error}"))
+    })?;
     let slot = config.slot_bytes() as u64;
     let on_disk = |disk: &DiskPath| {
         let slots = u64::from(config.path_slots(disk));
