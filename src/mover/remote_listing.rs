@@ -15,6 +15,7 @@ use super::{
     remote::{of_store, repeated},
 };
 use crate::{
+    config::RemotePolicy,
     device::CopyEngine,
     io::Storage,
     remote::{Object, ReadBuffer, Remote, RemoteError},
@@ -69,18 +70,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let interval = Duration::from_secs(self.shared.config.remote.interval_s);
         loop {
             let listed = of_store(self.list_remote(&remote)).await;
-            remote.end_listing();
-            if let Err(error) = listed {
+            // Where every block was written as it was stored, most of them would be written again.
+            if listed.is_ok() || self.shared.config.remote.policy != RemotePolicy::Stored {
+                remote.end_listing();
+            }
+            if let Err(error) = &listed {
                 self.shared.metrics.remote_errors.add(1);
                 // A subscriber that panics must not end this task.
                 _ = caught(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));
             }
-            sleep(remote.jittered(interval)).await;
+            if !matches!(listed, Ok(true)) {
+                sleep(remote.jittered(interval)).await;
+            }
         }
     }
 
-    /// Enters the objects that are new, and forgets those that are gone.
-    async fn list_remote(&self, remote: &Remote) -> Result<(), RemoteError> {
+    /// Enters the objects that are new, and forgets those that are gone; whether more may have to be deleted than was.
+    async fn list_remote(&self, remote: &Remote) -> Result<bool, RemoteError> {
         let (listing, prefix) = (remote.begin_listing(), remote.space.prefix());
         let in_flight = remote.capabilities.requests_in_flight.max(1) as usize;
         let reads_per_call = remote.capabilities.reads_per_call.max(1) as usize;
@@ -114,14 +120,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         match bytes_max {
             Some(bytes_max) => self.delete_oldest(remote, oldest, bytes_max).await,
-            None => Ok(()),
+            None => Ok(false),
         }
     }
 
-    /// Deletes the oldest objects of a listing until the others have `bytes_max`; the next listing goes on with more. A
-    /// reader of one finds nothing, which is a miss; of several nodes that delete, each may delete what another has
-    /// deleted.
-    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest, bytes_max: u64) -> Result<(), RemoteError> {
+    /// Deletes the oldest objects of a listing until the others have `bytes_max`; whether it deleted as many as it may,
+    /// and the next listing goes on with more. A reader of one finds nothing, which is a miss; of several nodes that
+    /// delete, each may delete what another has deleted.
+    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest, bytes_max: u64) -> Result<bool, RemoteError> {
         let bytes = (oldest.objects.len() * size_of::<Object>()) as u64;
         let names = match self.workers.take(bytes) {
             true => self.workers.run(bytes, move || oldest.beyond(bytes_max)).await.unwrap_or_default(),
@@ -136,7 +142,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             self.shared.metrics.remote_deleted.add(names.len() as u64);
         }
-        Ok(())
+        Ok(names.len() == DELETED_PER_LISTING)
     }
 
     /// Reads the tables of objects in one call, and enters them. One that is not what it should be is passed over.

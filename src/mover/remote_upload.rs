@@ -167,7 +167,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.shared.metrics.remote_unlisted.add(u64::from(!is_known));
                 return Ok(is_known);
             }
-            self.learn(remote, &name).await?;
+            if let Err(error) = self.learn(remote, &name).await {
+                // Each later use would send it again to a store that lists nothing.
+                remote.found_written(&name, &stored);
+                return Err(error);
+            }
         }
         // What that object does not have goes into another. Without its table nobody can tell.
         let behind = if remote.knows(&name) { &stored[1..] } else { &[] };

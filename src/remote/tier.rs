@@ -79,7 +79,7 @@ pub(super) struct TierState {
     pub(super) is_closed: bool,
     /// Listings that have begun.
     pub(super) listings: u64,
-    /// The first one has ended, however it did.
+    /// As [`Remote::end_listing`] notes.
     is_listed: bool,
 }
 
@@ -303,12 +303,12 @@ impl Remote {
         state.listings
     }
 
-    /// A listing has ended, well or not.
+    /// What the store has is known as far as a listing tells it: one has ended, or none may.
     pub(crate) fn end_listing(&self) {
         self.state.lock().is_listed = true;
     }
 
-    /// Whether a listing has ended: before that most of what the store has is not known.
+    /// Whether that is so: before it most of what the store has is not known.
     pub(crate) fn is_listed(&self) -> bool {
         self.state.lock().is_listed
     }

@@ -47,6 +47,23 @@ async fn the_oldest_objects_are_deleted_first_where_the_store_says_how_old_they_
 }
 
 #[tokio::test]
+async fn more_objects_than_one_listing_deletes_are_deleted_by_the_next_one_at_once() {
+    const MOST: usize = 1 << 16;
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let first = store.objects().remove(0).0;
+    let prefix = first.rsplit_once('/').expect("a prefix").0;
+    store.delete_all();
+    store.set_page(1000);
+    // Of these bytes none is an object.
+    (0..MOST as u64 + 10).for_each(|n| store.put(format!("{prefix}/{}", key(n)), "noise".into()));
+    let cache = open(settings(&store).remote_bytes(5).remote_interval_s(3600)).await;
+    eventually("deleted", async || cache.stats().remote_deleted == MOST as u64 + 9).await;
+    assert_eq!(store.objects().len(), 1);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
 async fn another_owner_of_the_namespace_sees_no_block() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     write_chain(&store).await;

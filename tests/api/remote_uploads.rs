@@ -160,6 +160,40 @@ async fn blocks_of_damaged_objects_are_not_sent_again_until_the_objects_are_mend
 }
 
 #[tokio::test]
+async fn a_store_that_lists_nothing_is_sent_each_block_once() {
+    const BLOCKS: u64 = 4;
+    for policy in [RemotePolicy::Reused, RemotePolicy::Stored] {
+        let store = MemoryStore::new(BLOCK_BYTES as u64);
+        store.refuse_listings(true);
+        let mut before = 0;
+        for is_there in [false, true] {
+            let cache = open(settings(&store).remote_policy(policy)).await;
+            eventually("listed", async || cache.stats().remote_errors > 0).await;
+            for n in 0..BLOCKS {
+                store_one(&cache, n).await;
+                use_one(&cache, n).await;
+            }
+            eventually("sent", async || (store.writes() - before) as u64 >= BLOCKS).await;
+            let settled = async || {
+                let unsent = cache.stats().remote_unsent;
+                if is_there { unsent >= BLOCKS } else { written(&cache) == BLOCKS }
+            };
+            eventually("settled", settled).await;
+            for n in 0..BLOCKS {
+                use_one(&cache, n).await;
+            }
+            // Listings begin as far apart as two looks at what was used.
+            let listed = store.pages() + 2;
+            eventually("listed", async || store.pages() >= listed).await;
+            assert_eq!((store.writes() - before) as u64, BLOCKS, "{policy:?}, there before: {is_there}");
+            before = store.writes();
+            cache.close().await.expect("closed");
+        }
+        assert_eq!(store.objects().len() as u64, BLOCKS);
+    }
+}
+
+#[tokio::test]
 async fn nothing_is_sent_that_the_map_has_no_room_for() {
     const BLOCKS: u64 = 512;
     let store = MemoryStore::new(BLOCK_BYTES as u64);

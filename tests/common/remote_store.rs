@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    ops::Range,
+    ops::{Bound, Range},
     sync::{Arc, Mutex},
     time::{Duration, SystemTime},
 };
@@ -14,7 +14,7 @@ use kvhoist::{
 };
 use tokio::sync::watch;
 
-/// Objects of a page of a listing: few, so that listings have several pages.
+/// Objects of a page of a listing, unless a test says another number: few, so that listings have several pages.
 const PAGE: usize = 3;
 
 #[derive(Default)]
@@ -25,8 +25,11 @@ struct State {
     reads: Vec<(String, Range<u64>)>,
     writes: usize,
     pages: usize,
+    /// Objects of a page of a listing.
+    page: Option<usize>,
     trouble: Trouble,
     refuses_deletions: bool,
+    refuses_listings: bool,
     /// How creations fail.
     creations: Option<RemoteError>,
     /// With what the names of objects end whose reads and creations wait.
@@ -85,6 +88,16 @@ impl MemoryStore {
     /// Nothing is deleted from now on: the caller lacks that permission.
     pub fn refuse_deletions(&self) {
         self.state.lock().expect("no panic").refuses_deletions = true;
+    }
+
+    /// Pages of listings have so many objects.
+    pub fn set_page(&self, objects: usize) {
+        self.state.lock().expect("no panic").page = Some(objects);
+    }
+
+    /// Nothing is listed from now on: the caller lacks that permission. Or it is again.
+    pub fn refuse_listings(&self, refuses: bool) {
+        self.state.lock().expect("no panic").refuses_listings = refuses;
     }
 
     /// From now on creations fail so, and nothing else does; or succeed.
@@ -237,14 +250,19 @@ impl RemoteStore for MemoryStore {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
         self.request(move |state| {
             state.pages += 1;
-            let named = state.objects.iter().filter(|(name, _)| name.starts_with(&prefix));
-            let mut later = named.filter(|(name, _)| after.as_ref().is_none_or(|after| *name > after));
+            if state.refuses_listings {
+                return Err(RemoteError::Refused("403".into()));
+            }
+            let begin = after.as_ref().map_or(Bound::Included(&prefix), Bound::Excluded);
+            let later = state.objects.range::<String, _>((begin, Bound::Unbounded));
+            let mut later =
+                later.skip_while(|(name, _)| **name < prefix).take_while(|(name, _)| name.starts_with(&prefix));
             let object = |(name, bytes): (&String, &Bytes)| Object {
                 name: name.clone(),
                 bytes: bytes.len() as u64,
                 modified: state.created.get(name).copied(),
             };
-            let objects: Vec<Object> = later.by_ref().take(PAGE).map(object).collect();
+            let objects: Vec<Object> = later.by_ref().take(state.page.unwrap_or(PAGE)).map(object).collect();
             let next = later.next().and_then(|_| objects.last()).map(|last| last.name.clone());
             Ok(Page { objects, next })
         })
