@@ -102,6 +102,28 @@ impl Drop for Serving {
     }
 }
 
+/// Runs a service until `clients` has ended; its socket and its log.
+fn served(place: &Path, flags: &[&str], clients: impl FnOnce(&str)) -> (String, String) {
+    let socket = place.join("s").display().to_string();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["serve", "--socket", &socket])
+        .args(flags)
+        .env_remove("KVHOIST_LOG")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert!(line.starts_with("kvhoist: listening"), "{line}");
+    clients(&socket);
+    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    let output = child.wait_with_output().expect("an end");
+    assert!(output.status.success(), "{:?}", output.status);
+    (socket, text(&output.stderr).to_owned())
+}
+
 fn stores() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
 }

@@ -116,6 +116,7 @@ mod tests {
         block_on(cache.store(&key(9), None, &[9; BLOCK_BYTES])).expect("stored");
         assert_eq!(bytes(&cache, 9), Some(vec![9; BLOCK_BYTES]));
     }
+
     /// A drop neither waits for a lock that the parent had during the fork, nor counts.
     #[test]
     fn a_forked_child_leaves_what_is_parked() {

@@ -93,7 +93,7 @@ impl Config {
         };
         let found = found.unwrap_or_default();
         if disk.write_policy != WritePolicy::ByValue {
-            return Err(wrong(field, found, "`write_policy` by_value with it: no other has a budget"));
+            return Err(wrong(field, found, "`write_policy` by_value with it: no other policy has a budget"));
         }
         if of_drive.is_some_and(|writes| !(writes > 0.0 && writes.is_finite())) {
             return Err(wrong(field, found, "a number of writes above 0"));

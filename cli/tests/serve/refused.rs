@@ -11,7 +11,7 @@ use std::{
 use kvhoist::block_on;
 use kvhoist_service::{Client, ClientOptions};
 
-use super::{BLOCK_BYTES, Serving, kvhoist, skip, status, stores, text};
+use super::{BLOCK_BYTES, Serving, kvhoist, served, skip, status, stores, text};
 
 /// Starts a service that must be refused with this status, and returns its one line. Nothing may be left at the socket,
 /// and in `path`.
@@ -206,24 +206,12 @@ fn a_first_path_that_is_read_only_is_refused_with_what_to_do() {
 #[test]
 fn a_healthy_service_has_a_line_for_its_start_for_each_client_and_for_its_end() {
     let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
-    let socket = place.path().join("s").display().to_string();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
-        .args(["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer", "--socket", &socket])
-        .arg("--path")
-        .arg(store.path())
-        .env_remove("KVHOIST_LOG")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command runs");
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-    let client = block_on(Client::connect(&socket, ClientOptions::new("model", BLOCK_BYTES))).expect("connected");
-    block_on(client.close()).expect("closed");
-    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
-    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
-    let output = child.wait_with_output().expect("an end");
-    let log = text(&output.stderr);
+    let path = store.path().display().to_string();
+    let flags = ["--path", &path, "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer"];
+    let (_, log) = served(place.path(), &flags, |socket| {
+        let client = block_on(Client::connect(socket, ClientOptions::new("model", BLOCK_BYTES))).expect("connected");
+        block_on(client.close()).expect("closed");
+    });
     let lines = |what: &str| log.lines().filter(|line| line.contains(what)).count();
     for what in ["the service listens", "a client has attached", "a client has gone", "the service drains"] {
         assert_eq!(lines(what), 1, "{what} in {log}");

@@ -1,17 +1,12 @@
 //! Settings that no space could have: refused at the start, and not to every client.
 
-use std::{
-    fs,
-    io::{BufRead, BufReader},
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::{fs, path::Path};
 
 use kvhoist::block_on;
 use kvhoist_service::{Client, ClientOptions};
 use serde_json::json;
 
-use super::{BLOCK_BYTES, kvhoist, stores, text};
+use super::{BLOCK_BYTES, kvhoist, served, stores, text};
 
 /// The line of a service that is refused for a flag or a setting. One that starts ends by itself.
 fn refused(place: &Path, flags: &[&str]) -> String {
@@ -116,26 +111,4 @@ fn a_client_that_is_refused_a_space_is_in_the_log() {
     let lines: Vec<&str> = log.lines().filter(|line| line.contains("a client was refused its space")).collect();
     assert_eq!(lines.len(), 1, "{log}");
     assert!(lines[0].contains("WARN") && lines[0].contains("small") && lines[0].contains("write budget"), "{log}");
-}
-
-/// Runs a service until `clients` has ended; its socket and its log.
-fn served(place: &Path, flags: &[&str], clients: impl FnOnce(&str)) -> (String, String) {
-    let socket = place.join("s").display().to_string();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
-        .args(["serve", "--socket", &socket])
-        .args(flags)
-        .env_remove("KVHOIST_LOG")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command runs");
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-    assert!(line.starts_with("kvhoist: listening"), "{line}");
-    clients(&socket);
-    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
-    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
-    let output = child.wait_with_output().expect("an end");
-    assert!(output.status.success(), "{:?}", output.status);
-    (socket, text(&output.stderr).to_owned())
 }

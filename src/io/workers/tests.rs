@@ -1,3 +1,5 @@
+#[path = "../../../tests/common/on_event.rs"]
+mod on_event;
 mod transfers;
 
 use std::{
@@ -5,8 +7,8 @@ use std::{
     task::{Context, Waker},
 };
 
+use on_event::OnEvent;
 use tokio::task::LocalSet;
-use tracing::{Event, Metadata, Subscriber, span};
 
 use super::*;
 
@@ -116,37 +118,12 @@ fn work_that_panics_is_lost_with_what_it_owned_and_the_worker_goes_on() {
     });
 }
 
-/// A log that cannot be written.
-struct ClosedPipe;
-
-impl Subscriber for ClosedPipe {
-    fn enabled(&self, _: &Metadata<'_>) -> bool {
-        true
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-    fn event(&self, _: &Event<'_>) {
-        panics();
-    }
-
-    fn enter(&self, _: &span::Id) {}
-
-    fn exit(&self, _: &span::Id) {}
-}
-
 #[test]
 fn a_worker_that_dies_is_replaced_although_the_log_panics() {
     on_reactor(async {
         let workers = workers(1);
         let dies = || -> Answer {
-            std::mem::forget(tracing::subscriber::set_default(ClosedPipe));
+            std::mem::forget(tracing::subscriber::set_default(OnEvent(|_: &tracing::Event<'_>| panics())));
             panics()
         };
         pool(&workers).push_work(0, Box::new(dies));

@@ -6,20 +6,31 @@ use std::{
 };
 
 use tracing::{
-    Event, Level, Metadata, Subscriber,
+    Event, Level,
     field::{Field, Visit},
-    span::{Attributes, Id, Record},
 };
 
+#[path = "../../common/on_event.rs"]
+mod on_event;
+
 /// Keeps the text of warnings and errors of the whole process.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub struct Warnings(Arc<Mutex<Vec<String>>>);
 
 impl Warnings {
     /// Listens from now on; once in a process.
     pub fn listen() -> Self {
         let warnings = Warnings::default();
-        tracing::subscriber::set_global_default(warnings.clone()).expect("no other subscriber");
+        let lines = Arc::clone(&warnings.0);
+        let log = on_event::OnEvent(move |event: &Event<'_>| {
+            let level = event.metadata().level();
+            if *level <= Level::WARN {
+                let mut line = Line(level.to_string());
+                event.record(&mut line);
+                lines.lock().expect("no writer panicked").push(line.0);
+            }
+        });
+        tracing::subscriber::set_global_default(log).expect("no other subscriber");
         warnings
     }
 
@@ -35,28 +46,4 @@ impl Visit for Line {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         write!(self.0, " {}={value:?}", field.name()).expect("a string takes all");
     }
-}
-
-impl Subscriber for Warnings {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::WARN
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        let mut line = Line(event.metadata().level().to_string());
-        event.record(&mut line);
-        self.0.lock().expect("no writer panicked").push(line.0);
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
 }

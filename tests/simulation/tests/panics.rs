@@ -1,6 +1,8 @@
 //! A movement that panics: its waiters are answered, and the cache continues and closes. A recorder of metrics that
 //! panics affects nothing. A panic under the lock ends the cache: its waiters are answered, and later calls panic.
 
+#[path = "../../common/on_event.rs"]
+mod on_event;
 mod scene;
 
 use std::{
@@ -17,47 +19,20 @@ use kvhoist_simulation::{
     sim::{self, Fault, FaultRates},
 };
 use metrics::{Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Recorder, SharedString, Unit};
+use on_event::OnEvent;
 use scene::*;
 use tokio::time::timeout;
-use tracing::{Event, Level, Metadata, Subscriber, span};
+use tracing::{Event, Level, Subscriber};
 
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A log whose first event of a level cannot be written, as where standard error is a pipe that nobody reads.
-struct ClosedPipe(Level, AtomicBool);
-
-impl Default for ClosedPipe {
-    fn default() -> Self {
-        ClosedPipe(Level::WARN, AtomicBool::new(false))
-    }
-}
-
-impl ClosedPipe {
-    fn for_errors() -> Self {
-        ClosedPipe(Level::ERROR, AtomicBool::new(false))
-    }
-}
-
-impl Subscriber for ClosedPipe {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() == self.0
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-    fn event(&self, _: &Event<'_>) {
-        assert!(self.1.swap(true, Ordering::Relaxed), "an event cannot be written");
-    }
-
-    fn enter(&self, _: &span::Id) {}
-
-    fn exit(&self, _: &span::Id) {}
+fn closed_pipe(level: Level) -> impl Subscriber + Send + Sync {
+    let is_written = AtomicBool::new(false);
+    OnEvent(move |event: &Event<'_>| {
+        let is_other = *event.metadata().level() != level;
+        assert!(is_other || is_written.swap(true, Ordering::Relaxed), "an event cannot be written");
+    })
 }
 
 /// What a store, a fetch and a sync come to where the first warning panics, and the disk fails an operation of `kind`.
@@ -65,7 +40,7 @@ fn with_a_panic(write_policy: WritePolicy, kind: OpKind) -> [Result<(), Error>; 
     sim::block_on(async {
         let (cache, reactor, disk) = open(config().write_policy(write_policy)).await;
         fill(&cache).await;
-        let _log = tracing::subscriber::set_default(ClosedPipe::default());
+        let _log = tracing::subscriber::set_default(closed_pipe(Level::WARN));
         disk.script_next(kind, Fault::Error(5));
         let (stored, stored_after) = elapsed(store(&cache, 30)).await;
         let (fetched, fetched_after) = elapsed(fetch(&cache, 5)).await;
@@ -100,7 +75,7 @@ fn a_warning_that_panics_as_a_block_is_given_up_fails_its_movement_alone() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
         fill(&cache).await;
-        let _log = tracing::subscriber::set_default(ClosedPipe::default());
+        let _log = tracing::subscriber::set_default(closed_pipe(Level::WARN));
         disk.script_next(OpKind::Read, Fault::BitFlip);
         let fetching = [0; 2].map(|n| spawn(&cache, async move |cache| timeout(PATIENCE, fetch(&cache, n)).await));
         for fetched in fetching {
@@ -119,7 +94,7 @@ fn deadlines_outlive_a_warning_that_panics() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
         fill(&cache).await;
-        let _log = tracing::subscriber::set_default(ClosedPipe::default());
+        let _log = tracing::subscriber::set_default(closed_pipe(Level::WARN));
         for n in 0..2 {
             disk.script_next(OpKind::Read, Fault::Stall);
             let fetched = timeout(PATIENCE, fetch(&cache, n)).await.expect("answered");
@@ -137,7 +112,7 @@ fn a_warning_that_panics_ends_neither_the_reactor_nor_a_registration() {
         let mut memory = vec![0; BLOCK_BYTES];
         let start = memory.as_mut_ptr();
         disk.unmap(start.addr()..start.addr() + BLOCK_BYTES);
-        let _log = tracing::subscriber::set_default(ClosedPipe::default());
+        let _log = tracing::subscriber::set_default(closed_pipe(Level::WARN));
         // SAFETY: the memory outlives the cache, and no block is moved there.
         let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
         let region = timeout(PATIENCE, cache.register(lent.pinned(true))).await.expect("answered").expect("registered");
@@ -153,7 +128,7 @@ fn a_flush_that_failed_stays_failed_although_its_error_cannot_be_logged() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config().disk_failures_max(1)).await;
         store(&cache, 0).await.expect("a sound disk");
-        let _log = tracing::subscriber::set_default(ClosedPipe::for_errors());
+        let _log = tracing::subscriber::set_default(closed_pipe(Level::ERROR));
         disk.script_next(OpKind::Sync, Fault::Error(5));
         for _ in 0..2 {
             let synced = timeout(PATIENCE, cache.sync()).await.expect("a sync ends");
@@ -177,7 +152,7 @@ fn who_waits_for_a_task_that_panics_is_not_told_that_the_cache_is_closed() {
             // SAFETY: the memory outlives the cache, and nobody writes to it.
             let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
             let region = cache.register(lent).await.expect("registered");
-            let _log = tracing::subscriber::set_default(ClosedPipe::default());
+            let _log = tracing::subscriber::set_default(closed_pipe(Level::WARN));
             disk.script_next(OpKind::Write, Fault::Error(5));
             let place = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
             let stored = timeout(PATIENCE, cache.store_from(&[key(1)], None, &place)).await.expect("answered");
@@ -188,7 +163,7 @@ fn who_waits_for_a_task_that_panics_is_not_told_that_the_cache_is_closed() {
         }
         let (cache, reactor, disk) = open(config().disk_failures_max(1)).await;
         store(&cache, 0).await.expect("a sound disk");
-        let _log = tracing::subscriber::set_default(ClosedPipe::for_errors());
+        let _log = tracing::subscriber::set_default(closed_pipe(Level::ERROR));
         disk.script_next(OpKind::Write, Fault::Error(5));
         let removed = timeout(PATIENCE, cache.remove(&key(0))).await.expect("a removal ends");
         assert!(matches!(&removed, Err(Error::Io { op: "move", .. })), "{removed:?}");
@@ -201,7 +176,7 @@ fn a_sync_writes_the_record_page_whose_write_panicked() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
         store(&cache, 0).await.expect("stored");
-        let log = tracing::subscriber::set_default(ClosedPipe::for_errors());
+        let log = tracing::subscriber::set_default(closed_pipe(Level::ERROR));
         disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
         let removed = timeout(PATIENCE, cache.remove(&key(0))).await.expect("answered");
         assert!(matches!(&removed, Err(Error::Io { op: "write", .. })), "its record was not cleared: {removed:?}");
