@@ -148,8 +148,8 @@ def metrics() -> str:
         "Where to get them: [monitoring](../monitoring.md). The label `cache` is the namespace of a cache or the name of a\n"
         "service's space; `number` tells two of the same name apart (not in Rust). Figures of drives have `path`, in a service\n"
         "also `drive`, and `cache` in Python alone. Other labels: `tier`, `route`, `engine`; `version` and `storage` of\n"
-        "`kvhoist_info`; `reason`, of `kvhoist_writes_declined_total` `value` or `budget`, of `kvhoist_retired` and\n"
-        "`kvhoist_read_only` why (not in Rust, where they have `tier` alone).\n\n" + "\n".join(rows) + "\n"
+        "`kvhoist_info`; `reason`, of `kvhoist_writes_declined_total` `value` or `budget`, of `kvhoist_retired`,\n"
+        "`kvhoist_read_only` and `kvhoist_remote_read_only` why (not in Rust).\n\n" + "\n".join(rows) + "\n"
     )
 
 

@@ -91,7 +91,7 @@ impl Sample {
 }
 
 /// Those that more than one field of [`Stats`] fills.
-const COMBINED: [Metric; 10] = [
+const COMBINED: [Metric; 11] = [
     of(MOVED_BLOCKS, |stats| by_route(|route| stats.route_blocks(route))),
     of(MOVED_BYTES, |stats| by_route(|route| stats.route_bytes(route))),
     of(MOVEMENT_SECONDS, durations),
@@ -106,6 +106,9 @@ const COMBINED: [Metric; 10] = [
     }),
     of(("kvhoist_read_only", "1 while a tier takes no blocks, by tier"), |stats| {
         vec![out(Tier::Disk, stats.disk_read_only.as_deref())]
+    }),
+    of(("kvhoist_remote_read_only", "1 while nothing is written to the remote store"), |stats| {
+        vec![why([], stats.remote_read_only.as_deref())]
     }),
     of(
         (
@@ -139,7 +142,12 @@ fn by_engine(figures: impl IntoIterator<Item = (&'static str, u64)>) -> Vec<Samp
 
 /// Whether there is a reason why a tier is out of service, with it.
 fn out(tier: Tier, reason: Option<&str>) -> Sample {
-    let mut sample = Sample::new(reason.is_some().value(), [("tier", tier.name())]);
+    why([("tier", tier.name())], reason)
+}
+
+/// Whether there is a reason, with it.
+fn why(labels: impl IntoIterator<Item = (&'static str, &'static str)>, reason: Option<&str>) -> Sample {
+    let mut sample = Sample::new(reason.is_some().value(), labels);
     sample.labels.push((REASON, reason.unwrap_or_default().to_owned()));
     sample
 }

@@ -68,6 +68,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Lists the store now and at the interval, until it is dropped.
     pub(super) async fn remote_listing_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let interval = Duration::from_secs(self.shared.config.remote.interval_s);
+        let mut bytes_before = u64::MAX;
         loop {
             let listed = of_store(self.list_remote(&remote)).await;
             // Where every block was written as it was stored, most of them would be written again.
@@ -79,14 +80,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // A subscriber that panics must not end this task.
                 _ = caught(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));
             }
-            if !matches!(listed, Ok(true)) {
-                sleep(remote.jittered(interval)).await;
+            // One that says that it deletes, and does not, has no less than before.
+            match listed {
+                Ok(Some(bytes)) if bytes < bytes_before => bytes_before = bytes,
+                _ => {
+                    bytes_before = u64::MAX;
+                    sleep(remote.jittered(interval)).await;
+                }
             }
         }
     }
 
-    /// Enters the objects that are new, and forgets those that are gone; whether more may have to be deleted than was.
-    async fn list_remote(&self, remote: &Remote) -> Result<bool, RemoteError> {
+    /// Enters the objects that are new, and forgets those that are gone. Returns the bytes of all, if more may have to
+    /// be deleted than was.
+    async fn list_remote(&self, remote: &Remote) -> Result<Option<u64>, RemoteError> {
         let (listing, prefix) = (remote.begin_listing(), remote.space.prefix());
         let in_flight = remote.capabilities.requests_in_flight.max(1) as usize;
         let reads_per_call = remote.capabilities.reads_per_call.max(1) as usize;
@@ -120,14 +127,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         match bytes_max {
             Some(bytes_max) => self.delete_oldest(remote, oldest, bytes_max).await,
-            None => Ok(false),
+            None => Ok(None),
         }
     }
 
-    /// Deletes the oldest objects of a listing until the others have `bytes_max`; whether it deleted as many as it may,
-    /// and the next listing goes on with more. A reader of one finds nothing, which is a miss; of several nodes that
-    /// delete, each may delete what another has deleted.
-    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest, bytes_max: u64) -> Result<bool, RemoteError> {
+    /// Deletes the oldest objects of a listing until the others have `bytes_max`. Returns the bytes of all, if it
+    /// deleted as many as it may, and the next listing goes on with more. A reader of one finds nothing, which is a
+    /// miss; of several nodes that delete, each may delete what another has deleted.
+    async fn delete_oldest(
+        &self,
+        remote: &Remote,
+        oldest: Oldest,
+        bytes_max: u64,
+    ) -> Result<Option<u64>, RemoteError> {
+        let listed_bytes = oldest.bytes;
         let bytes = (oldest.objects.len() * size_of::<Object>()) as u64;
         let names = match self.workers.take(bytes) {
             true => self.workers.run(bytes, move || oldest.beyond(bytes_max)).await.unwrap_or_default(),
@@ -142,7 +155,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             self.shared.metrics.remote_deleted.add(names.len() as u64);
         }
-        Ok(names.len() == DELETED_PER_LISTING)
+        Ok((names.len() == DELETED_PER_LISTING).then_some(listed_bytes))
     }
 
     /// Reads the tables of objects in one call, and enters them. One that is not what it should be is passed over.

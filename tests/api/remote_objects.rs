@@ -1,6 +1,9 @@
 //! Objects of the remote store: which are deleted, and whose they are.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use crate::{
     common::{
@@ -9,7 +12,7 @@ use crate::{
     },
     remote::{BLOCK_BYTES, BLOCKS, eventually, open, reader, settings, write_chain},
 };
-use kvhoist::{RemotePolicy, Tier, remote::RemoteError};
+use kvhoist::{Config, RemotePolicy, Tier, remote::RemoteError};
 
 #[tokio::test]
 async fn a_store_that_has_more_than_it_may_loses_objects_and_their_readers_miss() {
@@ -46,9 +49,11 @@ async fn the_oldest_objects_are_deleted_first_where_the_store_says_how_old_they_
     cache.close().await.expect("closed");
 }
 
-#[tokio::test]
-async fn more_objects_than_one_listing_deletes_are_deleted_by_the_next_one_at_once() {
-    const MOST: usize = 1 << 16;
+/// Objects that are deleted after a listing at most.
+const DELETED_MAX: usize = 1 << 16;
+
+/// A store with ten objects more than one listing deletes, and settings with which one stays.
+async fn with_too_many_objects() -> (Arc<MemoryStore>, Config) {
     let store = MemoryStore::new(BLOCK_BYTES as u64);
     write_chain(&store).await;
     let first = store.objects().remove(0).0;
@@ -56,10 +61,29 @@ async fn more_objects_than_one_listing_deletes_are_deleted_by_the_next_one_at_on
     store.delete_all();
     store.set_page(1000);
     // Of these bytes none is an object.
-    (0..MOST as u64 + 10).for_each(|n| store.put(format!("{prefix}/{}", key(n)), "noise".into()));
-    let cache = open(settings(&store).remote_bytes(5).remote_interval_s(3600)).await;
-    eventually("deleted", async || cache.stats().remote_deleted == MOST as u64 + 9).await;
+    (0..DELETED_MAX as u64 + 10).for_each(|n| store.put(format!("{prefix}/{}", key(n)), "noise".into()));
+    let config = settings(&store).remote_bytes(5).remote_interval_s(3600);
+    (store, config)
+}
+
+#[tokio::test]
+async fn more_objects_than_one_listing_deletes_are_deleted_by_the_next_one_at_once() {
+    let (store, config) = with_too_many_objects().await;
+    let cache = open(config).await;
+    eventually("deleted", async || cache.stats().remote_deleted == DELETED_MAX as u64 + 9).await;
     assert_eq!(store.objects().len(), 1);
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_store_that_only_says_that_it_deletes_is_not_listed_again_and_again() {
+    let (store, config) = with_too_many_objects().await;
+    store.set(Trouble::KeepsAll);
+    let before = store.pages();
+    let cache = open(config).await;
+    eventually("deleted twice", async || cache.stats().remote_deleted >= 2 * DELETED_MAX as u64).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(store.pages() - before, 2 * (DELETED_MAX + 10).div_ceil(1000));
     cache.close().await.expect("closed");
 }
 

@@ -53,6 +53,8 @@ pub enum Trouble {
     CutsOff,
     /// The next object is created, and the answer to that is lost: then nothing goes wrong any longer.
     LosesAnAnswer,
+    /// It says that it deletes, and does not.
+    KeepsAll,
     /// The code of the store panics.
     Panics,
 }
@@ -176,7 +178,11 @@ impl MemoryStore {
                 Trouble::Hangs => std::future::pending().await,
                 Trouble::Fails(error) => return Err(error),
                 Trouble::Panics => panic!("the store, on purpose"),
-                Trouble::None | Trouble::Corrupts(_) | Trouble::CutsOff | Trouble::LosesAnAnswer => {}
+                Trouble::None
+                | Trouble::Corrupts(_)
+                | Trouble::CutsOff
+                | Trouble::LosesAnAnswer
+                | Trouble::KeepsAll => {}
             }
             let result = run(&mut state.lock().expect("no panic"));
             changes.send_modify(|changes| *changes += 1);
@@ -274,7 +280,9 @@ impl RemoteStore for MemoryStore {
             if state.refuses_deletions {
                 return Err(RemoteError::Refused("403".into()));
             }
-            objects.iter().for_each(|object| _ = state.objects.remove(object));
+            if !matches!(state.trouble, Trouble::KeepsAll) {
+                objects.iter().for_each(|object| _ = state.objects.remove(object));
+            }
             Ok(())
         })
     }
