@@ -87,7 +87,8 @@ impl Cache {
     ///
     /// `parent` is the key before this one in its prefix chain. With `write_through` it resolves
     /// when the disk has taken the block (written, not flushed), else when the block is visible. A
-    /// block that is resident already is not copied again: keys name content.
+    /// block that is resident already is not copied again: keys name content. One that is on disk
+    /// from an earlier run is read first, once: the end of that run may have cut its write off.
     ///
     /// # Errors
     /// [`Error::Argument`] if `data` is not one block; [`Error::Busy`] past a limit;
@@ -124,10 +125,16 @@ impl Cache {
         is_wanted: impl FnOnce() -> bool,
     ) -> Result<Committed> {
         let shared = &self.inner.shared;
-        let mut filling = match shared.begin_store(key, parent)? {
-            BegunStore::Known(committed) => return Ok(committed),
-            BegunStore::Slot(filling) => filling,
-            BegunStore::NoSlot => shared.acquire(Tier::Host, Purpose::Call).await?,
+        let mut failed = None;
+        let mut filling = loop {
+            match shared.begin_store(key, parent)? {
+                BegunStore::Known(committed) => return Ok(committed),
+                BegunStore::Slot(filling) => break filling,
+                BegunStore::NoSlot => break shared.acquire(Tier::Host, Purpose::Call).await?,
+                // Boxed: every store would have room for it.
+                BegunStore::Unproven if failed.is_none() => failed = Box::pin(self.prove(key)).await.err(),
+                BegunStore::Unproven => return Err(failed.expect("it was tried")),
+            }
         };
         filling.bytes_mut().copy_from_slice(data);
         shared.commit_if(key, parent, filling, checksum(data), Route::CallerToHost, is_wanted)

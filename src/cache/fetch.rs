@@ -62,6 +62,11 @@ impl Cache {
         Ok(pin)
     }
 
+    /// Reads a block that the disk has from an earlier run to host memory. One that was cut off is given up.
+    pub(super) async fn prove(&self, key: &BlockKey) -> Result<()> {
+        shield(self.promote(key, Tier::Host, (Promotion::NotStarted, Use::Counted))).await.map(drop)
+    }
+
     /// Begins the movement of a block for a waiter.
     fn begin<'a>(
         &'a self,

@@ -210,6 +210,12 @@ impl Reservation {
     /// As [`Cache::store`].
     pub async fn commit(self, key: &BlockKey, parent: Option<&BlockKey>) -> Result<()> {
         let Reservation { cache, mut filling, counted } = self;
+        if cache.shared().is_unproven(key) {
+            // The read takes a slot too, for which nobody waits who has one.
+            let bytes = filling.bytes_mut().to_vec();
+            drop((filling, counted));
+            return cache.store(key, parent, &bytes).await;
+        }
         let checksum = checksum(filling.bytes_mut());
         let committed = cache.shared().commit(key, parent, filling, checksum)?;
         drop(counted);

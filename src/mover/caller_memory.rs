@@ -217,7 +217,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (number, job): (usize, Box<Job>),
         step: Result<StoreStep>,
     ) -> Result<bool> {
-        let begun = match step? {
+        let step = match step? {
+            StoreStep::Unproven => Box::pin(self.prove(&job)).await?,
+            step => step,
+        };
+        let begun = match step {
+            StoreStep::Unproven => unreachable!("it was read"),
             StoreStep::Known(Committed::Done) => return Ok(true),
             StoreStep::Known(committed) => {
                 drop(job);
@@ -234,6 +239,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match begun {
             Some(begun) => self.store_in_place(&call, PlannedStore::new(number, job, Instant::now(), begun)).await,
             None => Box::pin(self.store_by_copy(job)).await.map(|()| true),
+        }
+    }
+
+    /// Reads a block that the disk has from an earlier run, then begins its store. One that was cut off is given up.
+    async fn prove(self: &Rc<Self>, job: &Job) -> Result<StoreStep> {
+        loop {
+            let read = self.obtain_host(&job.key, Class::Awaited).await;
+            let step = self.begin_store(&mut self.shared.lock(), job)?;
+            match (step, read) {
+                (StoreStep::Unproven, Err(error)) => return Err(error),
+                (StoreStep::Unproven, Ok(_)) => {}
+                (step, _) => return Ok(step),
+            }
         }
     }
 

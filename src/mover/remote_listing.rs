@@ -134,12 +134,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Deletes the oldest objects of a listing until the others have `bytes_max`. Returns the bytes of all, if it
     /// deleted as many as it may, and the next listing goes on with more. A reader of one finds nothing, which is a
     /// miss; of several nodes that delete, each may delete what another has deleted.
-    async fn delete_oldest(
-        &self,
-        remote: &Remote,
-        oldest: Oldest,
-        bytes_max: u64,
-    ) -> Result<Option<u64>, RemoteError> {
+    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest, bytes_max: u64) -> Result<Option<u64>, RemoteError> {
         let listed_bytes = oldest.bytes;
         let bytes = (oldest.objects.len() * size_of::<Object>()) as u64;
         let names = match self.workers.take(bytes) {

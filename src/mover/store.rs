@@ -28,8 +28,8 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
     state::{
-        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Kind, Locked, Permit, Purpose, Shared, Started, Taken,
-        WRITE,
+        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Kind, Known, Locked, Permit, Purpose, Shared, Started,
+        Taken, WRITE,
     },
     sync::Mutex,
     urgency::Urgency,
@@ -48,6 +48,8 @@ pub(crate) struct StoreCall {
 pub(super) enum StoreStep {
     /// The block is resident already, or the disk tier, which is the last, does not take it.
     Known(Committed),
+    /// As [`Known::Unproven`].
+    Unproven,
     /// It is written in place.
     Begun(StartedWrite),
     /// It is written in place, by what it has taken and something that must be waited for.
@@ -110,8 +112,10 @@ fn store_row(state: &Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool)
 
 /// Begins the store of a block. The parameters are those of [`store_row`].
 pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool) -> Result<StoreStep> {
-    if let Some(committed) = state.store_known(&job.key, job.parent.as_ref())? {
-        return Ok(StoreStep::Known(committed));
+    match state.store_known(&job.key, job.parent.as_ref())? {
+        Known::Yes(committed) => return Ok(StoreStep::Known(committed)),
+        Known::Unproven => return Ok(StoreStep::Unproven),
+        Known::No => {}
     }
     let row = store_row(state, job, is_in_place, has_cufile);
     if row.hops != [Hop::CallerToHost] && state.refuses(&job.key, job.parent.as_ref(), Tier::Disk) {

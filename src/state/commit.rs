@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, few::Few};
+use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, State, few::Few};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Eviction,
+    disk::Origin,
     error::{Error, Result},
     index::EntryId,
 };
@@ -22,10 +23,22 @@ pub(crate) enum Committed {
     Write(PendingWrite, oneshot::Receiver<Outcome>),
 }
 
+/// What a store finds of its block.
+pub(crate) enum Known {
+    /// It is resident, or refused.
+    Yes(Committed),
+    /// The disk has it from an earlier run, whose end may have cut its write off: only a read tells.
+    Unproven,
+    /// Its bytes are needed.
+    No,
+}
+
 /// The first step of a store.
 pub(crate) enum BegunStore {
     /// The block is resident already.
     Known(Committed),
+    /// As [`Known::Unproven`].
+    Unproven,
     /// A slot for its bytes.
     Slot(Filling),
     /// Its bytes are needed, and no slot is available.
@@ -40,10 +53,11 @@ impl Shared {
     /// Begins a store: as [`store_known`](Locked::store_known), and with a slot for a block whose bytes are needed.
     pub(crate) fn begin_store(self: &Arc<Self>, key: &BlockKey, parent: Option<&BlockKey>) -> Result<BegunStore> {
         let mut state = self.lock();
-        if let Some(committed) = state.store_known(key, parent)? {
-            return Ok(BegunStore::Known(committed));
-        }
-        Ok(state.acquire(Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot))
+        Ok(match state.store_known(key, parent)? {
+            Known::Yes(committed) => BegunStore::Known(committed),
+            Known::Unproven => BegunStore::Unproven,
+            Known::No => state.acquire(Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot),
+        })
     }
 
     /// Makes a filled host slot visible under `key`.
@@ -125,29 +139,44 @@ impl Shared {
         state.end_flight(key, Tier::Disk, outcome)
     }
 
+    /// True if a store of the block is to begin with a read of it.
+    pub(crate) fn is_unproven(self: &Arc<Self>, key: &BlockKey) -> bool {
+        let mut state = self.lock();
+        state.index.find(key).is_some_and(|id| state.is_unproven(id))
+    }
+
     /// Waits for a write to disk.
     pub(crate) async fn written(&self, receiver: oneshot::Receiver<Outcome>) -> Result<()> {
         receiver.await.unwrap_or(Err(Error::Closed)).map(drop)
     }
 }
 
+impl State {
+    /// True for a block of which the node has no copy but one on disk that is [`Known::Unproven`].
+    fn is_unproven(&mut self, id: EntryId) -> bool {
+        let on_disk = self.index.slot(id, Tier::Disk).filter(|_| self.index.slot(id, Tier::Host).is_none());
+        on_disk.is_some_and(|slot| self.disk_service.reads() && self.disk_slots().origin(slot) == Origin::EARLIER_RUN)
+    }
+}
+
 impl Locked<'_> {
-    /// The next step for a block that is resident already; `None` if its bytes are needed.
-    pub(crate) fn store_known(&mut self, key: &BlockKey, parent: Option<&BlockKey>) -> Result<Option<Committed>> {
+    /// The next step for a block that is resident already.
+    pub(crate) fn store_known(&mut self, key: &BlockKey, parent: Option<&BlockKey>) -> Result<Known> {
         self.check_open()?;
-        let Some(id) = self.index.find(key) else {
-            return Ok(self.refuses_store(key, parent).then_some(Committed::Done));
+        let id = self.index.find(key);
+        let on_disk = id.and_then(|id| self.index.slot(id, Tier::Disk)).filter(|_| self.disk_service.reads());
+        let Some(id) = id.filter(|&id| on_disk.is_some() || self.index.slot(id, Tier::Host).is_some()) else {
+            return Ok(if self.refuses_store(key, parent) { Known::Yes(Committed::Done) } else { Known::No });
         };
-        let on_disk = self.index.slot(id, Tier::Disk).is_some() && self.disk_service.reads();
-        if !on_disk && self.index.slot(id, Tier::Host).is_none() {
-            return Ok(self.refuses_store(key, parent).then_some(Committed::Done));
+        if self.is_unproven(id) {
+            return Ok(Known::Unproven);
         }
         if parent.is_some() {
             self.index.insert(*key, parent.copied());
         }
         self.index.touch(id);
         self.count(&self.shared().metrics.stores_known, 1);
-        self.apply_policy(id, key).map(Some)
+        self.apply_policy(id, key).map(Known::Yes)
     }
 
     /// An error for a block that is being copied to host memory, and that no tier in service has: the copy may fail.

@@ -32,7 +32,7 @@ mod taken;
 pub(crate) mod verify;
 mod write_policy;
 
-pub(crate) use commit::{BegunStore, Committed, FlightEnd};
+pub(crate) use commit::{BegunStore, Committed, FlightEnd, Known};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
@@ -274,7 +274,8 @@ impl Locked<'_> {
         } else {
             free + evictable
         };
-        let available = available + demoting as usize;
+        // The end of one that is overdue may be far.
+        let available = available + (demoting as usize).saturating_sub(self.flights.overdue());
         // At least one, so that a tiny tier is never stuck with dirty blocks only.
         let wanted = (f64::from(self.shared().host_slots()) * watermark).ceil().max(1.0);
         (available as f64) < wanted

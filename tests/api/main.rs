@@ -9,6 +9,7 @@ mod cache;
 mod compute;
 mod concurrency;
 mod counters;
+mod earlier_runs;
 mod hints;
 mod keys;
 mod layers;

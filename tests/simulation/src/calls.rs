@@ -199,7 +199,7 @@ pub fn match_prefix(caller: &mut Caller) -> End {
     let model = caller.context.model.borrow();
     let claims = caller.context.claims(&caller.cache, &caller.world);
     for (at, &block) in path.iter().enumerate().take(length + 1) {
-        caller.context.check(model.listed(model.begin(block), at < length, claims));
+        caller.context.check(model.answered(model.begin(block), at < length, claims));
     }
     let tiers = found.iter().fold(0, |sum, tier| sum * 3 + *tier as u64);
     End::Done(1000 + tiers % 1000)

@@ -136,7 +136,7 @@ fn call(
             own.borrow_mut().called = true;
             // It was looked for, and not found.
             let claims = context.claims(&cache, &world);
-            context.check(context.model.borrow_mut().answered(began, false, claims));
+            context.check(context.model.borrow().answered(began, false, claims));
             async {
                 let running = Running::begin(&context, block);
                 tokio::time::sleep(Duration::from_millis(takes_ms)).await;

@@ -29,9 +29,6 @@ struct State {
     removes_begun: u64,
     /// A store was dropped in this life: its write may end at any time.
     write_loose: bool,
-    /// A life before was cut off, and may have left a record of the block whose payload is torn. A store of such a
-    /// block is acknowledged without a write, and the first read finds out.
-    doubtful: bool,
     present: bool,
     absent: bool,
     /// Absent, and the remove said that its record is written.
@@ -60,8 +57,6 @@ pub struct Began {
     pub removing: bool,
     /// Reports of refused writes so far.
     reports: u64,
-    /// Nobody had found out yet whether the block is whole.
-    doubtful: bool,
     pub must_hit: bool,
     pub must_miss: bool,
     /// The index had the block, where the caller looked: its store may have been dropped since.
@@ -133,7 +128,6 @@ impl Model {
             alone: state.stores == 0,
             removing: state.removes > 0,
             reports: self.reports,
-            doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
             must_miss: state.absent && !self.comes_back,
             visible: false,
@@ -165,7 +159,7 @@ impl Model {
         state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
         state.told |= end == StoreEnd::Failed;
         let undisturbed = !began.removing && state.removes_begun == began.removes;
-        if end == StoreEnd::Acknowledged && undisturbed && keeps && !began.doubtful {
+        if end == StoreEnd::Acknowledged && undisturbed && keeps {
             state.present = true;
         }
     }
@@ -196,14 +190,7 @@ impl Model {
     }
 
     /// What is wrong with having found the block, or with having missed it, if anything is.
-    pub fn answered(&mut self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
-        // A miss ends the doubt: what was torn is given up. A hit may have come from memory, and says nothing of it.
-        self.blocks[began.block].doubtful &= found;
-        self.listed(began, found, claims)
-    }
-
-    /// The same where only the index was asked.
-    pub fn listed(&self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
+    pub fn answered(&self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
         let state = &self.blocks[began.block];
         if found && !state.stored_ever {
             return Err(format!("block {} was found, and nobody ever stored it", began.block));
@@ -225,8 +212,7 @@ impl Model {
     pub fn sync_ends(&mut self, began: Vec<Began>) {
         for began in began {
             let state = &mut self.blocks[began.block];
-            let stored =
-                began.visible && self.keeps && began.alone && !began.doubtful && !began.removing && !state.told;
+            let stored = began.visible && self.keeps && began.alone && !began.removing && !state.told;
             let undisturbed = state.removes_begun == began.removes && began.reports == self.reports;
             if (began.must_hit && began.visible || stored) && undisturbed {
                 state.durable = true;
@@ -256,17 +242,8 @@ impl Model {
             let stored_ever = state.stored_ever;
             // What the next life starts from is on the medium.
             let (durable, recorded_absent, durably_absent) = (present, absent, absent);
-            let doubtful = stored_ever && !present;
-            *state = State {
-                stored_ever,
-                doubtful,
-                present,
-                absent,
-                durable,
-                recorded_absent,
-                durably_absent,
-                ..State::default()
-            };
+            *state =
+                State { stored_ever, present, absent, durable, recorded_absent, durably_absent, ..State::default() };
         }
     }
 

@@ -20,16 +20,15 @@ impl Asked {
         self.run.life.get() == self.life
     }
 
-    /// A block was found, or not; `listed`: only the index was asked.
-    pub fn found(&self, at: usize, found: bool, listed: bool) {
+    /// A block was found, or not.
+    pub fn found(&self, at: usize, found: bool) {
         let mut report = self.run.report.borrow_mut();
         *if found { &mut report.hits } else { &mut report.misses } += 1;
         if !self.is_current() {
             return;
         }
         let (began, claims) = (self.began[at], self.run.claims(self.space));
-        let mut model = self.run.models[self.space].borrow_mut();
-        let answered = if listed { model.listed(began, found, claims) } else { model.answered(began, found, claims) };
+        let answered = self.run.models[self.space].borrow().answered(began, found, claims);
         self.run.check(answered.map_err(|what| format!("space {}: {what}", self.space)));
         report.hits_promised += u64::from(found && began.must_hit && claims.keeps);
         report.misses_promised += u64::from(!found && began.must_miss);

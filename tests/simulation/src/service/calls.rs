@@ -194,7 +194,7 @@ impl Caller {
                     if found && !holds(at, self.payload(block)) {
                         self.run.fail(format!("block {block} of space {} was loaded with wrong bytes", self.space));
                     }
-                    asked.found(at, found, false);
+                    asked.found(at, found);
                 }
                 Err(error) => self.refused("a load of one block", &error),
             }
@@ -290,7 +290,7 @@ impl Caller {
         };
         for (at, result) in results.into_iter().enumerate() {
             match result {
-                Ok(found) => asked.found(at, found, false),
+                Ok(found) => asked.found(at, found),
                 Err(error) if has_left(&error) => {}
                 Err(error) => self.refused("a load of one block", &error),
             }
@@ -336,12 +336,12 @@ impl Caller {
             let Some(found) = self.made(client.match_len(&keys)).await else { return Ok(()) };
             let found = found?;
             self.run.mix(found as u64);
-            (0..blocks.len().min(found + 1)).for_each(|at| asked.found(at, at < found, true));
+            (0..blocks.len().min(found + 1)).for_each(|at| asked.found(at, at < found));
         } else {
             let Some(found) = self.made(client.contains(&keys)).await else { return Ok(()) };
             for (at, found) in found?.into_iter().enumerate() {
                 self.run.mix(u64::from(found));
-                asked.found(at, found, true);
+                asked.found(at, found);
             }
         }
         Ok(())

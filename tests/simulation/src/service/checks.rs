@@ -132,7 +132,7 @@ async fn audit(run: &Rc<Run>, space: usize, rng: &mut Rng) {
                     }
                     assert_eq!(life, run.life.get(), "the service runs during the audit");
                     let claims = run.claims(space);
-                    let answered = run.models[space].borrow_mut().answered(began, *found, claims);
+                    let answered = run.models[space].borrow().answered(began, *found, claims);
                     run.check(answered.map_err(|what| format!("the audit of space {space}: {what}")));
                     let mut report = run.report.borrow_mut();
                     report.hits_promised += u64::from(*found && began.must_hit && claims.keeps);
