@@ -9,6 +9,7 @@ use std::{
 };
 
 use crate::{
+    config::DiskPath,
     disk::StoreFile,
     error::{Error, Result},
     state::Shared,
@@ -29,6 +30,15 @@ impl Names {
     /// # Errors
     /// [`Error::Unavailable`], with the path.
     pub(super) fn check(&self, shared: &Arc<Shared>) -> Result<()> {
+        let checked = self.check_all(&shared.config.disk.paths);
+        if let Err(Error::Unavailable { reason, .. }) = &checked {
+            shared.refuse_writes(reason.clone());
+        }
+        checked
+    }
+
+    /// As [`check`](Self::check), at the end of the cache.
+    pub(super) fn check_all(&self, paths: &[DiskPath]) -> Result<()> {
         let is_deleted = |file: &Weak<File>| {
             let metadata = file.upgrade().and_then(|file| file.metadata().ok());
             metadata.is_some_and(|metadata| metadata.nlink() == 0)
@@ -37,9 +47,8 @@ impl Names {
         let reason = format!(
             "found the store file of {} deleted while it is open, expected it to stay until the cache is closed: its \
              blocks are lost then; restart to begin a new store",
-            shared.config.disk.paths[at].path.display()
+            paths[at].path.display()
         );
-        shared.refuse_writes(reason.clone());
         Err(Error::unavailable("disk", reason))
     }
 }

@@ -90,6 +90,7 @@ async fn serve(
     files: &mut Vec<StoreFile>,
     opened: oneshot::Sender<Result<Cache>>,
 ) -> Option<(End, Result<()>)> {
+    let paths = config.disk.paths.clone();
     let started = match start(reactor, config, files).await {
         Ok(started) => started,
         Err(error) => {
@@ -104,6 +105,8 @@ async fn serve(
     // A caller that is gone drops the cache, which ends `run`.
     drop(opened.send(Ok(cache)));
     let result = mover.run(commands, urgent).await;
+    // A file that nobody else has any more ends with its descriptor.
+    let result = result.and_then(|()| Names::of(files).check_all(&paths));
     _ = caught(|| tracing::info!(namespace, "the cache is closed"));
     Some((end, result))
 }

@@ -103,7 +103,11 @@ fn a_store_that_is_deleted_under_a_running_cache_is_not_ok() {
             assert!(fetch_verified(&cache, 1).await);
             let stored = cache.store(&key(2), None, &payload(2, cache.config().block_bytes)).await;
             assert!(matches!(stored, Err(Error::Unavailable { tier: "disk", .. })), "{stored:?}");
-            drop(cache.close().await);
+            for _ in 0..2 {
+                let closed = cache.close().await;
+                let is_told = matches!(&closed, Err(Error::Unavailable { reason, .. }) if reason.contains("deleted"));
+                assert!(is_told, "{closed:?}");
+            }
         });
         let cache = block_on(Cache::open(config(&dir, StorageKind::Auto, 4, 64))).expect("a new store");
         assert_eq!(cache.stats().disk_read_only, None);
