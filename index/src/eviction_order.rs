@@ -101,11 +101,11 @@ impl Index {
         entry.has(tier, LISTED) && entry.list(tier) != List::Dirty || entry.is_last_resort(tier)
     }
 
-    /// The next copy to demote from `tier`: the coldest dirty one without pins, whatever its children.
+    /// The copies to demote from `tier`: the dirty ones without pins, whatever their children, the coldest first.
     ///
     /// A demotion pins its source, which takes it out of this list.
-    pub fn demotable(&self, tier: Tier) -> Option<EntryId> {
-        self.coldest(List::Dirty, tier)
+    pub fn demotable(&self, tier: Tier) -> impl Iterator<Item = EntryId> {
+        self.coldest_first(List::Dirty, tier)
     }
 
     /// The dirty, released copy that [`victim_unless`](Self::victim_unless) has just spared, if it found nothing else.
@@ -117,8 +117,12 @@ impl Index {
 
     /// The copy of a list in order of last use that was used longest ago.
     fn coldest(&self, list: List, tier: Tier) -> Option<EntryId> {
+        self.coldest_first(list, tier).next()
+    }
+
+    fn coldest_first(&self, list: List, tier: Tier) -> impl Iterator<Item = EntryId> {
         let last_use = |id| self.entry(EntryId(id)).last_use;
-        self.lists[list as usize][tier as usize].coldest(&last_use).map(EntryId)
+        self.lists[list as usize][tier as usize].coldest_first(last_use).map(EntryId)
     }
 
     /// Number of leaves in `tier` that may be evicted now.

@@ -62,14 +62,15 @@ impl RecencyList {
         }
     }
 
-    pub(super) fn coldest(&self, last_use: &dyn Fn(u32) -> u64) -> Option<u32> {
-        let in_order = self.in_order.peek_lru().map(|(&id, &())| (last_use(id), id));
-        let late = self.late.first().copied();
-        let (_, id) = match (in_order, late) {
-            (Some(a), Some(b)) => a.min(b),
-            (a, b) => a.or(b)?,
-        };
-        Some(id)
+    /// All of them, the coldest first.
+    pub(super) fn coldest_first(&self, last_use: impl Fn(u32) -> u64) -> impl Iterator<Item = u32> {
+        let mut in_order = self.in_order.iter().rev().map(move |(&id, &())| (last_use(id), id)).peekable();
+        let mut late = self.late.iter().copied().peekable();
+        std::iter::from_fn(move || {
+            let is_late = late.peek().is_some_and(|late| in_order.peek().is_none_or(|next| late < next));
+            let next = if is_late { late.next() } else { in_order.next() };
+            next.map(|(_, id)| id)
+        })
     }
 
     pub(super) fn len(&self) -> usize {

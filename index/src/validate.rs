@@ -165,7 +165,7 @@ impl Index {
             let frontier = self.frontier[at].len();
             ensure!(counts.frontier[at] == frontier, "{tier}: {frontier} right above held ones");
             self.frontier[at].validate().map_err(|what| format!("{tier}: right above held ones: {what}"))?;
-            let demotable = self.demotable(tier);
+            let demotable = self.demotable(tier).next();
             ensure!(demotable.is_some() == (dirty > 0), "{tier}: a dirty list of {dirty} gives {demotable:?}");
             let known = |id: EntryId| self.entries.get(id.0 as usize).is_some_and(|entry| entry.has(tier, LISTED));
             ensure!(demotable.is_none_or(known), "{tier}: {demotable:?} is given, but not listed");

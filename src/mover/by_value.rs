@@ -77,9 +77,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 if wanted.contains(key) || !state.dirty.contains(key) {
                     continue;
                 }
-                if state.dirty.is_queued(key) || state.flights.contains(key, Tier::Disk) {
+                let Some(id) = state.index.find(key) else { continue };
+                if state.dirty.is_queued(key) || state.flights.entry(key, Tier::Disk) == Some(id) {
                     wanted.insert(*key);
-                } else if let Some(id) = state.index.find(key) {
+                } else {
                     let decided = self.decide(&mut state, id, *key, &wanted);
                     wanted.extend(decided);
                 }
@@ -111,14 +112,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let mut chain = state.index.unwritten_chain(id, CHAIN_MAX, |above| known.contains(above));
         let mut wanted = Vec::new();
-        chain.retain(|&above| {
-            let above = state.index.key(above);
+        chain.retain(|&id| {
+            let above = state.index.key(id);
             let is_decided = state.dirty.is_queued(&above);
             if is_decided {
                 wanted.push(above);
             }
             // The budget is charged once for each block.
-            !is_decided && !state.flights.contains(&above, Tier::Disk)
+            !is_decided && state.flights.entry(&above, Tier::Disk) != Some(id)
         });
         let taken = match &self.write_budget {
             Some(write_budget) => {

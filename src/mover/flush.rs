@@ -6,7 +6,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::{Mover, write::DEMOTING_MAX};
 use crate::{
-    block::{BlockKey, FileId, OpKind},
+    block::{BlockKey, FileId, OpKind, Tier},
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
@@ -29,7 +29,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// A refusal of the disk is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
         // Before the dirty blocks: one that is being copied from the device is in flight now, and may be dirty later.
-        let mut keys: BTreeSet<BlockKey> = self.shared.lock().flights.writes().collect();
+        let mut keys: BTreeSet<BlockKey> = {
+            let state = self.shared.lock();
+            // Of a removed block whose key was stored anew the new one counts, if it is to be written.
+            let is_of_key = |key: &BlockKey| {
+                state.flights.entry(key, Tier::Disk).is_none_or(|id| state.index.find(key) == Some(id))
+            };
+            state.flights.writes().filter(is_of_key).collect()
+        };
         match self.shared.config.values_writes() {
             true => keys.append(&mut self.decide_all().await),
             false => keys.extend(self.each_dirty(|_, key| key).await),

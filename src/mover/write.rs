@@ -218,9 +218,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return None;
         }
         let id = state.demotable()?;
-        let key = state.index.key(id);
-        // A removed block of this key is still being written: the end of that write frees a slot.
-        (!state.flights.contains(&key, Tier::Disk)).then_some((id, key))
+        Some((id, state.index.key(id)))
     }
 }
 

@@ -19,10 +19,15 @@ impl Shared {
 
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.
     pub(crate) fn give_up_overdue(self: &Arc<Self>, begun: u64) -> bool {
-        let (waiters, any, held) = {
+        let (waiters, overdue, held) = {
             let mut state = self.lock();
-            let held = Tier::ALL.map(|tier| self.held_slots(tier));
-            (state.flights.take_overdue(begun), state.flights.any_overdue(), held)
+            let (held, before) = (Tier::ALL.map(|tier| self.held_slots(tier)), state.flights.overdue());
+            let waiters = state.flights.take_overdue(begun);
+            if state.flights.overdue() > before {
+                // Of write-backs others begin in their place.
+                self.write_back.notify_one();
+            }
+            (waiters, state.flights.overdue(), held)
         };
         if !waiters.is_empty() {
             // A subscriber that panics must not end the deadlines.
@@ -37,7 +42,7 @@ impl Shared {
             };
             drop(waiter.send(Err(error)));
         }
-        any
+        overdue > 0
     }
 
     /// Whether the clock is to be watched on: while a movement `is_active` on the reactor, a flight is in flight, or a

@@ -297,9 +297,9 @@ impl<M> Flights<M> {
         waiters
     }
 
-    /// True while a movement in flight is overdue.
-    pub(crate) fn any_overdue(&self) -> bool {
-        self.overdue > 0
+    /// Number of movements in flight that are overdue.
+    pub(crate) fn overdue(&self) -> usize {
+        self.overdue
     }
 
     /// Ends all movements.

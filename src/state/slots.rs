@@ -261,8 +261,10 @@ impl Locked<'_> {
     /// The next block of host memory to be written, so that it can be evicted: a dirty one, or a released one that is
     /// spared while a request waits for a slot.
     pub(crate) fn demotable(&self) -> Option<EntryId> {
-        let spared = || self.is_short_by_sync().then(|| self.index.spared(Tier::Host)).flatten();
-        self.index.demotable(Tier::Host).or_else(spared)
+        // One whose key a removed block had that is still being written waits for the end of that, which may be far.
+        let may_go = |id: &EntryId| !self.flights.contains(&self.index.key(*id), Tier::Disk);
+        let spared = || self.is_short_by_sync().then(|| self.index.spared(Tier::Host)).flatten().filter(may_go);
+        self.index.demotable(Tier::Host).find(may_go).or_else(spared)
     }
 
     fn free_or_evicted(&mut self, tier: Tier) -> Option<u32> {

@@ -9,7 +9,7 @@ use kvhoist::{
     internals::io::{FileId, OpKind},
 };
 use kvhoist_simulation::sim::{self, Fault, Sim, Simulated, World};
-use scene::{BLOCK_BYTES, config, finish, open};
+use scene::{BLOCK_BYTES, config, finish, open, spawn};
 
 fn by_value() -> Config {
     config().write_policy(WritePolicy::ByValue)
@@ -306,6 +306,33 @@ fn of_a_chain_that_is_over_nothing_is_written() {
         cache.sync().await.expect("a sound disk");
         assert_eq!((cache.stats().dirty, cache.stats().writes_declined), (0, 2));
         assert_eq!(found_after_kill(&disk, 1..4).await, [3]);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_sync_decides_on_a_block_whose_key_a_removed_one_had_that_is_being_written() {
+    sim::block_on(async {
+        // A tenth of an hour has a block.
+        let settings = by_value().host_blocks(16).write_budget(WRITTEN_BYTES * 240);
+        let (cache, reactor, disk) = open(settings).await;
+        let writes = || disk.counts().started[OpKind::Write as usize];
+        store(&cache, 0, None).await;
+        disk.script(OpKind::Write, writes(), Fault::Stall);
+        let first = spawn(&cache, |cache| async move { cache.sync().await });
+        a_while().await;
+        let removal = spawn(&cache, |cache| async move { cache.remove(&key(0)).await });
+        a_while().await;
+        store(&cache, 0, None).await;
+        let second = spawn(&cache, |cache| async move { cache.sync().await });
+        a_while().await;
+        assert_eq!(disk.release(), 1);
+        for synced in [first, second] {
+            synced.await.expect("no panic").expect("a sound disk");
+        }
+        removal.await.expect("no panic").expect("removed");
+        let stats = cache.stats();
+        assert_eq!((stats.writes_over_budget, stats.tier(Tier::Disk).resident), (1, 0), "no more than the budget");
         finish(cache, reactor).await;
     });
 }

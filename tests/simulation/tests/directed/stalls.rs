@@ -2,7 +2,7 @@
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{Error, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist::{DiskPath, Error, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, FaultRates, Simulated, World};
 
 use crate::scene::*;
@@ -257,4 +257,50 @@ fn the_end_of_a_cache_flushes_what_was_overdue() {
         }
         finish(cache, reactor).await;
     });
+}
+
+#[test]
+fn a_write_of_a_removed_block_that_hangs_holds_up_no_other_block_though_its_key_is_stored_anew() {
+    for policy in [WritePolicy::WriteBack, WritePolicy::ByValue] {
+        sim::block_on(async {
+            let config = config().write_policy(policy).disks(vec![DiskPath::with_blocks("simulated", 64)]);
+            let (cache, reactor, disk) = open(config).await;
+            store(&cache, 0).await.expect("stored");
+            disk.script_next(OpKind::Write, Fault::Stall);
+            let sync = spawn(&cache, |cache| async move { cache.sync().await });
+            a_while().await;
+            let removal = spawn_remove(&cache, 0);
+            a_while().await;
+            store(&cache, 0).await.expect("stored anew");
+            for n in 1..13 {
+                store(&cache, n).await.unwrap_or_else(|error| panic!("{policy:?}, block {n}: {error}"));
+            }
+            assert_eq!(disk.release(), 1);
+            drop((sync.await.expect("no panic"), removal.await.expect("no panic")));
+            assert!(fetch(&cache, 0).await.expect("served"), "{policy:?}");
+            finish(cache, reactor).await;
+        });
+    }
+}
+
+#[test]
+fn others_are_written_back_where_a_write_back_is_overdue() {
+    for host in [4, 5, 8] {
+        sim::block_on(async {
+            let config = write_back().host_blocks(host).disks(vec![DiskPath::with_blocks("simulated", 64)]);
+            let (cache, reactor, disk) = open(config).await;
+            disk.script_next(OpKind::Write, Fault::Stall);
+            let mut late = 0;
+            for n in 0..24 {
+                match store(&cache, n).await {
+                    Ok(()) => {}
+                    Err(Error::Timeout { .. }) => late += 1,
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            assert_eq!(disk.release(), 1);
+            assert!(late <= 1, "with {host} host slots {late} stores were late");
+            finish(cache, reactor).await;
+        });
+    }
 }
