@@ -85,7 +85,6 @@ mod rb;
 mod recency_list;
 mod residency;
 mod restore;
-mod restored;
 mod used;
 mod uses;
 mod validate;
@@ -96,7 +95,6 @@ pub use hash::KeyHasher;
 pub use lru::Lru;
 pub use policy::{Eviction, Policy};
 pub use rb::Rb;
-pub use restored::Restored;
 pub use used::Used;
 pub use write_value::Worth;
 

@@ -6,7 +6,7 @@ use kvhoist_base::block::Tier;
 use slab::Slab;
 
 use super::{
-    EntryId, Restored,
+    EntryId,
     entry::Entry,
     link::{END, LATE, Link, NONE},
 };
@@ -126,20 +126,6 @@ impl Lru {
         merged(in_order, self.late.iter().copied(), |a, b| a <= b).map(|(last_use, id)| (last_use, EntryId(id)))
     }
 
-    /// As [`Policy::fill`](super::Policy::fill).
-    pub(super) fn fill<'a>(
-        &mut self,
-        entries: &mut Slab<Entry>,
-        tier: Tier,
-        restored: impl Iterator<Item = &'a Restored>,
-    ) {
-        for entry in restored {
-            if entries[entry.id().0 as usize].link(tier) == Link::OUT {
-                self.insert(entries, tier, entry.id());
-            }
-        }
-    }
-
     /// Checks the links, the order, and that each entry that is in is one of those that `belongs` here. Returns how
     /// many are in.
     pub(super) fn validate(
@@ -216,7 +202,6 @@ mod tests {
         Touch(u32, u64),
         /// Changes whether it may be evicted.
         Hold(u32),
-        Fill(Vec<u32>, u64),
         Evict,
     }
 
@@ -225,9 +210,8 @@ mod tests {
         prop_oneof![
             4 => (id.clone(), time.clone()).prop_map(|(id, time)| Op::Insert(id, time)),
             2 => id.clone().prop_map(Op::Remove),
-            2 => (id.clone(), time.clone()).prop_map(|(id, time)| Op::Touch(id, time)),
+            2 => (id.clone(), time).prop_map(|(id, time)| Op::Touch(id, time)),
             2 => id.prop_map(Op::Hold),
-            1 => (proptest::collection::vec(0..24u32, 0..8), time).prop_map(|(ids, time)| Op::Fill(ids, time)),
             1 => Just(Op::Evict),
         ]
     }
@@ -293,21 +277,6 @@ mod tests {
                     if may && self.entries[id as usize].link(TIER) == Link::OUT {
                         self.insert(id, last);
                     }
-                }
-                Op::Fill(mut ids, time) => {
-                    ids.sort_unstable();
-                    ids.dedup();
-                    ids.retain(|id| !self.model.contains_key(id));
-                    let restored: Vec<_> = ids.into_iter().zip(time..).collect();
-                    for &(id, last) in &restored {
-                        self.set_last(id, last);
-                        self.may_evict(id, true);
-                        self.model.insert(id, (last, true));
-                    }
-                    let used = |last| Used { last, uses: 1 };
-                    let restored: Vec<_> =
-                        restored.iter().map(|&(id, last)| Restored::new(EntryId(id), used(last))).collect();
-                    self.lru.fill(&mut self.entries, TIER, restored.iter());
                 }
                 Op::Evict => {
                     if let Some(id) = self.lru.victim(&mut self.entries, TIER) {

@@ -4,7 +4,7 @@ use kvhoist_base::block::Tier;
 use serde::{Deserialize, Serialize};
 use slab::Slab;
 
-use super::{EntryId, Lru, Rb, Restored, Used, entry::Entry};
+use super::{EntryId, Lru, Rb, Used, entry::Entry};
 
 /// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
 /// that precede them.
@@ -131,14 +131,6 @@ impl Policy {
         match self {
             Policy::Lru(lru) => Box::new(lru.coldest_first(entries, tier).map(|(_, id)| id)),
             Policy::Rb(rb) => Box::new(rb.coldest_first(entries, tier).map(|(_, id)| id)),
-        }
-    }
-
-    /// Enters many at once, in ascending order of last use: the blocks of a restart.
-    pub(super) fn fill(&mut self, entries: &mut Slab<Entry>, tier: Tier, restored: &[Restored]) {
-        match self {
-            Policy::Lru(lru) => lru.fill(entries, tier, restored.iter()),
-            Policy::Rb(rb) => rb.fill(entries, tier, restored),
         }
     }
 

@@ -13,7 +13,7 @@
 use kvhoist_base::block::Tier;
 use slab::Slab;
 
-use super::{EntryId, Lru, Restored, Used, entry::Entry, ghosts::Ghosts, lru::merged};
+use super::{EntryId, Lru, Used, entry::Entry, ghosts::Ghosts, lru::merged};
 
 /// The head start at first, and at most, as multiples of the tier's slots.
 const HEAD_FIRST: f64 = 0.5;
@@ -172,12 +172,6 @@ impl Rb {
     ) -> impl Iterator<Item = (u64, EntryId)> + 'a {
         let [once, again] = self.lists.each_ref().map(|list| list.coldest_first(entries, tier));
         merged(once, again, |once, again| self.is_once_first(once.0, again.0))
-    }
-
-    pub(super) fn fill(&mut self, entries: &mut Slab<Entry>, tier: Tier, restored: &[Restored]) {
-        for (again, list) in [false, true].into_iter().zip(&mut self.lists) {
-            list.fill(entries, tier, restored.iter().filter(|entry| entry.used().again() == again));
-        }
     }
 
     /// Allocates the memory that it will need; the error is the number of bytes that were refused.

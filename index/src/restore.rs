@@ -3,7 +3,7 @@
 use kvhoist_base::block::{BlockKey, Tier};
 
 use super::{
-    EntryId, Index, Restored, Used,
+    EntryId, Index, Used,
     entry::{Entry, FULL, LISTED, List, USES_MAX},
     link::NONE,
 };
@@ -126,22 +126,23 @@ impl Index {
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();
         self.restored_at = self.clock;
-        let mut leaves: Vec<Restored> = Vec::new();
+        let mut leaves: Vec<(u64, EntryId)> = Vec::new();
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
-                let (id, used) = (EntryId(id as u32), entry.used());
+                let (id, last_use) = (EntryId(id as u32), entry.last_use);
                 match entry.list(tier) {
                     List::Policy => {
                         self.evictable[tier as usize] += 1;
-                        leaves.push(Restored::new(id, used));
+                        leaves.push((last_use, id));
                     }
-                    list => self.lists[list as usize][tier as usize].insert(id.0, used.last),
+                    list => self.lists[list as usize][tier as usize].insert(id.0, last_use),
                 }
             }
         }
-        leaves.sort_unstable_by_key(|leaf| (leaf.used().last, leaf.id()));
-        self.policies[tier as usize].fill(&mut self.entries, tier, &leaves);
+        // In ascending order none arrives late.
+        leaves.sort_unstable();
+        leaves.into_iter().for_each(|(_, id)| self.enter_order(id, tier));
     }
 
     /// True if the entry was used since the [end of recovery](Self::restored).
