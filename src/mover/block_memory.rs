@@ -159,10 +159,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Where::Slot(tier, slot) => {
                 assert_eq!(*tier, Tier::Host, "the kernel moves blocks to and from host memory");
                 let segment = Segment { len: self.shared.config.slot_bytes(), ..self.shared.host_segment(*slot) };
-                Few::one((segment, self.shared.fixed_buffer(*slot), None))
+                Few::from([(segment, self.shared.fixed_buffer(*slot), None)])
             }
             Where::Caller(job) => job.places(),
-            Where::Heap(segment) => Few::one((*segment, None, None)),
+            Where::Heap(segment) => Few::from([(*segment, None, None)]),
         }
     }
 }

@@ -224,7 +224,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         usage: Use,
     ) -> Result<Step<Flight<S, C>>> {
         let begin = |state: &mut Locked<'_>, id, waiter| {
-            state.flights.begin((key, Tier::Host), id, class, Few::one(waiter), false);
+            state.flights.begin((key, Tier::Host), id, class, Few::from([waiter]), false);
             Some(())
         };
         let (promotion, source) = state.promote(key, Tier::Host, (class, usage), begin)?;

@@ -248,9 +248,7 @@ impl Job {
             let region = self.region_of(segment);
             (*segment, region.and_then(|region| region.fixed(segment)), region.and_then(|region| region.guard.clone()))
         };
-        let mut places = Few::default();
-        places.extend(self.segments.iter().map(place));
-        places
+        self.segments.iter().map(place).collect()
     }
 
     /// The region that one of its segments lies in; `None` for memory that is lent for the call.

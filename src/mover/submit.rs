@@ -138,7 +138,7 @@ impl Submitter {
                 state.drop_after_unlock(waiter);
                 return None;
             };
-            state.flights.begin((key, tier), id, class, Few::one(waiter), false);
+            state.flights.begin((key, tier), id, class, Few::from([waiter]), false);
             return Some(Begun::Command(room));
         };
         Some(Begun::Read(this.begin_read(state, id, class, waiter, read)))
@@ -168,7 +168,7 @@ impl Submitter {
         (mut trip, block): (Trip, OnDisk),
     ) -> Submission<'_> {
         let is_awaited = class == Class::Awaited;
-        let waiters = if is_awaited { Few::one(waiter) } else { Few::default() };
+        let waiters = if is_awaited { Few::from([waiter]) } else { Few::default() };
         let started = state.flights.begin((&trip.key, Tier::Host), id, class, waiters, true);
         let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
         state.watch();

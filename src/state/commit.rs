@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, State, few::Few};
+use super::{Class, Few, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, State};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Eviction,
@@ -222,7 +222,7 @@ impl Locked<'_> {
             None => match self.pin_source(id, key) {
                 Some(pin) => {
                     let (sender, receiver) = oneshot::channel();
-                    let started = self.flights.begin((key, Tier::Disk), id, class, Few::one(sender), true);
+                    let started = self.flights.begin((key, Tier::Disk), id, class, Few::from([sender]), true);
                     return Ok(Committed::Write(self.pending_write(key, pin, started, class), receiver));
                 }
                 // It is being copied from the device: the write follows.
@@ -258,14 +258,15 @@ impl Locked<'_> {
     ) -> Few<(oneshot::Sender<Outcome>, Outcome)> {
         let pin = match outcome {
             Ok(Some(pin)) => pin,
-            Ok(None) => return waiters.map(|waiter| (waiter, Ok(None))),
-            Err(error) => return waiters.map(|waiter| (waiter, Err(error.clone()))),
+            Ok(None) => return waiters.into_iter().map(|waiter| (waiter, Ok(None))).collect(),
+            Err(error) => return waiters.into_iter().map(|waiter| (waiter, Err(error.clone()))).collect(),
         };
         let (id, route, mut first) = (pin.id(), pin.route(), Some(pin));
-        let answers = waiters.map(|waiter| {
+        let answers = waiters.into_iter().map(|waiter| {
             let pin = first.take().or_else(|| self.pin(id, tier, route));
             (waiter, Ok(pin))
         });
+        let answers = answers.collect();
         if let Some(unwanted) = first {
             unwanted.release(self);
         }

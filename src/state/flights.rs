@@ -20,7 +20,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use self::table::{Placed, Table};
-use super::few::Few;
+use super::Few;
 use crate::{
     block::{BlockKey, Tier},
     index::{EntryId, KeyHasher},
@@ -332,7 +332,10 @@ fn is_at<M>(flights: &Table<Flight<M>>, number: u64, place: u32) -> bool {
 
 /// Takes the waiters that have left.
 fn prune<M>(waiters: &mut Waiters<M>, gone: &mut Vec<oneshot::Sender<M>>) {
-    waiters.extract(oneshot::Sender::is_closed, gone);
+    let (left, waiting): (Waiters<M>, Waiters<M>) =
+        std::mem::take(waiters).into_iter().partition(oneshot::Sender::is_closed);
+    *waiters = waiting;
+    gone.extend(left);
 }
 
 /// Adds a waiter to a movement, unless it has the largest permitted number.

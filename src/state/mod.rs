@@ -10,7 +10,6 @@ mod deadline;
 mod deferred;
 mod dirty;
 mod disk_write;
-mod few;
 mod flights;
 mod guards;
 mod health;
@@ -36,7 +35,6 @@ pub(crate) use commit::{BegunStore, Committed, FlightEnd, Known};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
-pub(crate) use few::Few;
 pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use in_flight::{InFlight, Kind, Permit};
@@ -74,6 +72,8 @@ use crate::{
     sync::Mutex,
 };
 
+/// A list that mostly has one element, which needs no allocation.
+pub(crate) type Few<T> = smallvec::SmallVec<[T; 1]>;
 /// Movements in flight.
 pub(crate) type Flights = flights::Flights<Outcome>;
 /// The result of joining a movement.

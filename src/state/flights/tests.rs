@@ -12,7 +12,7 @@ fn flights() -> Flights<u8> {
 fn in_flight(tier: Tier, entry: u32) -> (Flights<u8>, oneshot::Receiver<u8>) {
     let mut flights = flights();
     let (sender, receiver) = oneshot::channel();
-    flights.begin((&KEY, tier), EntryId::from_u32(entry), Class::Awaited, Few::one(sender), false);
+    flights.begin((&KEY, tier), EntryId::from_u32(entry), Class::Awaited, Few::from([sender]), false);
     (flights, receiver)
 }
 
@@ -33,7 +33,7 @@ fn nobody_joins_a_movement_that_is_overdue() {
     assert!(flights.any_overdue());
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::Overdue));
     let (sender, _receiver) = oneshot::channel();
-    let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), Few::one(sender));
+    let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), Few::from([sender]));
     assert_eq!(refused.expect_err("it is overdue").len(), 1, "they are given back");
     flights.finish(&KEY, Tier::Disk);
     assert!(!flights.any_overdue());
@@ -45,7 +45,7 @@ fn waiters_are_passed_to_the_write_of_their_entry_or_to_the_one_that_follows() {
     for (entry, follows) in [(1, false), (2, true)] {
         let (mut flights, _first) = in_flight(Tier::Disk, 1);
         let (sender, _receiver) = oneshot::channel();
-        flights.pass_to_write(&KEY, EntryId::from_u32(entry), Few::one(sender)).expect("a write is in flight");
+        flights.pass_to_write(&KEY, EntryId::from_u32(entry), Few::from([sender])).expect("a write is in flight");
         let Finished { waiters, next } = flights.finish(&KEY, Tier::Disk);
         assert_eq!((waiters.len(), next.map(|next| next.len())), (2 - usize::from(follows), follows.then_some(1)));
     }
@@ -65,7 +65,7 @@ fn movements_that_end_leave_the_list_by_age_though_an_older_one_stays() {
             (&key(n), Tier::Disk),
             EntryId::from_u32(2),
             Class::Background,
-            Few::one(oneshot::channel().0),
+            Few::from([oneshot::channel().0]),
             false,
         );
         assert_eq!(flights.finish(&key(n), Tier::Disk).waiters.len(), 1);
@@ -94,7 +94,7 @@ fn a_movement_is_as_urgent_by_its_number_as_by_its_key() {
         (&key(200), Tier::Host),
         EntryId::from_u32(200),
         Class::Awaited,
-        Few::one(oneshot::channel().0),
+        Few::from([oneshot::channel().0]),
         false,
     );
     for (n, &number) in numbers.iter().enumerate() {

@@ -53,7 +53,7 @@ fn a_panic_under_the_lock_answers_the_waiters_and_lets_owners_be_dropped() {
         let mut state = shared.lock();
         let id = state.index.find(&key).expect("stored");
         let (sender, receiver) = oneshot::channel();
-        state.flights.begin((&key, Tier::Disk), id, Class::Awaited, Few::one(sender), false);
+        state.flights.begin((&key, Tier::Disk), id, Class::Awaited, Few::from([sender]), false);
         receiver
     };
 
@@ -139,7 +139,7 @@ fn waiters_that_have_left_are_dropped_after_the_unlock() {
     let mut state = shared.lock();
     let id = state.index.find(&key).expect("stored");
     // Its waiter leaves at once. Before tokio 1.50 the channel keeps the waker of a receiver that is gone.
-    state.flights.begin((&key, Tier::Disk), id, Class::Background, Few::one(oneshot::channel().0), false);
+    state.flights.begin((&key, Tier::Disk), id, Class::Background, Few::from([oneshot::channel().0]), false);
     let joined = state.flights.join(&key, Tier::Disk, 1);
     assert!(matches!(joined, Joined::Waiting(_)), "the one that left made room");
     assert_eq!(state.flights.gone.len(), 1, "it is not dropped under the lock");
