@@ -97,10 +97,8 @@ pub(super) struct ThreadDriver {
     /// Whether the thread transfers; otherwise it leaves transfers to the others.
     transfers: bool,
     /// Transfers to be made by system calls, each when it is taken as completed: its bytes are still in the processor's
-    /// cache then.
+    /// cache then. Also those whose offset is impossible, which are refused then.
     calls: VecDeque<InFlight<Waiter>>,
-    /// Transfers whose offset is impossible.
-    refused: VecDeque<Completed<Waiter>>,
     /// How a thread without a ring sleeps.
     park: fn(),
 }
@@ -127,7 +125,7 @@ impl ThreadDriver {
 
     /// Transfers by system calls, one read and one write at a time, or not at all.
     pub(super) fn without_ring(transfers: bool) -> Self {
-        ThreadDriver { ring: None, transfers, calls: VecDeque::new(), refused: VecDeque::new(), park: thread::park }
+        ThreadDriver { ring: None, transfers, calls: VecDeque::new(), park: thread::park }
     }
 }
 
@@ -151,10 +149,10 @@ impl Driver for ThreadDriver {
 
     fn start(&mut self, transfer: Transfer, waiter: Waiter) {
         let by_calls = transfer.file.by_calls || transfer.kind == OpKind::Sync;
-        match (InFlight::new(transfer, waiter), &mut self.ring) {
-            (Err(refused), _) => self.refused.push_back(refused),
-            (Ok(transfer), Some(ring)) if !by_calls => ring.start(transfer),
-            (Ok(transfer), _) => self.calls.push_back(transfer),
+        let transfer = InFlight::new(transfer, waiter);
+        match &mut self.ring {
+            Some(ring) if !by_calls && transfer.parts.check_offset().is_ok() => ring.start(transfer),
+            _ => self.calls.push_back(transfer),
         }
     }
 
@@ -165,12 +163,12 @@ impl Driver for ThreadDriver {
     }
 
     fn has_completed(&self) -> bool {
-        !self.calls.is_empty() || !self.refused.is_empty() || self.ring.as_ref().is_some_and(Ring::has_completed)
+        !self.calls.is_empty() || self.ring.as_ref().is_some_and(Ring::has_completed)
     }
 
     fn take_completed(&mut self) -> Option<Completed<Waiter>> {
         let by_ring = self.ring.as_mut().and_then(Ring::take_completed);
-        by_ring.or_else(|| self.refused.pop_front()).or_else(|| self.calls.pop_front().map(InFlight::make))
+        by_ring.or_else(|| self.calls.pop_front().map(InFlight::make))
     }
 
     fn wake(&self) -> Wake {

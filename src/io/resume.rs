@@ -29,10 +29,10 @@ pub async fn in_parts(
     buf: Lent,
     mut operate: impl AsyncFnMut(u64, Lent) -> (io::Result<usize>, Lent),
 ) -> (io::Result<()>, Lent) {
-    let mut parts = match Parts::new(kind, file, offset, buf) {
-        Ok(parts) => parts,
-        Err((error, buf)) => return (Err(error), buf),
-    };
+    let mut parts = Parts::new(kind, file, offset, buf);
+    if let Err(error) = parts.check_offset() {
+        return (Err(error), parts.into_buf());
+    }
     loop {
         let (result, buf) = operate(parts.offset(), parts.take_rest()).await;
         parts.rest = Some(buf);
@@ -61,15 +61,22 @@ pub(super) struct Parts {
 
 impl Parts {
     /// A transfer of which nothing is done yet.
-    ///
-    /// # Errors
-    /// `InvalidInput` if it reaches past the largest offset of a file, with the memory.
-    pub(super) fn new(kind: OpKind, file: FileId, offset: u64, buf: Lent) -> Result<Self, (io::Error, Lent)> {
-        if let Err(error) = check_offset(offset, buf.len()) {
-            return Err((error, buf));
-        }
+    pub(super) fn new(kind: OpKind, file: FileId, offset: u64, buf: Lent) -> Self {
         let (len, skipped, aligned) = (buf.len(), buf.skipped(), offset.is_multiple_of(IO_ALIGN as u64));
-        Ok(Parts { kind, file, offset, rest: Some(buf), skipped, len, done: 0, aligned, no_progress: 0 })
+        Parts { kind, file, offset, rest: Some(buf), skipped, len, done: 0, aligned, no_progress: 0 }
+    }
+
+    /// Refuses offsets past the largest one of a file: `u64::MAX` is the current file position to a ring.
+    pub(super) fn check_offset(&self) -> io::Result<()> {
+        let Parts { offset, len, .. } = self;
+        match offset.checked_add(*len as u64) {
+            Some(end) if i64::try_from(end).is_ok() => Ok(()),
+            _ => {
+                let text =
+                    format!("{len} bytes at offset {offset} reach past the largest offset of a file, {}", i64::MAX);
+                Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+            }
+        }
     }
 
     pub(super) fn kind(&self) -> OpKind {
@@ -147,17 +154,6 @@ impl Parts {
         let (name, file, offset) = (self.kind.name(), self.file.0, self.offset);
         let text = format!("{name} of {} bytes at {offset} of file {file}: {} done, then {what}", self.len, self.done);
         io::Error::new(kind, text)
-    }
-}
-
-/// Refuses offsets with a special meaning: `u64::MAX` is the current file position to a ring.
-fn check_offset(offset: u64, len: usize) -> io::Result<()> {
-    match offset.checked_add(len as u64) {
-        Some(end) if i64::try_from(end).is_ok() => Ok(()),
-        _ => {
-            let text = format!("{len} bytes at offset {offset} reach past the largest offset of a file, {}", i64::MAX);
-            Err(io::Error::new(io::ErrorKind::InvalidInput, text))
-        }
     }
 }
 

@@ -59,13 +59,10 @@ pub(super) struct InFlight<T> {
 }
 
 impl<T> InFlight<T> {
-    /// A transfer of which nothing is done yet; completed, where its offset is impossible.
-    pub(super) fn new(transfer: Transfer, tag: T) -> Result<Self, Completed<T>> {
+    /// A transfer of which nothing is done yet.
+    pub(super) fn new(transfer: Transfer, tag: T) -> Self {
         let Transfer { kind, file: OpenFile { file, id, .. }, offset, buf } = transfer;
-        match Parts::new(kind, id, offset, buf) {
-            Ok(parts) => Ok(InFlight { parts, file, tag }),
-            Err((error, buf)) => Err(Completed { buf, result: Err(error), tag }),
-        }
+        InFlight { parts: Parts::new(kind, id, offset, buf), file, tag }
     }
 
     pub(super) fn complete(self, result: io::Result<()>) -> Completed<T> {
@@ -74,6 +71,9 @@ impl<T> InFlight<T> {
 
     /// Makes the transfer by system calls.
     pub(super) fn make(mut self) -> Completed<T> {
+        if let Err(error) = self.parts.check_offset() {
+            return self.complete(Err(error));
+        }
         loop {
             let moved = call(&self.parts, &self.file);
             if let Some(result) = self.parts.account(moved) {
@@ -87,7 +87,7 @@ impl<T> InFlight<T> {
 fn call(parts: &Parts, file: &File) -> io::Result<usize> {
     let (fd, buf) = (file.as_raw_fd(), parts.rest());
     let (ptr, len) = (buf.as_ptr().cast::<libc::c_void>(), buf.len().min(TRANSFER_BYTES_MAX));
-    let offset = libc::off_t::try_from(parts.offset()).expect("checked by `Parts::new`");
+    let offset = libc::off_t::try_from(parts.offset()).expect("checked by `make`");
     let result = match parts.kind() {
         // SAFETY: the descriptor is open while `file` lives; by the contract of `Lent`, `len` bytes at `ptr` are mapped
         // and ours alone to write.
