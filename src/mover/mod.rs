@@ -87,7 +87,6 @@ pub(crate) struct Mover<S, C> {
     copy: C,
     /// libcufile, where it is in use.
     cufile: OnceCell<CufileRoute>,
-    files: Vec<FileId>,
     /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
     /// What may be written to the disk tier, where that is limited.
@@ -157,8 +156,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         is_new: bool,
     ) -> Rc<Self> {
         let config = &shared.config;
-        let files: Vec<FileId> =
-            (0..config.disk.paths.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         Rc::new(Mover {
             write_budget: config
                 .write_budget_bytes()
@@ -174,12 +171,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             active: Cell::new(0),
             taken: Cell::new(0),
             overdue: Cell::new(false),
-            record_failures: files.iter().map(|_| Failures::default()).collect(),
-            flushes: files.iter().map(|_| Flush::new()).collect(),
+            record_failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
+            flushes: config.disk.paths.iter().map(|_| Flush::new()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
             cufile: OnceCell::new(),
-            files,
             memory_align_bytes,
             shared,
             storage,

@@ -44,7 +44,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         drop_all(commands).await;
-        if self.files.is_empty() {
+        if self.flushes.is_empty() {
             return Ok(());
         }
         self.close_cufile().await;
