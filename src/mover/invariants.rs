@@ -7,12 +7,12 @@ use std::{
 
 use super::Mover;
 use crate::{
-    block::Tier,
+    block::{OpKind, Tier},
     checksum::checksum,
     device::CopyEngine,
     index::EntryId,
     io::Storage,
-    state::{Kind, Rooms, Shared, State},
+    state::{Rooms, Shared, State},
 };
 
 /// Fails with a message unless the condition holds.
@@ -112,7 +112,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Checks what must hold on the reactor's side while nothing is in flight.
     pub(crate) fn check_idle(&self) -> Result<(), String> {
-        for kind in [Kind::Read, Kind::Write] {
+        for kind in [OpKind::Read, OpKind::Write] {
             let bytes = self.shared.in_flight.bytes(kind);
             ensure!(bytes == 0, "{bytes} bytes in flight are counted for {kind:?}");
         }

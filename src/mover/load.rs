@@ -24,7 +24,7 @@ use crate::{
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
     shield::caught,
-    state::{Kind, Locked, Permit},
+    state::{Locked, Permit},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -86,7 +86,7 @@ impl Submitter {
     /// Begins a load. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
         let results = Arc::new(CallResults::new(jobs.len(), reply));
-        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, Kind::Read)) else {
+        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Read)) else {
             return Some(Command::Load { jobs: jobs.into_iter().enumerate().collect(), results });
         };
         let (ends, progress) = (Arc::clone(&this.ends), Mutex::new(Progress::default()));
@@ -106,7 +106,7 @@ impl Submitter {
 
     /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over, and may have blocks
     /// that they read or write.
-    pub(super) fn is_worth_waking(&self, jobs: &[Job], kind: Kind) -> bool {
+    pub(super) fn is_worth_waking(&self, jobs: &[Job], kind: OpKind) -> bool {
         let shared = &self.ends.shared;
         let bytes = jobs.len() as u64 * shared.config.slot_bytes() as u64 + shared.in_flight.bytes(kind);
         self.pool.is_worth_waking(jobs.len(), bytes) && jobs.first().is_some_and(|job| self.reaches_in_place(job))

@@ -13,7 +13,7 @@ use crate::{
     device::CopyEngine,
     io::{Storage, Transfer, Transferred, transfer_owned},
     memory::{Guard, IoBuf},
-    state::{DiskPlace, Few, Filling, Kind, Permit, Pin},
+    state::{DiskPlace, Few, Filling, Permit, Pin},
     task,
     urgency::Urgency,
 };
@@ -59,7 +59,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         to: M,
         sum_bytes: usize,
     ) -> (Transferred, Pin, M) {
-        assert_eq!(permit.kind(), Kind::Read, "its bytes count as read");
+        assert_eq!(permit.kind(), OpKind::Read, "its bytes count as read");
         // SAFETY: `to` may be filled.
         let (result, to, pin) = unsafe { self.transfer(&permit, file, offset, to, pin, sum_bytes) }.await;
         (result, pin, to)
@@ -73,7 +73,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         from: M,
         filling: Filling,
     ) -> (Transferred, M, Filling) {
-        assert_eq!(permit.kind(), Kind::Write, "its bytes count as written");
+        assert_eq!(permit.kind(), OpKind::Write, "its bytes count as written");
         // SAFETY: nothing is written to `from`.
         unsafe { self.transfer(permit, place.file, place.offset, from, filling, 0) }.await
     }
@@ -91,10 +91,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         keeps: K,
         sum_bytes: usize,
     ) -> (Transferred, M, K) {
-        let kind = match permit.kind() {
-            Kind::Read => OpKind::Read,
-            Kind::Write => OpKind::Write,
-        };
+        let kind = permit.kind();
         let parts = self.host_parts(&memory.place());
         let owner = (memory, keeps);
         // Most blocks are one segment, which needs no task of its own.
@@ -233,7 +230,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Bytes of the operations in flight.
     pub(super) fn bytes_in_flight(&self) -> u64 {
-        self.shared.in_flight.bytes(Kind::Read) + self.shared.in_flight.bytes(Kind::Write)
+        self.shared.in_flight.bytes(OpKind::Read) + self.shared.in_flight.bytes(OpKind::Write)
     }
 
     /// The checksum of a block, on the reactor, with turns for other tasks between chunks.

@@ -28,8 +28,8 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
     state::{
-        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Kind, Known, Locked, Permit, Purpose, Shared, Started,
-        Taken, WRITE,
+        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Shared, Started, Taken,
+        WRITE,
     },
     sync::Mutex,
     urgency::Urgency,
@@ -240,7 +240,7 @@ impl TransferHandler for QueuedStore {
 impl Submitter {
     /// Begins a store. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_store(this: Option<&Self>, jobs: Vec<Job>, call: Arc<StoreCall>) -> Option<Command> {
-        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, Kind::Write)) else {
+        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Write)) else {
             return Some(Command::StoreFrom { jobs: jobs.into_iter().enumerate().collect(), call });
         };
         let mut known = Vec::new();

@@ -13,7 +13,7 @@ use crate::{
     index::Index,
     io::{Storage, Workers},
     memory::{Arena, Lent},
-    state::{Class, Committed, Few, Kind, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
+    state::{Class, Committed, Few, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
     urgency::Urgency,
 };
 
@@ -52,7 +52,8 @@ fn mover() -> Rc<Mover<Silent, Memcpy>> {
 fn a_write_waits_for_its_bytes_without_a_disk_slot_and_a_read_with_its_host_slot() {
     let mover = mover();
     let shared = Arc::clone(&mover.shared);
-    let in_flight = [Kind::Read, Kind::Write].map(|kind| shared.in_flight.take_now(kind, Urgency::Awaited, 1 << 20));
+    let in_flight =
+        [OpKind::Read, OpKind::Write].map(|kind| shared.in_flight.take_now(kind, Urgency::Awaited, 1 << 20));
     assert!(in_flight.iter().all(Option::is_some), "all bytes are in flight");
     for (needs, tier, slots_left) in [(WRITE, Tier::Disk, 2), (READ_TO_HOST, Tier::Host, 1)] {
         let (mut state, mut taken) = (shared.lock(), Taken::default());
@@ -112,7 +113,7 @@ fn a_write_that_begins_with_its_commit_is_awaited() {
         drop(state);
         let Ok(Committed::Write(write, _receiver)) = begun else { panic!("nothing else writes it") };
         assert_eq!((write.begun.is_ok(), free_slots), (class == Class::Awaited, disk_slots_left));
-        let bytes = shared.in_flight.take_now(Kind::Write, Urgency::Awaited, 1);
+        let bytes = shared.in_flight.take_now(OpKind::Write, Urgency::Awaited, 1);
         assert_eq!(bytes.is_none(), write.begun.is_ok(), "one block may be in flight");
     }
 }

@@ -8,6 +8,7 @@ use tokio::sync::oneshot;
 
 use super::Raised;
 use crate::{
+    block::OpKind,
     sync::Mutex,
     urgency::{Line, Urgency},
 };
@@ -32,29 +33,21 @@ struct WaitingOperation {
     wake: oneshot::Sender<Permit>,
 }
 
-/// Which limit an operation counts against.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// Bytes read.
-    Read = 0,
-    /// Bytes written.
-    Write = 1,
-}
-
-const KINDS: [Kind; 2] = [Kind::Read, Kind::Write];
+/// What counts against a limit. A flush moves no bytes.
+const KINDS: [OpKind; 2] = [OpKind::Read, OpKind::Write];
 
 /// Bytes that an operation may have in flight; dropping it gives the bytes back.
 pub(crate) struct Permit {
     /// `None` once its bytes are given back.
     in_flight: Option<InFlight>,
-    kind: Kind,
+    kind: OpKind,
     bytes: u64,
     /// Of its operation, when it was given.
     urgency: Urgency,
 }
 
 impl Permit {
-    pub(crate) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> OpKind {
         self.kind
     }
 
@@ -80,14 +73,14 @@ impl InFlight {
     }
 
     /// `bytes`, if they can be had at once.
-    pub(crate) fn take_now(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Option<Permit> {
+    pub(crate) fn take_now(&self, kind: OpKind, urgency: Urgency, bytes: u64) -> Option<Permit> {
         let bytes = self.0.lock().start(kind, urgency, bytes).ok()?;
         Some(Permit { in_flight: Some(self.clone()), kind, bytes, urgency })
     }
 
     /// Waits for `bytes`; `None` for a call that was [given up](Self::give_up_calls). Cancel safe: a permit given to a
     /// dropped future goes back.
-    pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64, is_call: bool) -> Option<Permit> {
+    pub(crate) async fn take(&self, kind: OpKind, urgency: Urgency, bytes: u64, is_call: bool) -> Option<Permit> {
         let receiver = {
             let mut bytes_in_flight = self.0.lock();
             match bytes_in_flight.start(kind, urgency, bytes) {
@@ -133,12 +126,12 @@ impl InFlight {
     }
 
     /// Bytes in flight of a kind.
-    pub(crate) fn bytes(&self, kind: Kind) -> u64 {
+    pub(crate) fn bytes(&self, kind: OpKind) -> u64 {
         self.0.lock().bytes[kind as usize]
     }
 
     /// Gives bytes back, if there are any, and starts what fits now, most urgent first.
-    fn start_waiting(&self, back: Option<(Kind, u64)>) {
+    fn start_waiting(&self, back: Option<(OpKind, u64)>) {
         let mut back = back;
         loop {
             let next = self.0.lock().pop_next(back.take());
@@ -156,7 +149,7 @@ impl InFlight {
 
 impl BytesInFlight {
     /// Counts `bytes`, at most all that there are, as in flight; an error where they must wait.
-    fn start(&mut self, kind: Kind, urgency: Urgency, bytes: u64) -> Result<u64, u64> {
+    fn start(&mut self, kind: OpKind, urgency: Urgency, bytes: u64) -> Result<u64, u64> {
         let bytes = bytes.min(self.limits[kind as usize]);
         if !self.may_start(kind, urgency, bytes) {
             return Err(bytes);
@@ -165,28 +158,28 @@ impl BytesInFlight {
         Ok(bytes)
     }
 
-    fn may_start(&self, kind: Kind, urgency: Urgency, bytes: u64) -> bool {
+    fn may_start(&self, kind: OpKind, urgency: Urgency, bytes: u64) -> bool {
         let is_awaited = urgency == Urgency::Awaited;
         self.waiting[kind as usize].would_be_first(urgency) && self.allows(kind, is_awaited) && self.fits(kind, bytes)
     }
 
-    fn fits(&self, kind: Kind, bytes: u64) -> bool {
+    fn fits(&self, kind: OpKind, bytes: u64) -> bool {
         self.bytes[kind as usize] + bytes <= self.limits[kind as usize]
     }
 
     /// True where no operation of the other kind must go before one of this kind.
-    fn allows(&self, kind: Kind, is_awaited: bool) -> bool {
-        let is_sole_write = is_awaited && self.bytes[Kind::Write as usize] == 0;
-        kind == Kind::Read || is_sole_write || !self.waiting[Kind::Read as usize].has_awaited()
+    fn allows(&self, kind: OpKind, is_awaited: bool) -> bool {
+        let is_sole_write = is_awaited && self.bytes[OpKind::Write as usize] == 0;
+        kind == OpKind::Read || is_sole_write || !self.waiting[OpKind::Read as usize].has_awaited()
     }
 
-    fn count(&mut self, kind: Kind, bytes: u64) {
+    fn count(&mut self, kind: OpKind, bytes: u64) {
         self.bytes[kind as usize] += bytes;
         self.given[kind as usize] += 1;
     }
 
     /// Gives bytes back, takes the next waiter that may start off its queue, and counts its bytes.
-    fn pop_next(&mut self, back: Option<(Kind, u64)>) -> Option<(Kind, Urgency, WaitingOperation)> {
+    fn pop_next(&mut self, back: Option<(OpKind, u64)>) -> Option<(OpKind, Urgency, WaitingOperation)> {
         if let Some((kind, bytes)) = back {
             self.bytes[kind as usize] -= bytes;
         }
@@ -225,19 +218,19 @@ mod tests {
     #[test]
     fn an_awaited_read_goes_before_writes_that_waited_longer() {
         let in_flight = InFlight::new(10, 10);
-        let mut read_1 = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
-        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 5, false));
-        let mut write_1b = pin!(in_flight.take(Kind::Write, Awaited, 5, false));
+        let mut read_1 = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
+        let mut write_1 = pin!(in_flight.take(OpKind::Write, Awaited, 5, false));
+        let mut write_1b = pin!(in_flight.take(OpKind::Write, Awaited, 5, false));
         let read_share = read_1.as_mut().now_or_never().flatten().expect("fits");
         let write_share = write_1.as_mut().now_or_never().flatten().expect("fits");
         let write_share_b = write_1b.as_mut().now_or_never().flatten().expect("fits");
-        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 5, false));
-        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 5, false));
-        let mut read_2 = pin!(in_flight.take(Kind::Read, Awaited, 5, false));
+        let mut background = pin!(in_flight.take(OpKind::Write, Background(1), 5, false));
+        let mut write_2 = pin!(in_flight.take(OpKind::Write, Awaited, 5, false));
+        let mut read_2 = pin!(in_flight.take(OpKind::Read, Awaited, 5, false));
         assert!(background.as_mut().now_or_never().is_none() && write_2.as_mut().now_or_never().is_none());
         assert!(read_2.as_mut().now_or_never().is_none());
         drop(write_share);
-        assert_eq!(in_flight.bytes(Kind::Write), 5);
+        assert_eq!(in_flight.bytes(OpKind::Write), 5);
         assert!(write_2.as_mut().now_or_never().is_none(), "no second write starts while an awaited read waits");
         drop(read_share);
         let read_2 = read_2.as_mut().now_or_never().expect("the read goes first");
@@ -246,17 +239,17 @@ mod tests {
         drop(write_2);
         let background = background.as_mut().now_or_never().expect("then the other");
         drop((background, read_2, write_share_b));
-        assert_eq!(in_flight.bytes(Kind::Write), 0);
+        assert_eq!(in_flight.bytes(OpKind::Write), 0);
     }
 
     #[test]
     fn calls_are_given_up_where_nothing_moves_and_movements_wait_on() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Write, Awaited, 10, true));
+        let mut first = pin!(in_flight.take(OpKind::Write, Awaited, 10, true));
         let permit = first.as_mut().now_or_never().flatten().expect("fits");
         let before = in_flight.given();
-        let mut call = pin!(in_flight.take(Kind::Write, Awaited, 10, true));
-        let mut movement = pin!(in_flight.take(Kind::Write, Awaited, 10, false));
+        let mut call = pin!(in_flight.take(OpKind::Write, Awaited, 10, true));
+        let mut movement = pin!(in_flight.take(OpKind::Write, Awaited, 10, false));
         assert!(call.as_mut().now_or_never().is_none() && movement.as_mut().now_or_never().is_none());
         in_flight.give_up_calls([before[0], before[1] - 1]);
         assert!(call.as_mut().now_or_never().is_none(), "a write has begun meanwhile");
@@ -270,14 +263,14 @@ mod tests {
     #[test]
     fn one_awaited_write_runs_beside_waiting_reads_and_no_background_write_does() {
         let in_flight = InFlight::new(10, 10);
-        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut read = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         let read = read.as_mut().now_or_never().flatten().expect("fits");
-        let mut waiting = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut waiting = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         assert!(waiting.as_mut().now_or_never().is_none());
-        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 1, false));
+        let mut background = pin!(in_flight.take(OpKind::Write, Background(1), 1, false));
         assert!(background.as_mut().now_or_never().is_none(), "nobody awaits it");
-        let mut write_1 = pin!(in_flight.take(Kind::Write, Awaited, 1, false));
-        let mut write_2 = pin!(in_flight.take(Kind::Write, Awaited, 1, false));
+        let mut write_1 = pin!(in_flight.take(OpKind::Write, Awaited, 1, false));
+        let mut write_2 = pin!(in_flight.take(OpKind::Write, Awaited, 1, false));
         let write_1 = write_1.as_mut().now_or_never().expect("the only write");
         assert!(write_2.as_mut().now_or_never().is_none(), "the second");
         drop(write_1);
@@ -288,16 +281,16 @@ mod tests {
     #[test]
     fn no_read_waits_for_a_write() {
         let in_flight = InFlight::new(10, 10);
-        let mut write = pin!(in_flight.take(Kind::Write, Awaited, 10, false));
+        let mut write = pin!(in_flight.take(OpKind::Write, Awaited, 10, false));
         let _write = write.as_mut().now_or_never().flatten().expect("fits");
-        let mut awaited = pin!(in_flight.take(Kind::Write, Awaited, 10, false));
-        let mut background = pin!(in_flight.take(Kind::Write, Background(1), 10, false));
+        let mut awaited = pin!(in_flight.take(OpKind::Write, Awaited, 10, false));
+        let mut background = pin!(in_flight.take(OpKind::Write, Background(1), 10, false));
         assert!(awaited.as_mut().now_or_never().is_none() && background.as_mut().now_or_never().is_none());
-        let mut prefetch = pin!(in_flight.take(Kind::Read, Background(2), 5, false));
+        let mut prefetch = pin!(in_flight.take(OpKind::Read, Background(2), 5, false));
         let prefetch = prefetch.as_mut().now_or_never().expect("no read is in flight");
-        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut read = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         assert!(read.as_mut().now_or_never().is_none(), "10 bytes do not fit beside 5");
-        let mut later = pin!(in_flight.take(Kind::Read, Background(3), 5, false));
+        let mut later = pin!(in_flight.take(OpKind::Read, Background(3), 5, false));
         assert!(later.as_mut().now_or_never().is_none(), "an awaited read goes first");
         drop(prefetch);
         let read = read.as_mut().now_or_never().expect("the writes still wait");
@@ -308,17 +301,17 @@ mod tests {
     #[test]
     fn an_operation_that_is_raised_goes_before_those_that_nobody_awaits() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut first = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         let permit = first.as_mut().now_or_never().flatten().expect("fits");
-        let mut earlier = pin!(in_flight.take(Kind::Read, Background(1), 10, false));
-        let mut joined = pin!(in_flight.take(Kind::Read, Background(2), 10, false));
+        let mut earlier = pin!(in_flight.take(OpKind::Read, Background(1), 10, false));
+        let mut joined = pin!(in_flight.take(OpKind::Read, Background(2), 10, false));
         assert!(earlier.as_mut().now_or_never().is_none() && joined.as_mut().now_or_never().is_none());
         in_flight.raise(&Raised { flights: vec![2, 7], holders: false });
         drop(permit);
         let permit = joined.as_mut().now_or_never().expect("somebody waits for it");
         assert!(earlier.as_mut().now_or_never().is_none(), "nobody waits for it");
-        let mut read = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
-        let mut write_back = pin!(in_flight.take(Kind::Write, Background(3), 10, false));
+        let mut read = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
+        let mut write_back = pin!(in_flight.take(OpKind::Write, Background(3), 10, false));
         assert!(read.as_mut().now_or_never().is_none() && write_back.as_mut().now_or_never().is_none());
         in_flight.raise(&Raised { flights: vec![], holders: true });
         assert!(write_back.as_mut().now_or_never().is_some(), "the sole write, and somebody waits for it");
@@ -330,11 +323,11 @@ mod tests {
     #[test]
     fn a_cancelled_waiter_gives_its_share_to_the_next() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut first = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         let permit = first.as_mut().now_or_never().flatten().expect("fits");
-        let mut kept = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut kept = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         {
-            let mut cancelled = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+            let mut cancelled = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
             assert!(cancelled.as_mut().now_or_never().is_none());
             assert!(kept.as_mut().now_or_never().is_none());
             drop(permit);
@@ -346,23 +339,23 @@ mod tests {
     #[test]
     fn any_number_of_waiters_that_are_gone_are_passed_over_on_a_small_stack() {
         let in_flight = InFlight::new(10, 10);
-        let mut first = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut first = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         let permit = first.as_mut().now_or_never().flatten().expect("fits");
         for _ in 0..200_000 {
-            assert!(pin!(in_flight.take(Kind::Read, Awaited, 10, false)).now_or_never().is_none());
+            assert!(pin!(in_flight.take(OpKind::Read, Awaited, 10, false)).now_or_never().is_none());
         }
-        let mut last = pin!(in_flight.take(Kind::Read, Awaited, 10, false));
+        let mut last = pin!(in_flight.take(OpKind::Read, Awaited, 10, false));
         assert!(last.as_mut().now_or_never().is_none());
         drop(permit);
         drop(last.as_mut().now_or_never().expect("the others are gone"));
-        assert_eq!(in_flight.bytes(Kind::Read), 0, "given back");
+        assert_eq!(in_flight.bytes(OpKind::Read), 0, "given back");
     }
 
     #[test]
     fn more_than_the_whole_budget_waits_for_all_of_it() {
         let in_flight = InFlight::new(10, 10);
-        let mut huge = pin!(in_flight.take(Kind::Read, Awaited, 1000, false));
+        let mut huge = pin!(in_flight.take(OpKind::Read, Awaited, 1000, false));
         assert!(huge.as_mut().now_or_never().is_some());
-        assert_eq!(in_flight.bytes(Kind::Read), 0, "given back");
+        assert_eq!(in_flight.bytes(OpKind::Read), 0, "given back");
     }
 }

@@ -37,7 +37,7 @@ pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
 pub(crate) use flights::{Class, Raised, Started};
 pub(crate) use health::{Failures, Health, blames_disk};
-pub(crate) use in_flight::{InFlight, Kind, Permit};
+pub(crate) use in_flight::{InFlight, Permit};
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::{IfTaken, Locked};
 #[cfg(feature = "sim")]

@@ -1,7 +1,10 @@
 //! What a transfer needs, and what a movement has taken of it so far.
 
-use super::{Filling, Kind, Locked, Permit, Purpose};
-use crate::{block::Tier, urgency::Urgency};
+use super::{Filling, Locked, Permit, Purpose};
+use crate::{
+    block::{OpKind, Tier},
+    urgency::Urgency,
+};
 
 /// A slot, and a share of the bytes in flight.
 #[derive(Default)]
@@ -53,14 +56,14 @@ impl Taken {
 #[derive(Clone, Copy)]
 pub(crate) enum Need {
     Slot(Tier),
-    Permit(Kind),
+    Permit(OpKind),
 }
 
 /// What a write to disk needs. Its bytes first: background writes get none while awaited reads wait, and must not hold
 /// a slot that a store waits for.
-pub(crate) const WRITE: [Need; 2] = [Need::Permit(Kind::Write), Need::Slot(Tier::Disk)];
+pub(crate) const WRITE: [Need; 2] = [Need::Permit(OpKind::Write), Need::Slot(Tier::Disk)];
 
-pub(crate) const READ: Need = Need::Permit(Kind::Read);
+pub(crate) const READ: Need = Need::Permit(OpKind::Read);
 
 /// What a read to a host slot needs. The slot first: with it, a movement that waits for bytes is as urgent as the
 /// callers that wait for a host slot.
