@@ -8,7 +8,7 @@ use super::{Cache, Lease, OpenCache};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
-    mover::{Begun, Command, QueuedRead, Submitter},
+    mover::{Begun, Command, Submitter},
     state::{Class, Locked, Promotion, State, Use},
 };
 
@@ -219,7 +219,7 @@ impl Cache {
                 Ok((Promotion::Started(_, begun), _)) => {
                     started += 1;
                     match begun {
-                        Begun::Read(read) => asleep.push(read.submit()),
+                        Begun::Read(read) => asleep.push(self.submitter().submit(read)),
                         Begun::Command(room) => to_send.push((room, *key)),
                     }
                 }
@@ -232,7 +232,7 @@ impl Cache {
             taken += 1;
         }
         drop(state);
-        asleep.into_iter().for_each(QueuedRead::wake);
+        asleep.into_iter().for_each(|asleep| self.submitter().wake(asleep));
         to_send.into_iter().for_each(|(room, key)| self.send((Command::Promote { key, to: Tier::Host }, room)));
         Ok((started, taken))
     }

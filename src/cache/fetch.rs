@@ -39,19 +39,19 @@ impl Cache {
 
     /// Begins the promotion of a block that is not resident in `tier`, for its caller.
     #[inline(never)]
-    pub(super) fn promote_missing<'a>(
-        &'a self,
+    pub(super) fn promote_missing(
+        &self,
         state: Locked<'_>,
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
-    ) -> Result<TierMiss<Begun<'a, Room>>> {
+    ) -> Result<TierMiss<Begun<Room>>> {
         let room = || self.shared().commands.try_take().ok();
         let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
         self.inner.shared.promote_missing(state, (key, id), tier, begin)
     }
 
     /// Pins a block in `tier` for its caller, once it has come from elsewhere.
-    pub(super) async fn pin_promoted(&self, miss: TierMiss<Begun<'_, Room>>, key: &BlockKey, tier: Tier) -> Outcome {
+    pub(super) async fn pin_promoted(&self, miss: TierMiss<Begun<Room>>, key: &BlockKey, tier: Tier) -> Outcome {
         let asked = match miss {
             TierMiss::Nowhere => return Ok(None),
             TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await?),
@@ -68,24 +68,24 @@ impl Cache {
     }
 
     /// Begins the movement of a block for a waiter.
-    fn begin<'a>(
-        &'a self,
+    fn begin(
+        &self,
         state: &mut Locked<'_>,
         found: (&BlockKey, EntryId),
         tier: Tier,
         waiter: oneshot::Sender<Outcome>,
         room: impl FnOnce() -> Option<Room>,
-    ) -> Option<Begun<'a, Room>> {
+    ) -> Option<Begun<Room>> {
         Submitter::begin(self.inner.submitter.as_deref(), state, found, (tier, Class::Awaited), waiter, room)
     }
 
+    /// What began a read, and submits it.
+    pub(super) fn submitter(&self) -> &Submitter {
+        self.inner.submitter.as_deref().expect("a read has begun")
+    }
+
     /// Promotes a block, or waits for its promotion, which was asked for. Counts the use that the other half says.
-    async fn promote(
-        &self,
-        key: &BlockKey,
-        tier: Tier,
-        (asked, mut usage): (Promotion<Begun<'_, Room>>, Use),
-    ) -> Outcome {
+    async fn promote(&self, key: &BlockKey, tier: Tier, (asked, mut usage): (Promotion<Begun<Room>>, Use)) -> Outcome {
         let shared = &self.inner.shared;
         let mut asked = Some(asked);
         loop {
@@ -111,7 +111,7 @@ impl Cache {
                 Promotion::Joined(receiver) => (receiver, true),
                 Promotion::Started(receiver, begun) => {
                     match begun {
-                        Begun::Read(read) => read.submit().wake(),
+                        Begun::Read(read) => self.submitter().wake(self.submitter().submit(read)),
                         Begun::Command(room) => self.send((Command::Promote { key: *key, to: tier }, room)),
                     }
                     (receiver, false)

@@ -6,7 +6,7 @@ use tokio::sync::oneshot;
 
 use super::{
     Command,
-    submit::{Begun, DetachedRead, Submission, Submitter},
+    submit::{Begun, Submitter},
 };
 use crate::{
     block::{BlockKey, Route, Tier},
@@ -22,13 +22,7 @@ struct DeferredFetch {
     /// `None` once a movement has it, or it is answered.
     waiter: Option<oneshot::Sender<Outcome>>,
     /// The result of the look-up, without a waiter that a movement has.
-    found: Option<Result<LookedUpFor<ToSubmit>>>,
-}
-
-/// What carries a movement out, once it is submitted.
-enum ToSubmit {
-    Read(DetachedRead),
-    Command(Room),
+    found: Option<Result<LookedUpFor<Begun<Room>>>>,
 }
 
 impl Submitter {
@@ -57,11 +51,7 @@ impl DeferredWork for DeferredFetch {
         let begin = |state: &mut Locked<'_>, id: EntryId, waiter| {
             let (found, requested) = ((key, id), (Tier::Host, Class::Awaited));
             let room = || rooms.try_take().ok();
-            let begun = Submitter::begin(Some(submitter), state, found, requested, waiter, room)?;
-            Some(match begun {
-                Begun::Read(read) => ToSubmit::Read(read.detach()),
-                Begun::Command(room) => ToSubmit::Command(room),
-            })
+            Submitter::begin(Some(submitter), state, found, requested, waiter, room)
         };
         self.found = Some(state.look_up_for(key, &mut self.waiter, rooms.any(), begin));
     }
@@ -73,11 +63,11 @@ impl DeferredWork for DeferredFetch {
                 shared.metrics.export_hit(Tier::Host, Route::HostHit);
                 Ok(Some(shared.leased(Tier::Host, counted)))
             }
-            Some(Ok(LookedUpFor::Begun(source, begins))) => {
+            Some(Ok(LookedUpFor::Begun(source, begun))) => {
                 shared.metrics.look_ups(Some(source)).export(1);
-                return match begins {
-                    ToSubmit::Read(read) => Submission::attach(&self.submitter, read).submit().wake(),
-                    ToSubmit::Command(room) => {
+                return match begun {
+                    Begun::Read(read) => self.submitter.wake(self.submitter.submit(read)),
+                    Begun::Command(room) => {
                         let promote = Command::Promote { key: self.key, to: Tier::Host };
                         drop(self.submitter.commands.send((promote, room)));
                     }

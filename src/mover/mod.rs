@@ -52,7 +52,7 @@ pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 pub(crate) use region::COMPARED;
 pub(crate) use region::{CallerMemory, Job, RegionMemory, RegionUse};
 pub(crate) use store::StoreCall;
-pub(crate) use submit::{Begun, QueuedRead, Submitter};
+pub(crate) use submit::{Begun, Submitter};
 
 use std::{
     cell::{Cell, OnceCell, RefCell},

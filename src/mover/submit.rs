@@ -44,9 +44,9 @@ pub(super) struct Ends {
 
 /// A flight that has begun, and who carries its movement out.
 #[expect(clippy::large_enum_variant, reason = "mostly it is the large one, and a box would be freed by another thread")]
-pub(crate) enum Begun<'a, P> {
-    /// An I/O thread, once the read is [submitted](Submission::submit).
-    Read(Submission<'a>),
+pub(crate) enum Begun<P> {
+    /// An I/O thread, once the read is [submitted](Submitter::submit).
+    Read(Submission),
     /// The reactor, once it has the command, for which there is room.
     Command(P),
 }
@@ -89,26 +89,9 @@ impl DeferredWork for MatchedRead {
     }
 }
 
-/// A read that is about to be submitted. Handed to the reactor when it is dropped before.
-pub(crate) struct Submission<'a> {
-    submitter: &'a Submitter,
-    /// `None` once it is submitted.
-    read: Option<DetachedRead>,
-}
-
-/// A read that is about to be submitted, without what it is submitted to.
-pub(super) type DetachedRead = (PlannedRead, OpenFile);
-
-/// A read that is queued. It is counted, and the thread that it needs is woken, outside of its caller's locks.
-#[must_use]
-pub(crate) struct QueuedRead<'a>(&'a Submitter, Asleep);
-
-impl QueuedRead<'_> {
-    pub(crate) fn wake(self) {
-        self.0.ends.shared.metrics.movements.add(1.0);
-        self.1.wake();
-    }
-}
+/// A read that is about to be submitted, with what its end needs; `None` once it is. Handed to the reactor when it is
+/// dropped before.
+pub(crate) struct Submission(Option<(Arc<Ends>, PlannedRead, OpenFile)>);
 
 impl Submitter {
     pub(crate) fn new(
@@ -124,14 +107,14 @@ impl Submitter {
 
     /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be
     /// submitted, where all that it needs is to be had now, else as a command, if there is `room` for it.
-    pub(crate) fn begin<'a, P>(
-        this: Option<&'a Self>,
+    pub(crate) fn begin<P>(
+        this: Option<&Self>,
         state: &mut Locked<'_>,
         (key, id): (&BlockKey, EntryId),
         (tier, class): (Tier, Class),
         waiter: oneshot::Sender<Outcome>,
         room: impl FnOnce() -> Option<P>,
-    ) -> Option<Begun<'a, P>> {
+    ) -> Option<Begun<P>> {
         let this = this.filter(|_| tier == Tier::Host);
         let Some((this, read)) = this.and_then(|this| Some((this, this.plan(state, (key, id), class)?))) else {
             let Some(room) = room() else {
@@ -166,7 +149,7 @@ impl Submitter {
         class: Class,
         waiter: oneshot::Sender<Outcome>,
         (mut trip, block): (Trip, OnDisk),
-    ) -> Submission<'_> {
+    ) -> Submission {
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::from([waiter]) } else { Few::default() };
         let started = state.flights.begin((&trip.key, Tier::Host), id, class, waiters, true);
@@ -175,7 +158,29 @@ impl Submitter {
         trip.taken.set_urgency(urgency);
         let file = state.files[usize::from(block.file.0)].clone();
         let read = PlannedRead { trip, started, block, began: Instant::now() };
-        Submission { submitter: self, read: Some((read, file)) }
+        Submission(Some((Arc::clone(&self.ends), read, file)))
+    }
+
+    /// Queues a read for the I/O threads. The caller [wakes](Self::wake) the one that it must. A read that nobody
+    /// awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
+    pub(crate) fn submit(&self, mut submission: Submission) -> Asleep {
+        let (ends, read, file) = submission.0.take().expect("it is submitted once");
+        let shared = &self.ends.shared;
+        let (slot, urgency) = read.trip.taken.of_read();
+        // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
+        // waiter, which whoever transfers drops or calls after the memory.
+        let buf = unsafe {
+            Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
+        };
+        let transfer = Transfer { kind: OpKind::Read, file, offset: read.block.offset, buf };
+        let waiter = Waiter::calling(shared.config.block_bytes, move |result| ends.end(read, result));
+        self.pool.push_transfer(urgency, transfer, waiter)
+    }
+
+    /// Counts a read that is queued, and wakes the thread that it needs: outside of its caller's locks.
+    pub(crate) fn wake(&self, asleep: Asleep) {
+        self.ends.shared.metrics.movements.add(1.0);
+        asleep.wake();
     }
 }
 
@@ -209,39 +214,10 @@ impl Ends {
     }
 }
 
-impl<'a> Submission<'a> {
-    pub(super) fn detach(mut self) -> DetachedRead {
-        self.read.take().expect("it is submitted once")
-    }
-
-    pub(super) fn attach(submitter: &'a Submitter, read: DetachedRead) -> Self {
-        Submission { submitter, read: Some(read) }
-    }
-
-    /// Queues the read for the I/O threads. The caller [wakes](QueuedRead::wake) one if it must. One that
-    /// nobody awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
-    pub(crate) fn submit(mut self) -> QueuedRead<'a> {
-        let submitter = self.submitter;
-        let shared = &submitter.ends.shared;
-        let (read, file) = self.read.take().expect("it is submitted once");
-        let (slot, urgency) = read.trip.taken.of_read();
-        // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
-        // waiter, which whoever transfers drops or calls after the memory.
-        let buf = unsafe {
-            Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
-        };
-        let transfer = Transfer { kind: OpKind::Read, file, offset: read.block.offset, buf };
-        let ends = Arc::clone(&submitter.ends);
-        let waiter = Waiter::calling(shared.config.block_bytes, move |result| ends.end(read, result));
-        let asleep = submitter.pool.push_transfer(urgency, transfer, waiter);
-        QueuedRead(submitter, asleep)
-    }
-}
-
-impl Drop for Submission<'_> {
+impl Drop for Submission {
     fn drop(&mut self) {
-        if let Some((read, _)) = self.read.take() {
-            self.submitter.ends.hand_over(read, None);
+        if let Some((ends, read, _)) = self.0.take() {
+            ends.hand_over(read, None);
         }
     }
 }
