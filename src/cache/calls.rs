@@ -67,13 +67,13 @@ impl Cache {
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
         let miss = match self.inner.shared.look_up(key, Tier::Host, IfTaken::Leave)? {
-            LookedUp::Hit(pin) => {
+            Some(LookedUp::Hit(pin)) => {
                 self.write_if_selected(key);
                 return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, pin))));
             }
-            LookedUp::NoHit(state, id) => Some(self.promote_missing(state, (key, id), Tier::Host)?),
-            LookedUp::Nowhere => return Ok(None),
-            LookedUp::LockTaken => None,
+            Some(LookedUp::NoHit((state, id))) => Some(self.promote_missing(state, (key, id), Tier::Host)?),
+            Some(LookedUp::Nowhere) => return Ok(None),
+            None => None,
         };
         let pin = match miss {
             Some(miss) => self.pin_promoted(miss, key, Tier::Host).await,

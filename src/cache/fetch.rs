@@ -26,13 +26,13 @@ impl Cache {
     /// Fetches a block to a tier; waits for the lock.
     pub(super) async fn fetch_waiting(&self, key: &BlockKey, tier: Tier) -> Outcome {
         let miss = match self.inner.shared.look_up(key, tier, IfTaken::Wait)? {
-            LookedUp::Hit(pin) => {
+            Some(LookedUp::Hit(pin)) => {
                 self.write_if_selected(key);
                 return Ok(Some(self.inner.shared.leased(tier, pin)));
             }
-            LookedUp::NoHit(state, id) => self.promote_missing(state, (key, id), tier)?,
-            LookedUp::Nowhere => return Ok(None),
-            LookedUp::LockTaken => unreachable!("it waits for the lock"),
+            Some(LookedUp::NoHit((state, id))) => self.promote_missing(state, (key, id), tier)?,
+            Some(LookedUp::Nowhere) => return Ok(None),
+            None => unreachable!("it waits for the lock"),
         };
         self.pin_promoted(miss, key, tier).await
     }

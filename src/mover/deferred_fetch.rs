@@ -12,7 +12,7 @@ use crate::{
     block::{BlockKey, Route, Tier},
     error::{Error, Result},
     index::EntryId,
-    state::{Class, DeferredWork, Locked, LookedUpFor, Outcome, Room},
+    state::{Class, DeferredWork, Locked, LookedUp, Outcome, Room},
 };
 
 /// A fetch of a block to host memory, for the holder of the lock.
@@ -22,7 +22,7 @@ struct DeferredFetch {
     /// `None` once a movement has it, or it is answered.
     waiter: Option<oneshot::Sender<Outcome>>,
     /// The result of the look-up, without a waiter that a movement has.
-    found: Option<Result<LookedUpFor<Begun<Room>>>>,
+    found: Option<Result<LookedUp<Option<(Tier, Begun<Room>)>>>>,
 }
 
 impl Submitter {
@@ -59,11 +59,11 @@ impl DeferredWork for DeferredFetch {
     fn answer(&mut self) {
         let shared = &self.submitter.ends.shared;
         let outcome = match self.found.take() {
-            Some(Ok(LookedUpFor::Hit(counted))) => {
+            Some(Ok(LookedUp::Hit(counted))) => {
                 shared.metrics.export_hit(Tier::Host, Route::HostHit);
                 Ok(Some(shared.leased(Tier::Host, counted)))
             }
-            Some(Ok(LookedUpFor::Begun(source, begun))) => {
+            Some(Ok(LookedUp::NoHit(Some((source, begun))))) => {
                 shared.metrics.look_ups(Some(source)).export(1);
                 return match begun {
                     Begun::Read(read) => self.submitter.wake(self.submitter.submit(read)),
@@ -73,12 +73,12 @@ impl DeferredWork for DeferredFetch {
                     }
                 };
             }
-            Some(Ok(LookedUpFor::Nowhere)) => {
+            Some(Ok(LookedUp::Nowhere)) => {
                 shared.metrics.misses.export(1);
                 Ok(None)
             }
             Some(Err(error)) => Err(error),
-            Some(Ok(LookedUpFor::Undecided)) | None => return,
+            Some(Ok(LookedUp::NoHit(None))) | None => return,
         };
         if let Some(waiter) = self.waiter.take() {
             drop(waiter.send(outcome));

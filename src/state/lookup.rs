@@ -12,27 +12,13 @@ use crate::{
 };
 
 /// The result of a look-up. Small: it is made for each hit.
-pub(crate) enum LookedUp<'a> {
-    /// Resident in the wanted tier, and now pinned there, for an [owner](Shared::leased) to be made of it.
+pub(crate) enum LookedUp<N> {
+    /// Resident in the wanted tier, and now pinned there, for an [owner](Shared::leased) to be made of it. Counted.
     Hit(CountedPin),
-    /// Not resident there; its entry, if it has one. Not counted yet.
-    NoHit(Locked<'a>, Option<EntryId>),
+    /// Not resident there, and not counted yet.
+    NoHit(N),
     /// No entry has it, and the remote tier does not offer it. Counted as a miss.
     Nowhere,
-    /// Another thread has the lock, and the caller does not wait for it.
-    LockTaken,
-}
-
-/// The result of a look-up that the holder of the lock made for another thread.
-pub(crate) enum LookedUpFor<P> {
-    /// Resident in host memory, and now pinned there, for an [owner](Shared::leased) to be made of it.
-    Hit(CountedPin),
-    /// Resident in this tier. The movement that has begun, with the caller's waiter.
-    Begun(Tier, P),
-    /// Counted as a miss.
-    Nowhere,
-    /// Not counted: the caller looks it up itself.
-    Undecided,
 }
 
 /// A pin of the entry in a slot, counted in the index and as a lease.
@@ -93,32 +79,31 @@ fn hit_route(tier: Tier) -> Route {
 
 impl Shared {
     /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit,
-    /// or the miss.
+    /// or the miss. A block that is not resident there comes with the lock, and its entry if it has one. `None` if
+    /// another thread has the lock, and the caller does not wait for it.
     #[inline(always)] // each hit pays for it
-    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier, if_taken: IfTaken) -> Result<LookedUp<'_>> {
+    pub(crate) fn look_up(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        if_taken: IfTaken,
+    ) -> Result<Option<LookedUp<(Locked<'_>, Option<EntryId>)>>> {
         let counted = {
-            let Some(guard) = self.guard(if_taken) else { return Ok(LookedUp::LockTaken) };
+            let Some(guard) = self.guard(if_taken) else { return Ok(None) };
             let mut state = self.locked(guard);
-            state.check_open()?;
-            state.check_device(tier)?;
-            let id = state.index.find(key);
-            if let Some((id, slot)) = id.and_then(|id| Some((id, state.index.pin_used(id, tier)?))) {
-                state.count_hit(id, tier);
-                Some(CountedPin { id, slot })
-            } else if id.is_some() || self.is_offered(key) {
-                return Ok(LookedUp::NoHit(state, id));
-            } else {
-                self.metrics.misses.add_locked(1, &mut state);
-                None
+            match state.find_used(key, tier)? {
+                LookedUp::Hit(counted) => Some(counted),
+                LookedUp::NoHit(id) => return Ok(Some(LookedUp::NoHit((state, id)))),
+                LookedUp::Nowhere => None,
             }
             // The lock ends here without a move, which would take as long as the lock.
         };
         let Some(counted) = counted else {
             self.metrics.misses.export(1);
-            return Ok(LookedUp::Nowhere);
+            return Ok(Some(LookedUp::Nowhere));
         };
         self.metrics.export_hit(tier, hit_route(tier));
-        Ok(LookedUp::Hit(counted))
+        Ok(Some(LookedUp::Hit(counted)))
     }
 
     /// The owner of a pin that a look-up in `tier` has counted: made where it stays.
@@ -156,15 +141,15 @@ impl Shared {
     /// counted.
     pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
         match self.look_up(key, Tier::Host, IfTaken::Wait)? {
-            LookedUp::Hit(counted) => return Ok(Some(self.leased(Tier::Host, counted))),
-            LookedUp::NoHit(state, id) => {
+            Some(LookedUp::Hit(counted)) => return Ok(Some(self.leased(Tier::Host, counted))),
+            Some(LookedUp::NoHit((state, id))) => {
                 let is_coming = || state.flights.contains(key, Tier::Host);
                 if !id.is_some_and(|id| state.served_tier(id).is_some() || is_coming()) {
                     let _: TierMiss<()> = self.miss(state, key);
                 }
             }
-            LookedUp::Nowhere => {}
-            LookedUp::LockTaken => unreachable!("it waits for the lock"),
+            Some(LookedUp::Nowhere) => {}
+            None => unreachable!("it waits for the lock"),
         }
         Ok(None)
     }
@@ -237,43 +222,55 @@ impl Locked<'_> {
         shared.metrics.hit_locked(tier, hit_route(tier), self);
     }
 
+    /// Looks `key` up for a fetch to `tier`, and pins it if it is resident there. Counts the use, the hit and the lease,
+    /// or the miss.
+    #[inline(always)] // each hit pays for it
+    fn find_used(&mut self, key: &BlockKey, tier: Tier) -> Result<LookedUp<Option<EntryId>>> {
+        self.check_open()?;
+        self.check_device(tier)?;
+        let (id, shared) = (self.index.find(key), self.shared());
+        if let Some((id, slot)) = id.and_then(|id| Some((id, self.index.pin_used(id, tier)?))) {
+            self.count_hit(id, tier);
+            return Ok(LookedUp::Hit(CountedPin { id, slot }));
+        }
+        if id.is_some() || shared.is_offered(key) {
+            return Ok(LookedUp::NoHit(id));
+        }
+        shared.metrics.misses.add_locked(1, self);
+        Ok(LookedUp::Nowhere)
+    }
+
     /// Looks `key` up for a fetch to host memory of a caller that did not wait for the lock, and has `begin` begin the
     /// movement of a block that is elsewhere, which takes the waiter, if there `is_room` for one. Counts the use, and
-    /// the hit or the miss.
+    /// the hit or the miss. A movement that has begun comes with its source; without one, the caller looks the block up
+    /// itself, and nothing is counted.
     pub(crate) fn look_up_for<P>(
         &mut self,
         key: &BlockKey,
         waiter: &mut Option<oneshot::Sender<Outcome>>,
         is_room: bool,
         begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
-    ) -> Result<LookedUpFor<P>> {
-        self.check_open()?;
-        let shared = self.shared();
-        let Some(id) = self.index.find(key) else {
-            if shared.is_offered(key) {
-                return Ok(LookedUpFor::Undecided);
-            }
-            shared.metrics.misses.add_locked(1, self);
-            return Ok(LookedUpFor::Nowhere);
+    ) -> Result<LookedUp<Option<(Tier, P)>>> {
+        let id = match self.find_used(key, Tier::Host)? {
+            LookedUp::Hit(counted) => return Ok(LookedUp::Hit(counted)),
+            LookedUp::NoHit(id) => id,
+            LookedUp::Nowhere => return Ok(LookedUp::Nowhere),
         };
-        if let Some(slot) = self.index.pin_used(id, Tier::Host) {
-            self.count_hit(id, Tier::Host);
-            return Ok(LookedUpFor::Hit(CountedPin { id, slot }));
-        }
         // Who joins a movement may have to look again after it.
-        let Some(source) = self.served_tier(id).filter(|_| is_room && !self.flights.contains(key, Tier::Host)) else {
-            return Ok(LookedUpFor::Undecided);
+        let id = id.filter(|_| is_room && !self.flights.contains(key, Tier::Host));
+        let Some((id, source)) = id.and_then(|id| Some((id, self.served_tier(id)?))) else {
+            return Ok(LookedUp::NoHit(None));
         };
         let requested = (Class::Awaited, Use::Now);
         let channel = || (waiter.take().expect("no other movement has it"), ());
         match self.promote_found((key, id), Some(source), Tier::Host, requested, channel, begin)? {
             Promotion::Started((), begun) => {
-                shared.metrics.look_ups(Some(source)).add_locked(1, self);
-                Ok(LookedUpFor::Begun(source, begun))
+                self.shared().metrics.look_ups(Some(source)).add_locked(1, self);
+                Ok(LookedUp::NoHit(Some((source, begun))))
             }
             // The last room for a command went meanwhile, or the channel closed. The use counts once more when the
             // caller asks again.
-            _ => Ok(LookedUpFor::Undecided),
+            _ => Ok(LookedUp::NoHit(None)),
         }
     }
 

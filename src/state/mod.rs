@@ -42,7 +42,7 @@ pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::{IfTaken, Locked};
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
-pub(crate) use lookup::{LookedUp, LookedUpFor, Promotion, Removed, TierMiss, Use};
+pub(crate) use lookup::{LookedUp, Promotion, Removed, TierMiss, Use};
 pub(crate) use rooms::{NoRoom, Room, Rooms};
 pub(crate) use slots::Purpose;
 pub(crate) use taken::{Need, READ, READ_TO_HOST, Taken, WRITE};
