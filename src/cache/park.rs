@@ -60,7 +60,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use super::*;
-    use crate::{BlockKey, Config, block_on, fork::Home, index::Index, memory::Arena, metrics::Metrics};
+    use crate::{BlockKey, Config, block_on, fork::Home};
 
     const BLOCK_BYTES: usize = 4096;
 
@@ -122,11 +122,8 @@ mod tests {
     fn a_forked_child_leaves_what_is_parked() {
         let mut config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(2);
         config.host.parks = true;
-        let arena = Arc::new(Arena::new(2, BLOCK_BYTES).expect("a little memory"));
-        let metrics = Metrics::new("", BLOCK_BYTES);
-        let mut shared = Shared::new(config, arena, None, Index::new(1), None, 1, metrics);
-        shared.home = Home::elsewhere();
-        let shared = Arc::new(shared);
+        let mut shared = Shared::of_test(config);
+        Arc::get_mut(&mut shared).expect("the only owner").home = Home::elsewhere();
         let mut parked = Parked { shared: HomeBound::new(Arc::clone(&shared)), slots: Vec::new() };
         assert_eq!(parked.park(1), 1);
         let state = shared.lock();

@@ -9,10 +9,8 @@ use crate::{
     block::{BlockKey, FileId, OpKind, Tier},
     config::{Config, DiskPath, WritePolicy},
     device::Memcpy,
-    disk::{DiskSlots, format::stripe::Stripe},
-    index::Index,
     io::{Storage, Workers},
-    memory::{Arena, Lent},
+    memory::Lent,
     state::{Class, Committed, Few, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
     urgency::Urgency,
 };
@@ -41,11 +39,7 @@ fn mover() -> Rc<Mover<Silent, Memcpy>> {
         .write_policy(WritePolicy::WriteBack);
     config.limits.read_bytes_in_flight_max = BYTES as u64;
     config.limits.write_bytes_in_flight_max = BYTES as u64;
-    let slots = DiskSlots::new(Stripe::new(&config), [7; 16], true).expect("memory for a few slots");
-    let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
-    let metrics = crate::metrics::Metrics::new("", BYTES);
-    let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), Some(slots), 1, metrics));
-    Mover::new(shared, Silent, Memcpy::new(), Workers::none(), 1, true)
+    Mover::new(Shared::of_test(config), Silent, Memcpy::new(), Workers::none(), 1, true)
 }
 
 #[test]

@@ -71,14 +71,12 @@ impl Shared {
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use super::*;
-    use crate::{block::Tier, config::Config, index::Index, memory::Arena, metrics::Metrics, state::locks_taken};
+    use crate::{block::Tier, config::Config, state::locks_taken};
 
     #[test]
     fn a_long_chain_is_kept_to_its_beginning_under_many_locks() {
         const BLOCKS: u64 = 1 << 15;
-        let config = Config::default().block_bytes(4096).host_blocks(2);
-        let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)));
+        let shared = Shared::of_test(Config::default().block_bytes(4096).host_blocks(2));
         let keys = (0..BLOCKS).map(|n| {
             let mut key = [0; 32];
             key[..8].copy_from_slice(&n.to_le_bytes());

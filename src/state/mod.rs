@@ -19,6 +19,8 @@ mod lenders;
 mod limits;
 mod lock;
 mod lookup;
+#[cfg(test)]
+mod of_test;
 mod refusals;
 mod remote;
 mod report;

@@ -116,11 +116,8 @@ mod tests {
     use crate::{
         block::{BlockKey, Route, Tier},
         config::{Config, DiskPath, WritePolicy},
-        disk::{DiskSlots, format::stripe::Stripe},
         error::Error,
-        index::{EntryId, Index},
-        memory::Arena,
-        metrics::Metrics,
+        index::EntryId,
         state::{BegunStore, Class, Committed, DiskWrite, Few, Filling, Pin, Shared, locks_taken, verify::Fault},
     };
 
@@ -128,8 +125,7 @@ mod tests {
     fn a_device_tier_that_goes_out_of_service_is_emptied_in_steps() {
         const BLOCKS: usize = 3 * DROPPED_PER_LOCK;
         let config = Config::default().block_bytes(4096).host_blocks(2).device_blocks(BLOCKS as u32);
-        let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
-        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)));
+        let shared = Shared::of_test(config);
         let mut state = shared.lock();
         for n in 0..BLOCKS as u64 {
             let mut key = [0; 32];
@@ -146,10 +142,7 @@ mod tests {
     }
     fn with_disk(write_policy: WritePolicy) -> Arc<Shared> {
         let disks = vec![DiskPath::with_blocks("nowhere", 8)];
-        let config = Config::default().block_bytes(4096).host_blocks(4).disks(disks).write_policy(write_policy);
-        let slots = DiskSlots::new(Stripe::new(&config), [1; 16], true).expect("memory");
-        let arena = Arc::new(Arena::new(4, 4096).expect("a little memory"));
-        Arc::new(Shared::new(config, arena, None, Index::new(1), Some(slots), 1, Metrics::new("", 4096)))
+        Shared::of_test(Config::default().block_bytes(4096).host_blocks(4).disks(disks).write_policy(write_policy))
     }
 
     /// A block that is on disk.

@@ -209,12 +209,10 @@ mod tests {
     use futures_util::FutureExt;
 
     use super::*;
-    use crate::{config::Config, index::Index, memory::Arena, metrics::Metrics, state::LOOKS_PER_DEADLINE};
+    use crate::{config::Config, state::LOOKS_PER_DEADLINE};
 
     fn shared() -> Arc<Shared> {
-        let config = Config::default().block_bytes(4096).host_blocks(1).movements_max(2);
-        let arena = Arc::new(Arena::new(1, 4096).expect("a little memory"));
-        Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", 4096)))
+        Shared::of_test(Config::default().block_bytes(4096).host_blocks(1).movements_max(2))
     }
 
     #[test]

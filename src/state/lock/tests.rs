@@ -16,9 +16,6 @@ use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
     error::Error,
-    index::Index,
-    memory::Arena,
-    metrics::Metrics,
     state::{Class, Few, Joined, Pin, Purpose, Shared},
 };
 
@@ -26,9 +23,7 @@ const BYTES: usize = 4096;
 
 /// A cache of host memory alone, with one block.
 fn with_a_block(key: &BlockKey) -> Arc<Shared> {
-    let config = Config::default().block_bytes(BYTES).host_blocks(2);
-    let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
-    let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new("", BYTES)));
+    let shared = Shared::of_test(Config::default().block_bytes(BYTES).host_blocks(2));
     let filling = shared.lock().acquire(Tier::Host).expect("both slots are free");
     assert!(shared.commit(key, None, filling, 0).is_ok(), "stored");
     shared
