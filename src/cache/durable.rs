@@ -136,7 +136,7 @@ impl Cache {
     pub async fn sync(&self) -> Result<()> {
         let refusals = self.inner.shared.begin_report();
         self.ask(|reply| Command::Sync { reply }).await?;
-        self.inner.names.check(&self.inner.shared)?;
+        self.inner.facts.names.check(&self.inner.shared)?;
         // Here and not on the reactor: what a caller that is gone was to be told, the next one is.
         refusals.report()
     }

@@ -250,7 +250,7 @@ impl Cache {
                 of.set(metric.name, labels.into_iter().filter(|(name, _)| *name != REASON), value);
             }
         }
-        of.set(GDR_IN_USE.0, std::iter::empty(), self.inner.gdr.get().in_use());
+        of.set(GDR_IN_USE.0, std::iter::empty(), self.inner.facts.gdr.get().in_use());
         export_wear(config);
     }
 }

@@ -90,7 +90,7 @@ impl Cache {
         let load = LayerLoad {
             progress: HomeBound::new(Arc::clone(&progress)),
             layers: layers.len(),
-            gpu: HomeBound::new(self.inner.gpu.clone()),
+            gpu: HomeBound::new(self.inner.facts.gpu.clone()),
         };
         let room = self.room().await?;
         self.send((Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }), room));

@@ -72,12 +72,18 @@ struct OpenCache {
     regions: regions::Regions,
     /// Blocks that callers compute.
     computations: computations::Computations,
-    names: deleted::Names,
     storage_name: &'static str,
-    /// The arena was registered when the cache was opened.
-    registered: bool,
+    facts: Facts,
+}
+
+/// What a cache was opened with, beside its settings.
+struct Facts {
+    names: deleted::Names,
     direct_io: bool,
+    /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
+    /// The arena was registered with the ring.
+    registered: bool,
     /// The device, where it is a CUDA one.
     gpu: Option<Arc<crate::device::cuda::Gpu>>,
     /// Whether copies go through an RDMA device.

@@ -12,11 +12,11 @@ use std::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use self::index::{empty, refused, restore};
-use super::{Cache, OpenCache, computations::Computations, deleted::Names, exported, regions::Regions};
+use super::{Cache, Facts, OpenCache, computations::Computations, deleted::Names, exported, regions::Regions};
 use crate::{
     block::{FileId, Tier},
     config::{Config, HeldFile},
-    device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
+    device::{self, AnyCopy, CopyEngine, DevicePool, Memcpy},
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
     error::{Error, Result},
     fork::HomeBound,
@@ -147,19 +147,10 @@ pub(super) struct Parts<S, C> {
     pub(super) workers: Rc<Workers>,
     /// The slots of the device tier, in memory that `copy` can reach.
     pub(super) device: Option<DevicePool>,
-    /// The device that they are on, where it is a CUDA one.
-    pub(super) gpu: Option<Arc<Gpu>>,
-    /// The RDMA device beside it.
-    pub(super) gdr: Option<GdrStatus>,
     pub(super) metrics: Metrics,
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
-    pub(super) names: Names,
-    pub(super) direct_io: bool,
-    /// What addresses of reads and writes must be multiples of.
-    pub(super) memory_align_bytes: usize,
-    /// The arena is registered with the ring.
-    pub(super) registered: bool,
+    pub(super) facts: Facts,
     /// The id of the store, should it have to be created.
     pub(super) uuid: [u8; 16],
     /// Seeds the hash of the index.
@@ -196,19 +187,15 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
         .map_err(|source| Error::io("start the storage engine", "", source))?;
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let device_in_use = gpu.clone();
+    let names = Names::of(files);
     let parts = Parts {
-        registered: storage.registered(),
+        facts: Facts { names, direct_io, memory_align_bytes, registered: storage.registered(), gpu, gdr },
         storage,
         copy,
         workers,
         device: pool,
-        gpu,
-        gdr: Some(gdr),
         metrics,
         members: files.iter().map(StoreFile::member).collect(),
-        names: Names::of(files),
-        direct_io,
-        memory_align_bytes,
         uuid: disk::random_uuid()?,
         // Random, so that nobody can aim keys at one bucket of the index.
         seed: RandomState::new().hash_one(0u64),
@@ -225,22 +212,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts {
-        storage,
-        copy,
-        workers,
-        device,
-        gpu,
-        gdr,
-        metrics,
-        members,
-        names,
-        direct_io,
-        memory_align_bytes,
-        registered,
-        uuid,
-        seed,
-    } = parts;
+    let Parts { storage, copy, workers, device, metrics, members, facts, uuid, seed } = parts;
     let mut index = empty(seed, &config)?;
     let (mut slots, mut generation, mut is_new) = (None, 1, false);
     if !config.disk.paths.is_empty() {
@@ -255,6 +227,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let pool = workers.pool().filter(|_| shared.config.spin_us == 0);
     let files: Option<Vec<_>> = (0..members.len()).map(|at| storage.file(FileId(u16::try_from(at).ok()?))).collect();
     let submitter = pool.cloned().zip(files);
+    let memory_align_bytes = facts.memory_align_bytes;
     let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes, is_new);
     let (sender, commands) = mpsc::unbounded_channel();
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
@@ -263,7 +236,6 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         let (shared, to_reactor) = (Arc::clone(&shared), (urgent.clone(), sender.clone()));
         Submitter::new(shared, pool, files, to_reactor, memory_align_bytes)
     });
-    let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = OpenCache {
         shared,
         commands: sender,
@@ -272,13 +244,8 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         end: told,
         regions: Regions::default(),
         computations: Computations::new(),
-        names,
         storage_name,
-        direct_io,
-        memory_align_bytes,
-        registered,
-        gpu,
-        gdr,
+        facts,
     };
     let cache = Cache { inner: Arc::new(HomeBound::new(inner)) };
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })

@@ -311,7 +311,7 @@ impl Cache {
         shield(region.inner.wait_unused()).await;
         // The request holds the region until it is done, or lost with the reactor. Of two callers whose requests go out
         // at once each waits for both.
-        let may_have_gdr = region.inner.lasting.is_some() && !matches!(self.inner.gdr.get(), GdrState::Off(_));
+        let may_have_gdr = region.inner.lasting.is_some() && !matches!(self.inner.facts.gdr.get(), GdrState::Off(_));
         let is_known = may_have_gdr || region.inner.is_fixed();
         let refused = is_known && self.send_urgent(Urgent::GiveBack { region: region.inner.hold() }).is_err();
         shield(region.inner.wait_unused()).await;

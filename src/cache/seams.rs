@@ -24,14 +24,14 @@ pub use crate::{
 };
 
 use super::{
-    Cache,
+    Cache, Facts,
     deleted::Names,
     open::{End, Parts, Started, assemble, tell_end},
 };
 use crate::{
     block::Tier,
     config::Config,
-    device::CopyEngine,
+    device::{CopyEngine, GdrState, GdrStatus},
     disk::Member,
     error::Result,
     io::{Storage, Workers},
@@ -79,14 +79,16 @@ pub async fn open<S: Storage, C: CopyEngine>(
             None => Workers::none(),
         },
         device: crate::device::open::simulated(&config)?,
-        gpu: None,
-        gdr: None,
         metrics,
         members,
-        names: Names::default(),
-        direct_io: true,
-        memory_align_bytes,
-        registered,
+        facts: Facts {
+            names: Names::default(),
+            direct_io: true,
+            memory_align_bytes,
+            registered,
+            gpu: None,
+            gdr: GdrStatus::new(GdrState::Off("this is a simulation".into())),
+        },
         uuid,
         seed,
     };

@@ -187,10 +187,10 @@ counters! { stats
             "Batches of copies that the RDMA device failed; another engine copied them";
         dirty: "kvhoist_dirty_blocks", u64 = |now| now.state.dirty.len() as u64,
             "Blocks of the host tier that are not on disk yet";
-        direct_io: "kvhoist_direct_io", bool = |now| now.cache.inner.direct_io,
+        direct_io: "kvhoist_direct_io", bool = |now| now.cache.inner.facts.direct_io,
             "1 if the disk is read and written directly";
         registered: "kvhoist_registered", bool = |now| {
-            now.cache.inner.registered && now.cache.shared().registered.load(Ordering::Acquire)
+            now.cache.inner.facts.registered && now.cache.shared().registered.load(Ordering::Acquire)
         }, "1 if host memory is registered with the ring";
         remote_objects: "kvhoist_remote_objects", u64 = |now| now.cache.shared().remote_figures().objects,
             "Objects of the remote store that are known";
@@ -220,7 +220,7 @@ counters! { stats
         /// Alignment, in bytes, of memory that is transferred directly to and from the disk tier
         /// ([`Config::bypass_host`](crate::Config::bypass_host)): what the drives require, 4096 if the kernel does not
         /// report it, 1 without direct I/O.
-        memory_align_bytes: usize = |now| now.cache.inner.memory_align_bytes;
+        memory_align_bytes: usize = |now| now.cache.inner.facts.memory_align_bytes;
         /// Whether libcufile transfers blocks between disk and device, without host memory.
         cufile: bool = |now| now.state.cufile.reads();
         /// The evidence for that, or the reason why it does not.
@@ -363,9 +363,9 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub fn stats(&self) -> Stats {
-        let (shared, gdr): (_, GdrState) = (self.shared(), self.inner.gdr.get());
+        let (shared, gdr): (_, GdrState) = (self.shared(), self.inner.facts.gdr.get());
         // Its error is among the figures.
-        drop(self.inner.names.check(shared));
+        drop(self.inner.facts.names.check(shared));
         let state = shared.lock();
         Stats::read(&Now { cache: self, metrics: &shared.metrics, state: &state, gdr: &gdr })
     }

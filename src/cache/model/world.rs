@@ -26,8 +26,9 @@ use crate::{
     BlockKey, Cache, Config, DiskPath, Layout, Tier,
     block::{FileId, OpKind},
     cache::{
-        OpenCache,
+        Facts, OpenCache,
         computations::Computations,
+        deleted::Names,
         open::{End, tell_end},
         regions::Regions,
     },
@@ -302,13 +303,15 @@ async fn serve(
         end: told,
         regions: Regions::default(),
         computations: Computations::new(),
-        names: crate::cache::deleted::Names::default(),
         storage_name: "memory",
-        direct_io: true,
-        memory_align_bytes: 1,
-        registered: false,
-        gpu: None,
-        gdr: GdrStatus::new(GdrState::Off(String::new())),
+        facts: Facts {
+            names: Names::default(),
+            direct_io: true,
+            memory_align_bytes: 1,
+            registered: false,
+            gpu: None,
+            gdr: GdrStatus::new(GdrState::Off(String::new())),
+        },
     };
     drop(sender.send(Cache { inner: Arc::new(HomeBound::new(inner)) }));
     (end, mover.run(requests, urgent_requests).await)
