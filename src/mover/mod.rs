@@ -71,7 +71,7 @@ use tokio::{
 
 use self::{pages::RecordPages, results::or_panicked, write_budget::WriteBudget};
 use crate::{
-    block::{BlockKey, FileId, Tier},
+    block::{BlockKey, Tier},
     device::{CopyEngine, cufile::Cufile},
     disk::PageId,
     error::{Error, Result},

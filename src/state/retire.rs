@@ -169,7 +169,7 @@ mod tests {
         match shared.begin_store(key, None)? {
             BegunStore::Known(committed) => Ok(committed),
             BegunStore::Slot(filling) => shared.commit(key, None, filling, 2),
-            BegunStore::NoSlot => panic!("there are four"),
+            BegunStore::NoSlot | BegunStore::Unproven => panic!("there are four, and there was no earlier run"),
         }
     }
 

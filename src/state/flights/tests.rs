@@ -30,13 +30,13 @@ fn a_movement_has_no_more_waiters_than_permitted_and_those_that_left_make_room()
 fn nobody_joins_a_movement_that_is_overdue() {
     let (mut flights, _first) = in_flight(Tier::Disk, 1);
     assert_eq!(flights.take_overdue(1).len(), 1, "its waiter is told");
-    assert!(flights.any_overdue());
+    assert_eq!(flights.overdue(), 1);
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::Overdue));
     let (sender, _receiver) = oneshot::channel();
     let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), Few::from([sender]));
     assert_eq!(refused.expect_err("it is overdue").len(), 1, "they are given back");
     flights.finish(&KEY, Tier::Disk);
-    assert!(!flights.any_overdue());
+    assert_eq!(flights.overdue(), 0);
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::None));
 }
 
