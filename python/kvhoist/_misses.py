@@ -19,9 +19,9 @@ class Misses:
         stats = self._cache.stats()
         return {name: stats[name] for name in _DAMAGE}
 
-    def why(self) -> str:
-        """The reason, for the log; of a service's space, for all its clients."""
+    def why(self, otherwise: str | None = None) -> str:
+        """The reason, for the log; of a service's space, for all its clients. `otherwise`: where nothing is damaged."""
         before, self._counted = self._counted, self._figures()
         new = {name: count - before[name] for name, count in self._counted.items()}
         damage = [f"{words} ({new[name]} since the last miss)" for name, words in _DAMAGE.items() if new[name] > 0]
-        return "; ".join(damage) or "evicted meanwhile"
+        return "; ".join(damage) or otherwise or "evicted meanwhile"

@@ -50,7 +50,7 @@ from .unread import Unread  # noqa: E402
 logger = logging.getLogger(__name__)
 
 #: Changes whenever stored objects would be read differently.
-FORMAT = "lmcache-l2-v1"
+FORMAT = "lmcache-l2-v2"
 
 DEFAULT_BLOCK_BYTES = 2 << 20
 
@@ -322,12 +322,19 @@ class KvhoistL2(L2AdapterInterface):
     def _account(self, ended: Ended, task: _Task) -> None:
         if ended.failed:
             why = next((why for why in ended.failed.values() if why is not False), None)
-            self._failed("load" if ended.is_load else "store", why or self._misses.why(), len(ended.failed))
+            why = why or self._misses.why("stored in another layout" if self._lies_otherwise(ended, task) else None)
+            self._failed("load" if ended.is_load else "store", why, len(ended.failed))
         moved = sorted(ended.good)
         keys = [task.keys[n] for n in moved]
         self._announced.add(keys, [task.named[n] for n in moved])
         if ended.is_load and keys:
             self._notify_keys_accessed(keys)
+
+    def _lies_otherwise(self, ended: Ended, task: _Task) -> bool:
+        """Whether the first object that was not loaded is there in another layout, which a lookup has taken for its own."""
+        missed = [n for n, why in ended.failed.items() if why is False and ended.is_load]
+        others = [one for n in missed[:1] for one in self._names.all_of(task.keys[n]) if one != task.named[n]]
+        return any(self.store.contains_each(others))
 
     def _signal(self, fd: int) -> None:
         """Signals a descriptor. With the lock held: a closed descriptor may be another file's."""

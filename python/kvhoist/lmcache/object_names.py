@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from .objects import DIGEST_BYTES, StoredObject
 
 #: Most kinds of objects (model, rank, group, salt, layout) whose begun digests are kept.
 _KINDS_MAX = 4_096
 
-#: How an object lies in memory: its bytes there, and its dtypes.
-Layout = tuple[int, tuple]
+#: How an object lies in memory: its bytes there, and the shapes and dtypes of its tensors.
+Layout = tuple[int, tuple[tuple[int, ...], ...], tuple]
 
 
 def row_of(key: Any) -> tuple:
@@ -21,13 +21,24 @@ def row_of(key: Any) -> tuple:
     return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
 
 
-def _dtypes(obj: Any) -> tuple:
-    """The dtypes of an object. One of a single tensor may have its dtype only, and none in the list."""
+def _each(listed: Callable[[], Any], single: Callable[[], Any]) -> tuple:
+    """The dtypes or shapes of an object. One of a single tensor may have no list of them."""
     try:
-        dtypes = obj.get_dtypes()
+        found = listed()
     except (AssertionError, ValueError, NotImplementedError):
-        dtypes = None
-    return tuple(dtypes or (obj.get_dtype(),))
+        found = None
+    return tuple(found or (single(),))
+
+
+def _layout_of(obj: Any) -> Layout:
+    shapes = _each(obj.get_shapes, lambda: obj.get_shape())
+    return obj.get_physical_size(), tuple(map(tuple, shapes)), _each(obj.get_dtypes, lambda: obj.get_dtype())
+
+
+def _is_flat(layout: Layout) -> bool:
+    """Whether it is one row of bytes, as LMCache's serialized objects are."""
+    _, shapes, dtypes = layout
+    return [len(shape) for shape in shapes] == [1] and [str(dtype) for dtype in dtypes] == ["torch.uint8"]
 
 
 class ObjectNames:
@@ -46,7 +57,7 @@ class ObjectNames:
         with self._lock:
             named = []
             for key, obj in zip(keys, objects):
-                layout = (obj.get_physical_size(), _dtypes(obj))
+                layout = _layout_of(obj)
                 known = self._layouts.setdefault(row_of(key)[:3], {})
                 if known and next(reversed(known)) != layout:
                     known.pop(layout, None)
@@ -68,16 +79,19 @@ class ObjectNames:
             return named
 
     def _layout(self, row: tuple, layouts: Any) -> Layout | None:
-        known = self._layouts.get(row)
         # One description for all groups before 0.5.6.
         described = layouts.get(row[2]) if isinstance(layouts, Mapping) else layouts
         layout = None
-        if described is not None:
+        if described is not None and described.shapes:
             nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(described.shapes, described.dtypes))
-            layout = (-(-nbytes // self._align) * self._align, tuple(described.dtypes))
+            shapes = tuple(map(tuple, described.shapes))
+            layout = (-(-nbytes // self._align) * self._align, shapes, tuple(described.dtypes))
+        known = self._layouts.get(row)
         if known and layout not in known:
-            # LMCache serializes: the description is not the stored layout.
-            return next(reversed(known))
+            last = next(reversed(known))
+            # LMCache's own tools describe nothing. Where it serializes, the description is not the stored layout.
+            if layout is None or _is_flat(last):
+                return last
         return layout
 
     def all_of(self, key: Any) -> list[StoredObject]:
@@ -92,7 +106,8 @@ class ObjectNames:
             if len(self._kinds) >= _KINDS_MAX:
                 self._kinds.clear()
             model, rank, group, salt = row_of(key)
-            text = json.dumps([model, rank, group, salt, layout[0], list(map(str, layout[1]))])
+            nbytes, shapes, dtypes = layout
+            text = json.dumps([model, rank, group, salt, nbytes, shapes, list(map(str, dtypes))])
             begun = self._kinds[kind] = hashlib.sha256(f"{len(text)}:{text}".encode())
         digest = begun.copy()
         digest.update(key.chunk_hash)

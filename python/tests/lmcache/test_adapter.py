@@ -69,6 +69,20 @@ def test_an_object_that_is_locked_is_not_deleted(store_dir):
         assert dict(alone.adapter.get_usage().bytes_by_cache_salt) == {}
 
 
+def test_serialized_objects_of_another_size_are_named_in_the_log(store_dir, caplog):
+    """The latest flat layout stands in for what a lookup cannot know."""
+    with Alone(adapter_config(store_dir), dtype="uint8") as alone:
+        keys = keys_of("a", 3)
+        assert alone.store(keys)
+        alone.layout = lm.layout_of(400_000, "float16")
+        assert alone.lock(keys) == "HHH"
+        alone.nbytes = 100_000
+        assert alone.load(keys) == "MMM"
+        assert "stored in another layout" in caplog.text and "evicted" not in caplog.text
+        assert alone.load(keys_of("new", 1)) == "M"
+        assert "evicted meanwhile" in caplog.text
+
+
 def test_tasks_that_cannot_begin_have_failed(store_dir, caplog):
     with Alone(adapter_config(store_dir)) as alone:
         keys = keys_of("a", 2)

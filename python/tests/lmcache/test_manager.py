@@ -269,18 +269,38 @@ def test_what_differs_in_its_key_never_meets(store_dir, other):
         assert server.get(keys) == server.get(others) == "HHHH"
 
 
-@pytest.mark.parametrize("other", [{"nbytes": 100_000}, {"dtype": "float16"}], ids=lambda other: "".join(other))
-def test_what_lies_otherwise_in_memory_never_meets(store_dir, other):
+#: Chunks of a layer's keys and values: (2, layers, tokens, heads of a rank).
+SPLIT = {"dtype": "float16", "shape": (2, 8, 25, -1)}
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ({}, {"nbytes": 100_000}),
+        ({}, {"dtype": "float16"}),
+        (SPLIT, {**SPLIT, "shape": (2, 4, 25, -1)}),
+        (SPLIT, {**SPLIT, "shape": (1, 8, 25, -1)}),
+        (SPLIT, {**SPLIT, "shape": (-1,)}),
+    ],
+    ids=["bytes", "dtype", "TP2-PP2", "fused", "flat"],
+)
+def test_what_lies_otherwise_in_memory_never_meets(store_dir, one, other):
     keys = keys_of("a", 4)
-    with Server(adapter_config(store_dir)) as server:
+    with Server(adapter_config(store_dir), **one) as server:
         server.put(keys)
     with Server(adapter_config(store_dir), **other) as server:
         assert server.get(keys) == "MMMM"
         server.put(keys)
         server.forget()
         assert server.get(keys) == "HHHH"
-    with Server(adapter_config(store_dir)) as server:
+        # Nor in one process, whatever was stored last.
+        server.layout = lm.layout_of(**{"nbytes": NBYTES, **one})
         assert server.get(keys) == "HHHH"
+    with Server(adapter_config(store_dir), **one) as server:
+        assert server.get(keys) == "HHHH"
+        server.layout = lm.layout_of(60_000)
+        assert server.get(keys) == "MMMM"
+        assert not server.l2.counters, "a miss, and no failed load"
 
 
 def test_weights_of_one_name_are_told_apart_by_their_revision(store_dir):

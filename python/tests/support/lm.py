@@ -83,12 +83,13 @@ def parsed(*configs: dict):
     return adapters.parse_args_to_l2_adapters_config(parser.parse_args(given))
 
 
-def layout_of(nbytes: int, dtype: str = "int8"):
-    """The layout of objects of so many bytes."""
+def layout_of(nbytes: int, dtype: str = "int8", shape: tuple = (-1,)):
+    """The layout of objects of so many bytes. A negative number in the shape is what the others leave."""
     import torch
 
     dtype = getattr(torch, dtype)
-    return boot().api.MemoryLayoutDesc([torch.Size([nbytes // dtype.itemsize])], [dtype])
+    sized = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta").reshape(shape)
+    return boot().api.MemoryLayoutDesc([sized.shape], [dtype])
 
 
 def keys_of(prompt, count: int, model="meta/tiny", rank=0, group=0, salt="") -> list:
@@ -113,9 +114,9 @@ def memory_of(obj):
 class Server:
     """One LMCache server's storage, and what an engine does with it."""
 
-    def __init__(self, *configs: dict, l1_bytes=16 << 20, nbytes=200_000, shared=False, dtype="int8") -> None:
+    def __init__(self, *configs: dict, l1_bytes=16 << 20, nbytes=200_000, shared=False, dtype="int8", shape=(-1,)) -> None:
         modules, self.nbytes = boot(), nbytes
-        self.modules, self.layout = modules, layout_of(nbytes, dtype)
+        self.modules, self.layout = modules, layout_of(nbytes, dtype, shape)
         l1 = modules.config.L1MemoryManagerConfig(l1_bytes, False, **({} if shared else {"shm_name": ""}))
         self.manager = modules.manager.StorageManager(
             modules.config.StorageManagerConfig(
@@ -250,11 +251,11 @@ class Watch:
 class Alone:
     """The adapter without controllers, over memory of its own."""
 
-    def __init__(self, config: dict, arena_bytes=8 << 20, nbytes=200_000, stable=None) -> None:
+    def __init__(self, config: dict, arena_bytes=8 << 20, nbytes=200_000, stable=None, dtype="int8") -> None:
         from kvhoist.lmcache import KvhoistL2
 
         modules = boot()
-        self.nbytes, self.layout = nbytes, layout_of(nbytes)
+        self.nbytes, self.dtype, self.layout = nbytes, dtype, layout_of(nbytes, dtype)
         self.arena = mmap.mmap(-1, arena_bytes)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.arena))
         known = {field.name for field in dataclasses.fields(modules.internal.L1MemoryDesc)}
@@ -266,10 +267,10 @@ class Alone:
         """The object that lies at an offset of the arena."""
         import torch
 
-        size = -(-self.nbytes // 4096) * 4096
+        size, shape, dtype = -(-self.nbytes // 4096) * 4096, torch.Size([self.nbytes]), getattr(torch, self.dtype)
         return SimpleNamespace(
             data_ptr=self._start + offset, offset=offset, get_size=lambda: self.nbytes,
-            get_physical_size=lambda: size, get_dtypes=lambda: [torch.int8],
+            get_physical_size=lambda: size, get_shapes=lambda: [shape], get_dtypes=lambda: [dtype],
         )  # fmt: skip
 
     def objects(self, count: int, first: int = 0) -> list:
