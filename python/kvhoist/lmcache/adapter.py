@@ -192,6 +192,7 @@ class KvhoistL2(L2AdapterInterface):
             before[row] = one
         hits = [one for n in found if (one := named[n]) is not None]
         self.store.touch(hits)
+        self._names.found([keys[n] for n in found], layouts)
         self._announced.add([keys[n] for n in found], hits)
         return found
 
@@ -353,14 +354,27 @@ class KvhoistL2(L2AdapterInterface):
         return False
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Forgets objects, except those between a lookup and its unlock."""
+        """Forgets objects, except those between a lookup and its unlock.
+
+        Raises UnavailableError, once the others are forgotten, for keys of which nothing is known: neither stored nor
+        found was an object of their model, rank and object group since the start. LMCache's evictions, whose thread an
+        error ends, have none of these: they know objects that were announced.
+        """
         with self._lock:
             free = [key for key in keys if key not in self._locked]
-        gone = [key for key in free if self._guarded("delete", False, lambda key=key: self._delete(key), 1)]
+        named = {key: self._names.all_of(key) for key in free}
+        gone = [key for key in free if self._guarded("delete", False, lambda key=key: self._remove(named[key]), 1)]
         self._guarded("delete", None, lambda: self._announced.remove(gone))
+        if unknown := sum(not objects for objects in named.values()):
+            why = (
+                f"found {unknown} keys of a model, rank and object group of which nothing was stored or found since the "
+                "start, expected one that was: the shapes and dtypes in the objects' names are unknown; look one up first"
+            )
+            self._failed("delete", why, unknown)
+            raise UnavailableError(f"delete: {why}")
 
-    def _delete(self, key: Any) -> bool:
-        for one in self._names.all_of(key):
+    def _remove(self, objects: Iterable[StoredObject]) -> bool:
+        for one in objects:
             self.store.remove(one)
         return True
 

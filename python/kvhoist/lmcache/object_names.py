@@ -49,6 +49,8 @@ class ObjectNames:
         self._lock = threading.Lock()
         #: Layouts of stored and loaded objects, by (model, rank, group); the latest is the last.
         self._layouts: dict[tuple, dict[Layout, None]] = {}
+        #: Layouts of objects that lookups found, by the same.
+        self._found: dict[tuple, set[Layout]] = {}
         #: Begun digests.
         self._kinds: dict[tuple, Any] = {}
 
@@ -78,6 +80,14 @@ class ObjectNames:
                 named.append(None if layout is None else self._name(key, layout))
             return named
 
+    def found(self, keys: Sequence[Any], layouts: Any) -> None:
+        """Takes the objects that a lookup has found: `all_of` knows their layouts then."""
+        with self._lock:
+            for row in {row_of(key)[:3] for key in keys}:
+                layout = self._layout(row, layouts)
+                if layout is not None:
+                    self._found.setdefault(row, set()).add(layout)
+
     def _layout(self, row: tuple, layouts: Any) -> Layout | None:
         # One description for all groups before 0.5.6.
         described = layouts.get(row[2]) if isinstance(layouts, Mapping) else layouts
@@ -95,9 +105,11 @@ class ObjectNames:
         return layout
 
     def all_of(self, key: Any) -> list[StoredObject]:
-        """All objects that a key may have."""
+        """All objects that a key may have, as far as their layouts are known: stored, loaded or found before."""
+        row = row_of(key)[:3]
         with self._lock:
-            return [self._name(key, layout) for layout in self._layouts.get(row_of(key)[:3], ())]
+            layouts = {*self._layouts.get(row, ()), *self._found.get(row, ())}
+            return [self._name(key, layout) for layout in layouts]
 
     def _name(self, key: Any, layout: Layout) -> StoredObject:
         kind = (*row_of(key), layout)

@@ -22,7 +22,7 @@ from lm import Alone, Server, adapter_config, bytes_of, keys_of  # noqa: E402
 
 import kvhoist.lmcache.adapter  # noqa: E402
 import kvhoist.lmcache.unread  # noqa: E402
-from kvhoist import ConfigError, StoreError  # noqa: E402
+from kvhoist import ConfigError, StoreError, UnavailableError  # noqa: E402
 
 #: Objects' bytes in most tests: three blocks and a bit.
 NBYTES = 200_000
@@ -309,6 +309,31 @@ def test_weights_of_one_name_are_told_apart_by_their_revision(store_dir):
         server.put(keys)
         with Server(adapter_config(store_dir, revision="2026-11")) as other:
             assert other.look_up(keys) == "M"
+
+
+def test_what_an_earlier_process_stored_is_deleted_once_a_lookup_has_found_it(store_dir):
+    keys, others = keys_of("a", 4), keys_of("b", 2, model="meta/other")
+    with Server(adapter_config(store_dir)) as server:
+        assert server.put(keys) and server.put(others)
+    with Server(adapter_config(store_dir)) as server:
+        assert server.look_up(keys[:1]) == "H"
+        server.adapter.delete(keys)
+        assert server.look_up(keys) == "MMMM"
+        assert disk(server)["resident"] == 2 * 4
+
+
+def test_a_delete_that_cannot_know_the_objects_says_so_and_deletes_the_others(store_dir, caplog):
+    keys, others = keys_of("a", 4), keys_of("b", 2, model="meta/other")
+    with Server(adapter_config(store_dir)) as server:
+        assert server.put(keys) and server.put(others)
+    with Server(adapter_config(store_dir)) as server:
+        assert server.look_up(others) == "HH"
+        with pytest.raises(UnavailableError, match="found 4 keys .* look one up first"):
+            server.adapter.delete([*keys, *others])
+        assert server.l2.report_status()["failures"] == {"delete": 1, "objects": 4}
+        assert "delete failed" in caplog.text
+        assert server.look_up(others) == "MM"
+        assert server.get(keys) == "HHHH"
 
 
 def test_objects_that_lmcache_serializes_are_found_once_one_was_stored(store_dir):
