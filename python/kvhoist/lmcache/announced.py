@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -9,6 +10,9 @@ from .objects import StoredObject
 
 #: LMCache may know of objects past the capacity by this share before evicted ones are looked for.
 _STALE_SHARE = 1 / 32
+
+#: Objects that one look for evicted ones checks, if no more were announced at once.
+_CHECKED = 1024
 
 
 class Announced:
@@ -18,26 +22,42 @@ class Announced:
         self._adapter = adapter
         #: Held during a notification, so that those of a key come in order.
         self._notifying = threading.RLock()
+        #: The one that was stored, found or checked last is the last.
         self._objects: dict[Any, StoredObject] = {}
         self._nbytes = 0
 
     def add(self, keys: list, objects: list[StoredObject]) -> None:
         """Announces objects that are stored."""
         with self._notifying:
-            new = {key: one for key, one in zip(keys, objects) if key not in self._objects}
+            new = {}
+            for key, one in zip(keys, objects):
+                known = self._objects.pop(key, None)
+                # This object, not one that equals it: `_forget_evicted` sees by it that the key was announced again.
+                self._objects[key] = one if known is None or known == one else known
+                if known is None:
+                    new[key] = one
             if not new:
                 return
-            self._objects.update(new)
             sizes = list(map(self._size, new.values()))
             self._nbytes += sum(sizes)
             self._adapter._notify_keys_stored(list(new), sizes)
             capacity = self._adapter.get_usage().total_capacity_bytes
-            if self._nbytes > capacity * (1 + _STALE_SHARE):
-                self._forget_evicted()
+            is_past = self._nbytes > capacity * (1 + _STALE_SHARE)
+        if is_past:
+            self._forget_evicted(max(_CHECKED, len(new)))
 
-    def _forget_evicted(self) -> None:
-        there = self._adapter.store.contains_each(list(self._objects.values()))
-        self.remove([key for key, found in zip(self._objects, there) if not found])
+    def _forget_evicted(self, count: int) -> None:
+        """Announces the evicted ones of the oldest objects as gone; the others are the latest then."""
+        with self._notifying:
+            oldest = list(itertools.islice(self._objects.items(), count))
+        store = self._adapter.store
+        # Of most nothing is left: one block of each first.
+        begun = [entry for entry, found in zip(oldest, store.starts_each([one for _, one in oldest])) if found]
+        there = {key for (key, _), found in zip(begun, store.contains_each([one for _, one in begun])) if found}
+        with self._notifying:
+            same = [key for key, one in oldest if self._objects.get(key) is one]
+            self._objects.update([(key, self._objects.pop(key)) for key in same if key in there])
+            self.remove([key for key in same if key not in there])
 
     def remove(self, keys: list) -> None:
         """Announces objects that are gone."""

@@ -118,6 +118,10 @@ class ObjectStore:
         # A list: `found` moves on by all blocks of an object, also behind a missing one.
         return [bool(some) and all([next(found) for _ in some]) for some in keys]
 
+    def starts_each(self, objects: Sequence[StoredObject]) -> list[bool]:
+        """Of which objects the first block is stored. No I/O."""
+        return list(self.cache.contains_each([one.digest + _numbers(1)[0] for one in objects]))
+
     def touch(self, objects: Sequence[StoredObject]) -> None:
         """Counts a use of objects, given in the order of their prefix. No I/O."""
         self.cache.touch([key for one in objects for key in self.keys(one)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import lm
 import pytest
@@ -81,6 +83,42 @@ def test_serialized_objects_of_another_size_are_named_in_the_log(store_dir, capl
         assert "stored in another layout" in caplog.text and "evicted" not in caplog.text
         assert alone.load(keys_of("new", 1)) == "M"
         assert "evicted meanwhile" in caplog.text
+
+
+def test_looks_for_evicted_objects_are_short_and_keep_no_lock(store_dir, monkeypatch):
+    monkeypatch.setattr("kvhoist.lmcache.announced._CHECKED", 8)
+    with Alone(adapter_config(store_dir, capacity="4MiB")) as alone, ThreadPoolExecutor(1) as other:
+        announced, store, looks = alone.adapter._announced, alone.adapter.store, []
+        starts_each = store.starts_each
+
+        def is_free() -> bool:
+            taken = announced._notifying.acquire(timeout=lm.PATIENCE_S)
+            announced._notifying.release()
+            return taken
+
+        def looked(objects):
+            looks.append(len(objects))
+            assert other.submit(is_free).result()
+            return starts_each(objects)
+
+        monkeypatch.setattr(store, "starts_each", looked)
+        capacity = alone.adapter.get_usage().total_capacity_bytes
+        for prompt in range(40):
+            alone.store(keys_of(prompt, 4))
+            used = alone.adapter.get_usage().bytes_by_cache_salt[""]
+            assert used <= capacity * (1 + 1 / 32) + 16 * (64 << 10)
+        assert looks and max(looks) == 8
+        # What is stored again during a look is not taken for evicted.
+        first, *_ = announced._objects
+
+        def stored_meanwhile(objects):
+            announced.add([first], [dataclasses.replace(objects[0])])
+            return [False] * len(objects)
+
+        monkeypatch.setattr(store, "starts_each", stored_meanwhile)
+        count = len(announced._objects)
+        announced._forget_evicted(3)
+        assert first in announced._objects and len(announced._objects) == count - 2
 
 
 def test_tasks_that_cannot_begin_have_failed(store_dir, caplog):
