@@ -113,7 +113,9 @@ def test_absurd_numbers_in_a_call_are_wrong_arguments():
 # What separates two stores
 
 
-def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, pp_rank=0, pp_size=1, **server_args):
+def _folder(
+    revision="", model_name="meta/tiny", pool="kv", draft_layers=0, draft_states=0, pp_rank=0, pp_size=1, **server_args
+):
     """The folder's name of the stores of a server with these arguments."""
     from types import SimpleNamespace
 
@@ -126,6 +128,8 @@ def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, pp_r
     store = PoolStore.__new__(PoolStore)
     store.name, store.geometry = pool, Geometry(4096, 16, 2, "page_first", "torch.bfloat16")
     store.pool = SimpleNamespace(target_layer_num=4, layer_num=4 + draft_layers)
+    if pool == "mamba":
+        store.pool = SimpleNamespace(mtp_draft_buffer_infos=("of a layer",) * draft_states)
     store.identity = Identity.of(storage, args, revision)
     return store.namespace()
 
@@ -222,15 +226,23 @@ def test_draft_models_that_differ_have_stores_of_their_own():
         {**same, "speculative_draft_model_revision": "main"},
         {**same, "speculative_draft_model_revision": None},
         {**same, "speculative_draft_model_quantization": None},
+        {**same, "speculative_draft_kv_cache_dtype": "fp8_e4m3"},
+        {**same, "speculative_draft_kv_cache_dtype": "fp8_e5m2"},
+        {**same, "speculative_draft_load_format": "dummy"},
     ]
-    # Pools of the draft's own, and a pool of the target with the draft's layers behind its own.
-    for pool in (dict(pool="draft"), dict(pool="draft_swa"), dict(draft_layers=1)):
+    # Pools of the draft's own, and pools of the target with the draft's layers behind its own.
+    for pool in (dict(pool="draft"), dict(pool="draft_swa"), dict(draft_layers=1), dict(pool="mamba", draft_states=1)):
         folders = [_folder(**pool, **target, **draft) for draft in drafts]
         assert len(set(folders)) == len(drafts), pool
         assert folders == [_folder(**pool, **target, **draft) for draft in drafts]
     # The others are as they were before drafts were told apart.
     for pool in ("kv", "mamba"):
         assert {_folder(pool=pool, **target, **draft) for draft in drafts} == {_folder(pool=pool, **target)}
+    # What says the same of the draft as of its target, and other formats of the same weights.
+    as_target = dict(speculative_draft_kv_cache_dtype="auto", speculative_draft_load_format="auto")
+    for draft in (as_target, dict(speculative_draft_load_format="safetensors")):
+        folder = _folder(draft_layers=1, kv_cache_dtype="auto", load_format="auto", **target, **same, **draft)
+        assert folder == _folder(draft_layers=1, **target, **same)
 
 
 def test_stores_of_earlier_versions_are_found():

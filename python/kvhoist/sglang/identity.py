@@ -119,7 +119,12 @@ _DRAFT_ARGS = {
     "speculative_draft_model_path": "model_path",
     "speculative_draft_model_revision": "revision",
     "speculative_draft_model_quantization": "quantization",
+    "speculative_draft_kv_cache_dtype": "kv_cache_dtype",
+    "speculative_draft_load_format": "load_format",
 }
+
+#: Those that are the target's where they are not given.
+_DRAFT_AS_TARGET = frozenset({"speculative_draft_kv_cache_dtype", "speculative_draft_load_format"})
 
 
 def logical_dtype(dtype: Any, server_args: Any) -> str:
@@ -133,15 +138,28 @@ def logical_dtype(dtype: Any, server_args: Any) -> str:
 
 
 def holds_draft(name: str, pool: Any) -> bool:
-    """Whether the pages of a host pool hold a draft model's KV: in a pool of its own, or behind the target's layers."""
+    """Whether the pages of a host pool hold a draft model's KV: in a pool of its own, or behind the target's layers.
+
+    SGLang's pools of recurrent states have no number of layers, but a list of the draft's.
+    """
     layers, of_target = getattr(pool, "layer_num", None), getattr(pool, "target_layer_num", None)
-    return name.startswith("draft") or (of_target is not None and layers != of_target)
+    behind = (of_target is not None and layers != of_target) or bool(getattr(pool, "mtp_draft_buffer_infos", ()))
+    return name.startswith("draft") or behind
 
 
 def _draft(server_args: Any) -> tuple[tuple[str, str], ...]:
     """The arguments in which a draft model differs from its target; none for a draft in the target's checkpoint."""
-    found = ((name, getattr(server_args, name, None), target) for name, target in _DRAFT_ARGS.items())
-    return tuple((name, str(value)) for name, value, target in found if value != getattr(server_args, target, None))
+    found = []
+    for name, target in _DRAFT_ARGS.items():
+        value, of_target = getattr(server_args, name, None), getattr(server_args, target, None)
+        if name in _DRAFT_AS_TARGET and value is None:
+            continue
+        if target == "load_format":
+            # Random weights; the other formats load the same ones.
+            value, of_target = value == "dummy", of_target == "dummy"
+        if value != of_target:
+            found.append((name, str(value)))
+    return tuple(found)
 
 
 def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:

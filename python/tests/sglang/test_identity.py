@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from sgl_pages import filled, keys_for  # noqa: E402
 
 from kvhoist import ConfigError, StoreError, _figures  # noqa: E402
+from kvhoist.sglang.identity import holds_draft  # noqa: E402
 
 
 def test_each_rank_serves_its_figures_at_a_port_of_its_own(store_dir, monkeypatch):
@@ -92,6 +93,15 @@ def test_states_of_another_type_are_another_format():
 
     assert geometry(temporal_dtype=torch.bfloat16) == geometry()
     assert geometry(temporal_dtype=torch.float16) != geometry(temporal_dtype=torch.float32) != geometry()
+
+
+def test_states_of_a_draft_model_are_seen_where_sglang_has_them():
+    sgl.boot()
+    mamba = pytest.importorskip("sglang.srt.mem_cache.pool_host.mamba", reason="sglang 0.5.23 has states of drafts")
+    pool = mamba.MambaPoolHost.__new__(mamba.MambaPoolHost)
+    assert pool.mtp_draft_buffer_infos == () and not holds_draft("mamba", pool)
+    pool.mtp_draft_buffer_infos = ("of a layer",)
+    assert holds_draft("mamba", pool)
 
 
 def test_one_store_has_one_server(store_dir):
