@@ -181,7 +181,8 @@ def _settings(
         words, fix = prefetch_limits(given, token_bytes)
         return settings, [("prefetches", words, fix, fix is not None)]
     if engine == "lmcache":
-        return tier_settings(lmcache_adapter(given)), []
+        settings = tier_settings(lmcache_adapter(given))
+        return settings, [] if settings.revision else list(_unnamed(given, settings))
     if is_gpu_spec(given):
         return vllm_gpu_settings(given), []
     shared_bytes, tier = vllm_tier(given)
@@ -249,6 +250,16 @@ def vllm_gpu_settings(given: dict) -> DeviceSettings:
     if extra is not given:
         _check(given, _CONNECTOR)
     return vllm_settings(extra)
+
+
+def _unnamed(given: dict, settings: StoreSettings) -> Iterator[Finding]:
+    """What LMCache's objects depend on, and the adapter does not see: only `revision` can tell it apart."""
+    if given.get("serde") is not None:
+        fix = "set revision in adapter_params; another one with each change of serde, of the model's layout or its ranks"
+        yield ("serde", "no revision: objects of another serde would be taken for this one's", fix, True)
+    if settings.service != "off":
+        found = "share objects; each of several in a vLLM's lmcache.mp.server_urls needs a revision of its own"
+        yield ("servers", found, None, False)
 
 
 def lmcache_adapter(given: dict) -> dict:

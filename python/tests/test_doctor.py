@@ -271,6 +271,24 @@ def test_doctor_reads_a_configuration_as_lmcache_does(store_dir, capfd):
         assert "settings" in said and "configured: 1 rank(s)" in said
 
 
+def test_doctor_asks_for_a_revision_where_lmcaches_keys_leave_something_out(store_dir, capfd):
+    def said(config: dict) -> str:
+        assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(config)]) in (0, 1)
+        return capfd.readouterr().out
+
+    plain = {"path": str(store_dir), "capacity": "64MiB"}
+    serde = {"serde": {"type": "fp8", "fp8_dtype": "float8_e5m2"}}
+    shared = {**plain, "service": "auto"}
+    assert "revision" not in said(lmcache_config(**plain))
+    found = said({**lmcache_config(**plain), **serde})
+    assert "no revision: objects of another serde" in found and "serde" in verdict(found)
+    found = said(lmcache_config(**shared))
+    assert "lmcache.mp.server_urls" in found and "servers" not in verdict(found), "a note"
+    for config in ({**lmcache_config(**plain, revision="1"), **serde}, lmcache_config(**shared, revision="1")):
+        found = said(config)
+        assert "another serde" not in found and "server_urls" not in found
+
+
 @pytest.mark.parametrize(
     "wrong, named",
     [

@@ -43,6 +43,14 @@ def test_servers_share_one_space(node, shared, caplog):
         assert third.get(keys) == "H" * 9, "what servers stored outlives them"
 
 
+def test_servers_of_other_revisions_share_nothing(node):
+    """The servers of one vLLM, whose ranks LMCache numbers from 0 at each."""
+    keys = keys_of("a", 4)
+    with Server(config(node, revision="0")) as first, Server(config(node, revision="1")) as second:
+        assert first.put(keys)
+        assert second.look_up(keys) == "MMMM"
+
+
 def test_what_one_server_deletes_is_gone_for_all(node):
     keys = keys_of("a", 4)
     with Server(config(node)) as first, Server(config(node)) as second:
