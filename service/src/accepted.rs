@@ -14,7 +14,7 @@ use std::{
     thread,
 };
 
-use rustix::fs::fcntl_get_seals;
+use rustix::{fs::fcntl_get_seals, net::sockopt::set_socket_oobinline};
 use tokio::{
     io::Interest,
     net::{UnixListener, UnixStream},
@@ -151,8 +151,14 @@ pub(super) struct Accepted {
 }
 
 impl Accepted {
-    pub(super) fn new(stream: UnixStream, uid: u32, aside: Arc<Aside>) -> Self {
-        Accepted { stream: Some(Arc::new(stream)), uid, aside }
+    /// # Errors
+    /// The system's: the connection is hung up.
+    pub(super) fn new(stream: UnixStream, uid: u32, aside: Arc<Aside>) -> io::Result<Self> {
+        let accepted = Accepted { stream: Some(Arc::new(stream)), uid, aside };
+        // A peek passes over a message out of band (MSG_OOB), and the receive of the bytes behind it drops the message,
+        // with its descriptors. In line, it is peeked at and received as any other.
+        set_socket_oobinline(accepted.as_fd(), true)?;
+        Ok(accepted)
     }
 }
 

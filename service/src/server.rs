@@ -215,7 +215,7 @@ fn run(
             let peer = admit(&stream, &uids, group);
             // Of one who is not admitted, nothing is received.
             let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid);
-            let accepted = Accepted::new(stream, uid, Arc::clone(&aside));
+            let accepted = Accepted::new(stream, uid, Arc::clone(&aside))?;
             let peer =
                 peer.and_then(|peer| late_close.keep(&accepted).map(|()| peer).map_err(|error| not_kept(&error)));
             Ok((Arc::new(accepted) as Arc<dyn Wire>, peer))

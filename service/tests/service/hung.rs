@@ -3,7 +3,10 @@
 use std::{
     io::{self, Read, Write},
     net::{TcpListener, TcpStream},
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     path::Path,
     time::{Duration, Instant},
 };
@@ -11,6 +14,7 @@ use std::{
 use kvhoist_service::internals::protocol::{Hello, RegionKind, Reply, Request};
 
 use crate::{
+    common,
     node::{HANG, Node, Process, Stopped, say},
     pool_client::PoolClient,
     raw::Raw,
@@ -48,13 +52,31 @@ fn serves(pool_client: &PoolClient, what: &str) {
 
 /// Sends lingering sockets whose last descriptors are those in the messages; their peers, whose end would end the wait.
 fn send(pid: u32, raw: &Raw, bytes: &[u8], count: usize) -> Vec<TcpStream> {
+    send_by(pid, count, |fds| {
+        raw.try_send_with(bytes, fds).expect("a service that is connected");
+    })
+}
+
+fn send_by(pid: u32, count: usize, send: impl FnOnce(&[BorrowedFd<'_>])) -> Vec<TcpStream> {
     let (sockets, peers): (Vec<_>, _) = (0..count).map(|_| lingering()).unzip();
     // It closes nothing before this process has closed its own descriptors.
     let stopped = Stopped::new(pid);
     let fds: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
-    raw.try_send_with(bytes, &fds).expect("a service that is connected");
+    send(&fds);
     drop((sockets, stopped));
     peers
+}
+
+/// Whether the kernel has messages out of band on Unix sockets.
+fn has_out_of_band() -> bool {
+    let (stream, _peer) = UnixStream::pair().expect("a pair");
+    match (Raw { stream }).try_send_flagged(b"!", &[], libc::MSG_OOB) {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(error.raw_os_error(), Some(libc::EOPNOTSUPP), "{error}");
+            false
+        }
+    }
 }
 
 fn register() -> Request {
@@ -82,6 +104,16 @@ pub fn linger(socket: &Path, pid: u32, how: &str) {
             let mut raw = Raw::attached(socket);
             let peers = send(pid, &raw, &frame, 2);
             assert!(raw.goodbye().contains("more than one"));
+            peers
+        }
+        // Out of band, before bytes that are no frame's either.
+        "urgent" => {
+            let mut raw = Raw::attached(socket);
+            let peers = send_by(pid, 1, |fds| {
+                raw.try_send_flagged(b"!", fds, libc::MSG_OOB).expect("a kernel that has it");
+                raw.try_send_with(b"x", &[]).expect("a service that is connected");
+            });
+            assert!(raw.goodbye().contains("no frame wants"));
             peers
         }
         "part" | "unasked" => {
@@ -124,6 +156,18 @@ fn a_descriptor_whose_close_waits_hangs_nobody() {
     // Connections are closed, too.
     processes.iter_mut().for_each(Process::kill);
     node.wait_for_clients(1);
+}
+
+/// A message out of band is passed over by a peek, unless it is asked for in line.
+#[test]
+fn a_descriptor_out_of_band_hangs_nobody() {
+    if !has_out_of_band() {
+        return common::skip::skipped("the kernel has no messages out of band on Unix sockets (CONFIG_AF_UNIX_OOB)");
+    }
+    let node = Node::new();
+    let pool_client = PoolClient::new(&node.socket());
+    let _process = lingers(&node, "urgent");
+    serves(&pool_client, "urgent");
 }
 
 #[test]

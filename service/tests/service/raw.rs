@@ -92,6 +92,11 @@ impl Raw {
 
     /// As [`send_with`](Self::send_with); how many bytes the service still takes.
     pub fn try_send_with(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Option<usize> {
+        self.try_send_flagged(bytes, fds, 0).ok()
+    }
+
+    /// As [`try_send_with`](Self::try_send_with), with flags of the system call.
+    pub fn try_send_flagged(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: libc::c_int) -> io::Result<usize> {
         let numbers: Vec<libc::c_int> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let data_bytes = size_of_val(&numbers[..]) as libc::c_uint;
         let mut control = vec![0u64; 64];
@@ -110,9 +115,9 @@ impl Raw {
             (*header).cmsg_len = libc::CMSG_LEN(data_bytes) as _;
             let data = libc::CMSG_DATA(header);
             std::ptr::copy_nonoverlapping(numbers.as_ptr().cast::<u8>(), data, data_bytes as usize);
-            libc::sendmsg(self.stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+            libc::sendmsg(self.stream.as_raw_fd(), &raw const message, flags | libc::MSG_NOSIGNAL)
         };
-        usize::try_from(sent).ok()
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
     }
 
     /// As [`goodbye`](Self::goodbye), for a connection whose hello is refused.
