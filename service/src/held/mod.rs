@@ -8,6 +8,7 @@ use std::{
     collections::BTreeMap,
     io,
     os::fd::OwnedFd,
+    path::{Path, PathBuf},
     rc::Rc,
     sync::{
         Arc,
@@ -25,6 +26,8 @@ use self::{
 /// A file in memory, which is being read or has been.
 pub(super) struct HeldFile {
     identity: FileIdentity,
+    /// As the client that held it first named it.
+    path: PathBuf,
     memory: Arc<OwnedFd>,
     fate: Arc<Fate>,
     /// Clients that hold it.
@@ -39,6 +42,10 @@ impl HeldFile {
     /// For clients.
     pub(super) fn memory(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.memory)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// What it takes of the host memory.
@@ -92,12 +99,13 @@ impl HeldFiles {
     /// # Errors
     /// Where the system has no memory, descriptor or thread for it.
     pub(super) fn begin(&self, file: SourceFile) -> io::Result<()> {
-        let identity = file.identity();
+        let (identity, path) = (file.identity(), file.path().to_owned());
         let (filling, memory) = Filling::new(identity.size)?;
         let fate = Arc::<Fate>::default();
         self.reads.add(Job { file, filling, fate: Arc::clone(&fate) })?;
         let (memory, holds, keep, used) = (Arc::new(memory), Cell::new(0), Cell::new(false), Cell::new(0));
-        self.files.borrow_mut().insert(identity, Rc::new(HeldFile { identity, memory, fate, holds, keep, used }));
+        let file = HeldFile { identity, path, memory, fate, holds, keep, used };
+        self.files.borrow_mut().insert(identity, Rc::new(file));
         Ok(())
     }
 
@@ -118,6 +126,11 @@ impl HeldFiles {
         let files = self.files.borrow();
         let idle = files.values().filter(|file| file.is_idle());
         idle.min_by_key(|file| file.used.get()).cloned()
+    }
+
+    /// The bytes of all files without a client.
+    pub(super) fn idle_bytes(&self) -> u64 {
+        self.files.borrow().values().filter(|file| file.is_idle()).map(|file| file.bytes()).sum()
     }
 
     /// Holds a file no longer: those who read it have its memory.

@@ -56,7 +56,7 @@ impl Drop for Hold {
 }
 
 /// Whom the memory of files belongs to.
-fn tenant() -> SpaceOf<'static> {
+pub(super) fn tenant() -> SpaceOf<'static> {
     SpaceOf { uid: own_uid(), name: NAME }
 }
 
@@ -92,11 +92,18 @@ impl Spaces {
         if let Some(hold) = self.held_already(&identity, keep) {
             return Ok(hold);
         }
-        if self.files.totals().0 >= FILES_MAX && !self.forget_oldest() {
-            return Err(refused(ServiceFault::Busy, format!("busy: found {FILES_MAX} held, expected fewer")));
+        let full = || refused(ServiceFault::Busy, format!("busy: found {FILES_MAX} held, expected fewer"));
+        let is_full = || self.files.totals().0 >= FILES_MAX;
+        if is_full() && self.files.oldest_idle().is_none() {
+            return Err(full());
         }
         let bytes = memory_bytes(identity.size);
         self.take_for_file(bytes).await?;
+        // Nothing is given up before it is known that there is memory.
+        if is_full() && !self.give_up_oldest() {
+            self.host.give_back(tenant(), bytes);
+            return Err(full());
+        }
         self.files.begin(source).map_err(|error| {
             self.host.give_back(tenant(), bytes);
             refused(ServiceFault::Unavailable, format!("found no memory, descriptor or thread for it ({error})"))
@@ -129,18 +136,19 @@ impl Spaces {
     }
 
     /// Gives up kept files that no client holds, the ones that were used longest ago first, until `space` may have
-    /// `wanted` bytes, also of what other spaces can spare.
-    pub(super) fn make_room(&self, space: SpaceOf<'_>, wanted: u64) {
-        let is_short = || {
-            let available = self.host.available(space);
-            available < wanted && available + self.spared(space, wanted - available) < wanted
-        };
-        while is_short() && self.forget_oldest() {}
+    /// `more` bytes than it may now.
+    pub(super) fn give_up_files(&self, space: SpaceOf<'_>, more: u64) {
+        let enough = self.host.available(space) + more;
+        while self.host.available(space) < enough && self.give_up_oldest() {}
     }
 
     /// Gives up the kept file that was used longest ago; false if there is none without a client.
-    fn forget_oldest(&self) -> bool {
-        self.files.oldest_idle().inspect(|file| self.forget(file)).is_some()
+    fn give_up_oldest(&self) -> bool {
+        let Some(file) = self.files.oldest_idle() else { return false };
+        let (path, bytes) = (file.path().display(), file.bytes());
+        tracing::info!(%path, bytes, "a kept file is given up: a space or another file needs its room");
+        self.forget(&file);
+        true
     }
 
     /// Holds a file no longer. Its memory is free once no client has it: one that failed may have clients still, the

@@ -1,8 +1,8 @@
 //! The opening of a space.
 //!
 //! An attach is checked before anything is taken from another space: how much host memory can be had is counted first,
-//! then the cache is opened, with its files, locks and records, and only then do other spaces give up memory. So a
-//! refused attach evicts no block of theirs.
+//! then the cache is opened, with its files, locks and records, and only then do other spaces and kept files give up
+//! memory. So a refused attach evicts no block of theirs, and no kept file.
 
 use std::{cell::Cell, rc::Rc, time::Duration};
 
@@ -179,9 +179,10 @@ impl Spaces {
         config.remote.owner = manifest.remote_owner();
         let slot_bytes = config.slot_bytes() as u64;
         let most = self.host.most(manifest.of());
+        let grows = self.config.move_host && grant.floor < most;
         // Memory that others have yet is not the cache's before they have given it up.
-        config.host.parks = self.config.move_host && (grant.floor < most || grant.missing > 0);
-        let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
+        config.host.parks = grows || grant.missing > 0;
+        let most = if grows { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
         config.host.capacity = Capacity::Blocks(slots(grant.total(), slot_bytes)?.max(most));
         // A service's stores are its own: who holds the lock was killed, and its last I/O is on a slow drive. Half of
         // the deadline, so that the client hears of a longer one.

@@ -12,7 +12,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use super::{Entry, Space, Spaces, host::HostShare};
+use super::{Entry, Space, Spaces, files, host::HostShare};
 use crate::{protocol::Failure, shares::SpaceOf};
 
 /// What moves at a time: this part of the service's host memory.
@@ -35,6 +35,21 @@ pub(super) struct Grant {
     is_lenient: bool,
     /// What is reserved for it.
     pub(super) floor: u64,
+}
+
+/// What others give up for a space, bytes.
+#[derive(Default)]
+struct Gifts {
+    /// Those that make the least use of their memory first.
+    of_spaces: Vec<(Rc<Space>, u64)>,
+    /// Of kept files that no client holds: what the spaces cannot give.
+    of_files: u64,
+}
+
+impl Gifts {
+    fn total(&self) -> u64 {
+        self.of_spaces.iter().map(|(_, bytes)| bytes).sum::<u64>() + self.of_files
+    }
 }
 
 impl Grant {
@@ -116,13 +131,12 @@ impl Spaces {
     }
 
     /// Sets host memory aside for a space that is opened: `wanted` bytes, or all that no space has, and a step at
-    /// least, where that is 0. Says what is missing of it; no space has given up any yet.
+    /// least, where that is 0. Says what is missing of it; no space and no file has given up any yet.
     pub(super) fn reserve_host(&self, space: SpaceOf<'_>, slot_bytes: u64, wanted: u64) -> Result<Grant, Failure> {
         let least = if wanted == 0 { self.step(slot_bytes).min(self.host.most(space)) } else { wanted };
-        self.make_room(space, least);
         let available = self.host.available(space);
         let bytes = if wanted == 0 { available } else { available.min(wanted) };
-        let missing = self.spared(space, least.saturating_sub(bytes));
+        let missing = self.gifts(space, least.saturating_sub(bytes)).total();
         let total = bytes + missing;
         if total == 0 || total < wanted {
             return Err(self.host.refusal(total, wanted));
@@ -134,12 +148,12 @@ impl Spaces {
         Ok(Grant { bytes, missing, slot_bytes, is_lenient: wanted == 0, floor })
     }
 
-    /// Takes what is missing of a grant from spaces that have more than they reserved, and gives it to the space. Less
-    /// than that where movements pin their slots all the while: it comes later, by use.
+    /// Takes what is missing of a grant from spaces that have more than they reserved, and from kept files, and gives
+    /// it to the space. Less than that where movements pin their slots all the while: it comes later, by use.
     ///
     /// # Errors
-    /// [`ServiceFault::Capacity`](kvhoist::ServiceFault::Capacity) if another space was faster. Then no space has
-    /// given up any.
+    /// [`ServiceFault::Capacity`](kvhoist::ServiceFault::Capacity) if another space was faster. Then no space and no
+    /// file has given up any.
     pub(super) async fn claim_host(&self, space: SpaceOf<'_>, grant: &Grant) -> Result<u64, Failure> {
         if grant.missing == 0 {
             return Ok(0);
@@ -147,7 +161,7 @@ impl Spaces {
         self.moves_end().await;
         let available = self.host.available(space).min(grant.missing);
         let gifts = self.gifts(space, grant.missing - available);
-        let may_come = available + gifts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let may_come = available + gifts.total();
         let least = if grant.is_lenient { grant.slot_bytes } else { grant.total() };
         if grant.bytes + may_come < least {
             return Err(self.host.refusal(grant.bytes + may_come, least));
@@ -155,11 +169,14 @@ impl Spaces {
         self.moving.set(true);
         let mut claimed = self.take_up_to(space, grant.missing);
         for _ in 0..CLAIMS {
-            for (donor, bytes) in self.gifts(space, grant.missing - claimed) {
+            let Gifts { of_spaces, of_files } = self.gifts(space, grant.missing - claimed);
+            for (donor, bytes) in of_spaces {
                 self.shrink(&donor, bytes).await;
                 // At once: another attach takes what is free.
                 claimed += self.take_up_to(space, grant.missing - claimed);
             }
+            self.give_up_files(space, of_files);
+            claimed += self.take_up_to(space, grant.missing - claimed);
             if claimed == grant.missing {
                 break;
             }
@@ -181,23 +198,19 @@ impl Spaces {
         }
     }
 
-    /// The spaces that give up memory for `space` to have `wanted` bytes more, and how many each: those that make the
-    /// least use of theirs first. As much as can be had, where that is less.
-    fn gifts(&self, space: SpaceOf<'_>, wanted: u64) -> Vec<(Rc<Space>, u64)> {
+    /// What others give up for `space` to have `wanted` bytes more. As much as can be had, where that is less.
+    fn gifts(&self, space: SpaceOf<'_>, wanted: u64) -> Gifts {
         if wanted == 0 {
-            return Vec::new();
+            return Gifts::default();
         }
         let mut donors = self.open_spaces();
         donors.sort_by(|one, other| one.host.used().total_cmp(&other.host.used()));
-        let spare: Vec<_> = donors.iter().map(|donor| (donor.of(), donor.host.spare())).collect();
-        let gifts = self.host.gifts(&spare, space, wanted);
+        let files = (files::tenant(), self.files.idle_bytes());
+        let spare: Vec<_> = donors.iter().map(|donor| (donor.of(), donor.host.spare())).chain([files]).collect();
+        let mut gifts = self.host.gifts(&spare, space, wanted);
         drop(spare);
-        donors.into_iter().zip(gifts).filter(|(_, bytes)| *bytes > 0).collect()
-    }
-
-    /// What the spaces give up for `space` to have as much of `wanted` bytes more as can be had.
-    pub(super) fn spared(&self, space: SpaceOf<'_>, wanted: u64) -> u64 {
-        self.gifts(space, wanted).iter().map(|(_, bytes)| bytes).sum()
+        let of_files = gifts.pop().expect("one for each, the files last");
+        Gifts { of_spaces: donors.into_iter().zip(gifts).filter(|(_, bytes)| *bytes > 0).collect(), of_files }
     }
 
     /// Waits until no memory moves.

@@ -1,4 +1,4 @@
-//! Removals of spaces, over this machine's files.
+//! Removals of spaces, and what they share with files, over this machine's files.
 
 use std::{
     cell::Cell,
@@ -98,11 +98,19 @@ fn load_with(folder: &Path, shares: &[&str]) -> (Rc<Spaces>, Rc<Semaphore>) {
 }
 
 fn load_failing(folder: &Path, shares: &[&str], opens_fail: Rc<Cell<bool>>) -> (Rc<Spaces>, Rc<Semaphore>) {
+    load_config(config(folder, shares), opens_fail)
+}
+
+fn config(folder: &Path, shares: &[&str]) -> ServerConfig {
     let mut config = ServerConfig::new(folder.join("socket"));
     config.paths = vec![folder.to_owned()];
     (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
     config.cache = Config::default().direct_io(DirectIo::Prefer);
     config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect();
+    config
+}
+
+fn load_config(config: ServerConfig, opens_fail: Rc<Cell<bool>>) -> (Rc<Spaces>, Rc<Semaphore>) {
     let deletions = Rc::new(Semaphore::new(0));
     let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions), opens_fail }));
     (Rc::new(spaces.expect("loaded")), deletions)
@@ -263,4 +271,47 @@ async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() 
         assert_eq!(spaces.left().1, before);
     };
     LocalSet::new().run_until(run).await;
+}
+
+/// What a refused request asks for is counted before a file is given up for it.
+async fn refuses_then_opens(move_host: bool) {
+    let folder = tempfile::tempdir().expect("a directory");
+    let file = |name: &str, len: u64| {
+        let path = folder.path().join(name);
+        std::fs::File::create(&path).and_then(|file| file.set_len(len)).expect("made");
+        let identity = SourceFile::open(&path).expect("there").identity();
+        WantedFile { path: path.display().to_string(), identity, keep: true }
+    };
+    let space = |namespace: &str, capacity_bytes: u64, host_bytes: u64| {
+        let namespace = namespace.into();
+        Wanted { namespace, capacity_bytes, host_bytes, ..Wanted::of_tests(BLOCK_BYTES) }
+    };
+    let opens_fail = Rc::new(Cell::new(false));
+    let config = ServerConfig { move_host, ..config(folder.path(), &[]) };
+    let (spaces, _) = load_config(config, Rc::clone(&opens_fail));
+    drop(spaces.hold(file("old", 300 << 10)).await.expect("room"));
+    drop(spaces.hold(file("kept", 500 << 10)).await.expect("room"));
+    let before = spaces.held_files();
+    assert_eq!(before, (2, memory_bytes(300 << 10) + memory_bytes(500 << 10)));
+    let fault = |refused: Option<Failure>| refused.expect("refused").fault;
+    assert_eq!(fault(spaces.attach(space("greedy", 2 << 20, 1 << 40)).await.err()), ServiceFault::Capacity);
+    assert_eq!(fault(spaces.hold(file("large", 2 << 20)).await.err()), ServiceFault::Capacity);
+    opens_fail.set(true);
+    assert_eq!(fault(spaces.attach(space("tests", 4 << 20, 512 << 10)).await.err()), ServiceFault::Io);
+    assert_eq!(spaces.held_files(), before, "nothing was given up");
+    // One of them is enough: the one that was used longest ago.
+    let opened = spaces.attach(space("tests", 4 << 20, 512 << 10)).await.expect("its memory");
+    assert_eq!((opened.host_bytes(), spaces.held_files()), (512 << 10, (1, memory_bytes(500 << 10))));
+    // Another file gets what is left, and the memory of the last one.
+    drop(spaces.hold(file("larger", 505 << 10)).await.expect("room"));
+    assert_eq!((spaces.held_files(), spaces.left().1), ((1, 512 << 10), 0));
+    drop(opened);
+    spaces.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_refusal_gives_up_no_kept_file_and_a_space_that_opens_does() {
+    for move_host in [true, false] {
+        LocalSet::new().run_until(refuses_then_opens(move_host)).await;
+    }
 }
