@@ -1,4 +1,4 @@
-//! Threads for work that takes long: unmapping, parking, the removal of folders.
+//! Threads for work that takes long: unmapping, parking, the making and the removal of folders.
 //!
 //! The runtime's own (`spawn_blocking`) panic where the system starts no thread, which a container's limit of processes
 //! is enough for. Here one thread is there from the start of the service on, and others are started while work

@@ -45,11 +45,11 @@ pub trait System {
     ///
     /// # Errors
     /// [`Error::Io`].
-    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()>;
+    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<()>>;
 
     /// Removes the folders of a space that could not be made, but never a store. False if there is one: it takes its
     /// disk, and is a space at the next start.
-    fn forget_space(&self, folders: &[PathBuf]) -> bool;
+    fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool>;
 
     /// What the stores in the folders of a space take, bytes.
     fn store_bytes(&self, folders: &[PathBuf]) -> u64;
@@ -124,30 +124,14 @@ impl System for Machine {
         Ok(files)
     }
 
-    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()> {
-        for folder in folders {
-            match fs::DirBuilder::new().mode(0o700).create(folder) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(Error::io("create", folder, error));
-                }
-                _ => {}
-            }
-        }
-        match (folders.first(), text) {
-            (Some(folder), Some(text)) => write_whole(&folder.join(FILE_NAME), text.as_bytes()),
-            _ => Ok(()),
-        }
+    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<()>> {
+        let make = move || make_folders(&folders, text.as_deref());
+        Box::pin(async { on_thread(&Machine, make).await.unwrap_or(Err(Error::Closed)) })
     }
 
-    fn forget_space(&self, folders: &[PathBuf]) -> bool {
-        if folders.iter().any(|folder| folder.join(STORE_NAME).exists()) {
-            return false;
-        }
-        for folder in folders {
-            drop(fs::remove_file(folder.join(FILE_NAME)));
-            drop(fs::remove_dir(folder));
-        }
-        true
+    fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool> {
+        let forget = move || forget_folders(&folders);
+        Box::pin(async { on_thread(&Machine, forget).await.unwrap_or(false) })
     }
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
@@ -196,6 +180,34 @@ impl System for Machine {
             tracing::error!(len, "a client's memory could not be unmapped; it counts against the limits no longer");
         })
     }
+}
+
+/// Makes the folders of a space that are missing, and its file.
+fn make_folders(folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+    for folder in folders {
+        match fs::DirBuilder::new().mode(0o700).create(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::io("create", folder, error));
+            }
+            _ => {}
+        }
+    }
+    match (folders.first(), text) {
+        (Some(folder), Some(text)) => write_whole(&folder.join(FILE_NAME), text.as_bytes()),
+        _ => Ok(()),
+    }
+}
+
+/// Removes the folders of a space, unless there is a store in one of them.
+fn forget_folders(folders: &[PathBuf]) -> bool {
+    if folders.iter().any(|folder| folder.join(STORE_NAME).exists()) {
+        return false;
+    }
+    for folder in folders {
+        drop(fs::remove_file(folder.join(FILE_NAME)));
+        drop(fs::remove_dir(folder));
+    }
+    true
 }
 
 /// Removes a folder of a space for good, the file that makes it one last: until then it is known, with the disk of its

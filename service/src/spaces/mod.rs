@@ -1,6 +1,7 @@
 //! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
 
 pub(super) mod files;
+mod folders;
 mod host;
 mod manifest;
 mod open;
@@ -14,7 +15,6 @@ mod tests;
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
-    path::PathBuf,
     rc::Rc,
 };
 
@@ -127,6 +127,8 @@ pub(super) struct Spaces {
     opens: Opens,
     /// Lets one file get memory at a time.
     file_turn: Semaphore,
+    /// A permit a space whose folders are being made or removed.
+    folder_turns: Semaphore,
     /// Host memory moves from one space to another.
     moving: Cell<bool>,
     /// Told when such a move has ended.
@@ -171,16 +173,31 @@ impl Spaces {
         for (folder, mut manifest, error) in refused {
             tracing::error!(%error, "a space is not served; the others are");
             // What its stores take is nobody else's.
-            let bytes = system.store_bytes(&folders(&config, &folder)).min(disk.available(manifest.of()));
+            let bytes = system.store_bytes(&folders::of(&config, &folder)).min(disk.available(manifest.of()));
             manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
             entries.insert(folder, Entry::new(manifest, State::Refused(Failure::from(&error))));
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         let tables = Tables::new(&config);
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
+        let folder_turns = folders::turns();
         let opens = Opens::new(|path| SourceFile::open(path));
         let trouble = RefCell::default();
-        Ok(Spaces { disk, host, tables, files, opens, file_turn, entries, config, system, moving, move_ended, trouble })
+        Ok(Spaces {
+            disk,
+            host,
+            tables,
+            files,
+            opens,
+            file_turn,
+            folder_turns,
+            entries,
+            config,
+            system,
+            moving,
+            move_ended,
+            trouble,
+        })
     }
 
     /// Something keeps spaces from being opened, until one is.
@@ -275,11 +292,6 @@ impl Spaces {
         self.disk.take(space, wanted)
     }
 
-    /// The folders of a space, below every path.
-    fn folders(&self, folder: &str) -> Vec<PathBuf> {
-        folders(&self.config, folder)
-    }
-
     /// Closes the caches of all spaces, which write and flush their blocks. Removals end before. Returns the first
     /// error.
     pub(super) async fn close(&self) -> Result<()> {
@@ -325,10 +337,6 @@ impl Spaces {
         };
         self.entries.borrow().iter().map(status).collect()
     }
-}
-
-fn folders(config: &ServerConfig, folder: &str) -> Vec<PathBuf> {
-    config.paths.iter().map(|path| path.join(folder)).collect()
 }
 
 /// The share of the host memory's slots that clients may pin.

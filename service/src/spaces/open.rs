@@ -45,6 +45,8 @@ impl Spaces {
     ) {
         let folder = manifest.folder();
         let opened = self.open_space(&manifest, host_bytes, device, is_new).await;
+        // A store that was made keeps its disk, and the space stays: a later attach opens it.
+        let is_forgotten = is_new && opened.is_err() && self.forget_folders(&folder).await;
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {
             Ok(space) => State::Open(Rc::clone(space)),
@@ -61,8 +63,7 @@ impl Spaces {
         let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
             unreachable!("only this call ends the opening");
         };
-        // A store that was made keeps its disk, and the space stays: a later attach opens it.
-        if is_new && opened.is_err() && self.system.forget_space(&self.folders(&folder)) {
+        if is_forgotten {
             let trouble = entries.remove(&folder).and_then(|entry| entry.trouble);
             if let Some(failure) = trouble {
                 self.has_trouble(format!("a new space, {:?}: {}", manifest.namespace, failure.text));
@@ -164,7 +165,7 @@ impl Spaces {
         }
         config.validate()?;
         self.tables.take(&manifest.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
-        self.system.make_space(&self.folders(&manifest.folder()), is_new.then(|| manifest.text()).as_deref())?;
+        self.make_folders(manifest, is_new).await?;
         self.system.open_cache(config).await
     }
 

@@ -1,6 +1,6 @@
 //! The removal of a space.
 
-use std::{path::PathBuf, rc::Rc};
+use std::rc::Rc;
 
 use tokio::sync::oneshot;
 
@@ -76,9 +76,7 @@ impl Spaces {
             }
             self.host.give_back(space.of(), space.host.bytes());
         }
-        // The first path has the file that makes it a space: last.
-        let folders: Vec<PathBuf> = self.folders(&folder).into_iter().rev().collect();
-        let removed = self.system.remove_space(folders).await.map_err(|error| Failure::from(&error));
+        let removed = self.remove_folders(&folder).await.map_err(|error| Failure::from(&error));
         let mut entries = self.entries.borrow_mut();
         let entry = entries.get_mut(&folder).expect("entries that are being removed stay");
         let State::Removing(waiters) =

@@ -43,11 +43,11 @@ impl System for Gated {
         Machine.spaces(path)
     }
 
-    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<()>> {
         Machine.make_space(folders, text)
     }
 
-    fn forget_space(&self, folders: &[PathBuf]) -> bool {
+    fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool> {
         Machine.forget_space(folders)
     }
 

@@ -1,21 +1,27 @@
 //! What a client can do to hang the service's thread: descriptors whose close waits.
 
 use std::{
+    ffi::CString,
+    fs::{self, File},
     io::{self, Read, Write},
     net::{TcpListener, TcpStream},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
+        unix::{ffi::OsStrExt, net::UnixStream},
     },
     path::Path,
     time::{Duration, Instant},
 };
 
-use kvhoist_service::internals::protocol::{Hello, RegionKind, Reply, Request};
+use kvhoist::ServiceFault;
+use kvhoist_service::{
+    internals::protocol::{Hello, RegionKind, Reply, Request, SpaceDevice},
+    remove_space,
+};
 
 use crate::{
     common,
-    node::{HANG, Node, Process, Stopped, say},
+    node::{BLOCK_BYTES, HANG, Node, Process, Stopped, say},
     pool_client::PoolClient,
     raw::Raw,
 };
@@ -176,6 +182,45 @@ fn a_connection_past_the_limit_hangs_nobody() {
     let pool_client = PoolClient::new(&node.socket());
     let _process = lingers(&node, "refused");
     serves(&pool_client, "refused");
+}
+
+fn attach(namespace: &str) -> Request {
+    let (block_bytes, capacity_bytes, host_bytes) = (BLOCK_BYTES as u64, 4 << 20, 1 << 20);
+    let (namespace, shared, device) = (namespace.to_owned(), false, SpaceDevice::None);
+    Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared, device }
+}
+
+/// The file of a new space is written to a pipe, which nobody reads: as long as a file system takes that hangs.
+#[test]
+fn a_new_space_whose_file_system_hangs_hangs_nobody() {
+    let node = Node::new();
+    let pool_client = PoolClient::new(&node.socket());
+    let mut raw = Raw::greeted(&node.socket());
+    assert!(matches!(raw.ask(1, &attach("slow")), Reply::Attached { .. }));
+    let spaces = node.status().spaces;
+    let folder = &spaces.iter().find(|space| space.namespace == "slow").expect("attached").folder;
+    drop(raw);
+    node.wait_for_clients(1);
+    remove_space(&node.socket(), "slow", BLOCK_BYTES as u64, false).expect("no client has it");
+    let folder = node.store().join(folder);
+    let pipe = folder.join("space.new");
+    fs::create_dir(&folder).expect("removed before");
+    let name = CString::new(pipe.as_os_str().as_bytes()).expect("no zero");
+    // SAFETY: plain system call; the name outlives it.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    let mut raw = Raw::greeted(&node.socket());
+    raw.send(&attach("slow").encode(1));
+    while node.status().spaces.iter().all(|space| space.namespace != "slow") {
+        std::thread::yield_now();
+    }
+    serves(&pool_client, "a new space");
+    // Now it goes on, and fails: no pipe can be flushed.
+    let reader = File::open(&pipe).expect("a pipe");
+    let (_, reply) = raw.reply().expect("a reply");
+    assert!(matches!(&reply, Reply::Failed(failure) if failure.fault == ServiceFault::Io), "{reply:?}");
+    drop(reader);
+    fs::remove_file(pipe).expect("left");
+    assert!(matches!(raw.ask(2, &attach("slow")), Reply::Attached { .. }));
 }
 
 /// The end of a service is the end of its connections, too.

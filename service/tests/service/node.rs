@@ -175,6 +175,11 @@ impl Node {
         self.place.path().join("s")
     }
 
+    /// Where its spaces are.
+    pub fn store(&self) -> &Path {
+        self.store.path()
+    }
+
     /// Folders of spaces in its store.
     pub fn folders(&self) -> usize {
         let name = |entry: std::io::Result<fs::DirEntry>| entry.expect("an entry").file_name();

@@ -262,23 +262,29 @@ impl System for Handle {
         Ok(below.map(|(folder, text)| (folder.join("space"), Ok(text.clone()))).collect())
     }
 
-    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<(), Error> {
-        if let (Some(folder), Some(text)) = (folders.first(), text) {
-            self.0.state.borrow_mut().texts.insert(folder.clone(), text.into());
-        }
-        Ok(())
+    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<(), Error>> {
+        let machine = Rc::clone(&self.0);
+        Box::pin(async move {
+            if let (Some(folder), Some(text)) = (folders.into_iter().next(), text) {
+                machine.state.borrow_mut().texts.insert(folder, text);
+            }
+            Ok(())
+        })
     }
 
-    fn forget_space(&self, folders: &[PathBuf]) -> bool {
-        let mut state = self.0.state.borrow_mut();
-        let Some(folder) = folders.first() else { return true };
-        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        // The files of a store that was begun are there, as far as they were written.
-        let has_store = state.files.contains_key(&name);
-        if !has_store {
-            state.texts.remove(folder);
-        }
-        !has_store
+    fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool> {
+        let machine = Rc::clone(&self.0);
+        Box::pin(async move {
+            let mut state = machine.state.borrow_mut();
+            let Some(folder) = folders.first() else { return true };
+            let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            // The files of a store that was begun are there, as far as they were written.
+            let has_store = state.files.contains_key(&name);
+            if !has_store {
+                state.texts.remove(folder);
+            }
+            !has_store
+        })
     }
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
