@@ -1,5 +1,6 @@
 //! `kvhoist serve --http ADDR`: metrics, health and a page about a running service.
 
+mod asked;
 mod connections;
 mod drives;
 mod exposition;
@@ -28,10 +29,9 @@ use kvhoist_service::{
     Server, ServiceStatus,
     internals::{OpenSpace, ServiceReport},
 };
-use tokio::sync::Mutex;
 
 pub use self::drives::Drive;
-use self::{connections::Limits, figures::Metric};
+use self::{asked::Asked, connections::Limits};
 use crate::{failure::Failure, status::object};
 
 /// Scripts and pictures of the page itself, requests to the same address, and nothing else.
@@ -44,11 +44,10 @@ pub struct Source {
     paths: Vec<PathBuf>,
 }
 
-/// What a service and its drives report.
-pub struct Seen {
+/// What a service reports.
+struct Report {
     status: ServiceStatus,
     spaces: Vec<OpenSpace>,
-    drives: Vec<Drive>,
 }
 
 impl Source {
@@ -56,31 +55,45 @@ impl Source {
         Source { server, paths }
     }
 
-    /// Asks the service and its drives. Blocks the thread.
-    pub fn ask(&self) -> Result<Seen, kvhoist::Error> {
+    /// Asks the service. Blocks the thread.
+    fn report(&self) -> Result<Report, kvhoist::Error> {
         let ServiceReport { status, spaces, .. } = self.server.report()?;
-        Ok(Seen { status, spaces, drives: Drive::of(&self.paths) })
+        Ok(Report { status, spaces })
+    }
+
+    /// Every metric of the service and its drives. Blocks the thread.
+    #[cfg(feature = "otel")]
+    fn metrics(&self) -> Result<Vec<figures::Metric>, kvhoist::Error> {
+        let Report { status, spaces } = self.report()?;
+        Ok(figures::collect(&status, &spaces, &Drive::of(&self.paths)))
     }
 }
 
-impl Seen {
-    /// Every metric.
-    pub fn metrics(&self) -> Vec<Metric> {
-        figures::collect(&self.status, &self.spaces, &self.drives)
-    }
+/// Whom requests ask. A drive that hangs keeps nobody from asking the service.
+#[derive(Clone)]
+struct Sources {
+    service: Asked<Result<Report, kvhoist::Error>>,
+    drives: Asked<Vec<Drive>>,
 }
 
-/// The source of all requests. They wait for one another: the service answers one at a time.
-type Shared = Arc<Mutex<Arc<Source>>>;
+impl Sources {
+    fn new(source: Arc<Source>) -> Self {
+        let of_drives = Arc::clone(&source);
+        Sources {
+            service: Asked::new("the service", move || source.report()),
+            drives: Asked::new("the drives", move || Drive::of(&of_drives.paths)),
+        }
+    }
 
-/// What the source reports, or the text for the client if it does not answer.
-async fn ask(source: &Shared) -> Result<Seen, String> {
-    // Held by the thread that asks: a connection may be closed before it has its answer.
-    let source = Arc::clone(source).lock_owned().await;
-    match tokio::task::spawn_blocking(move || source.ask()).await {
-        Ok(Ok(seen)) => Ok(seen),
-        Ok(Err(error)) => Err(format!("{error}\n")),
-        Err(error) => Err(format!("{error}\n")),
+    /// What the service reports, or the text for the client if it does not answer.
+    async fn report(&self) -> Result<Report, String> {
+        self.service.ask().await?.map_err(|error| format!("{error}\n"))
+    }
+
+    /// That, and what the drives say: nothing of those that do not answer.
+    async fn report_and_drives(&self) -> Result<(Report, Vec<Drive>), String> {
+        let (report, drives) = tokio::join!(self.report(), self.drives.ask());
+        Ok((report?, drives.unwrap_or_default()))
     }
 }
 
@@ -125,13 +138,12 @@ pub fn bind(address: SocketAddr) -> Result<Bound, Failure> {
 /// Where there is no thread.
 pub fn start(bound: Bound, names: &[String], source: Arc<Source>) -> Result<(), Failure> {
     let listener = bound.listener;
-    let source: Shared = Arc::new(Mutex::new(source));
     let routes = Router::new()
         .route("/", get(page))
         .route("/metrics", get(metrics))
         .route("/healthz", get(health))
         .route("/status.json", get(figures))
-        .with_state(source)
+        .with_state(Sources::new(source))
         .layer(middleware::from_fn_with_state(Arc::from(names), host::check));
     let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
@@ -148,18 +160,19 @@ pub fn start(bound: Bound, names: &[String], source: Arc<Source>) -> Result<(), 
     Ok(())
 }
 
-async fn metrics(State(source): State<Shared>) -> Response {
-    match ask(&source).await {
-        Ok(seen) => {
-            ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&seen.metrics())).into_response()
+async fn metrics(State(sources): State<Sources>) -> Response {
+    match sources.report_and_drives().await {
+        Ok((Report { status, spaces }, drives)) => {
+            let metrics = figures::collect(&status, &spaces, &drives);
+            ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&metrics)).into_response()
         }
         Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
     }
 }
 
-async fn figures(State(source): State<Shared>) -> Response {
-    match ask(&source).await {
-        Ok(Seen { status, drives, .. }) => {
+async fn figures(State(sources): State<Sources>) -> Response {
+    match sources.report_and_drives().await {
+        Ok((Report { status, .. }, drives)) => {
             let mut object = object(&status);
             object["drives"] = drives.iter().map(Drive::object).collect();
             ([(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
@@ -169,9 +182,9 @@ async fn figures(State(source): State<Shared>) -> Response {
 }
 
 /// 200 while all is well; 503 with the reasons, a line each, else.
-async fn health(State(source): State<Shared>) -> (StatusCode, String) {
-    match ask(&source).await {
-        Ok(seen) => match troubles(&seen.status).as_slice() {
+async fn health(State(sources): State<Sources>) -> (StatusCode, String) {
+    match sources.report().await {
+        Ok(report) => match troubles(&report.status).as_slice() {
             [] => (StatusCode::OK, "ok\n".into()),
             troubles => (StatusCode::SERVICE_UNAVAILABLE, troubles.join("\n") + "\n"),
         },
@@ -201,7 +214,62 @@ mod tests {
     use kvhoist::Stats;
     use kvhoist_service::SpaceStatus;
 
+    use std::{sync::mpsc, time::Duration};
+
     use super::*;
+
+    /// Each question waits for a word, and is answered with an idle service.
+    fn slow(patience: Duration) -> (Sources, mpsc::Sender<()>) {
+        let (answer, answers) = mpsc::channel();
+        let answers = std::sync::Mutex::new(answers);
+        let report = move || {
+            answers.lock().expect("no panic").recv().map_err(|_| kvhoist::Error::Closed)?;
+            Ok(Report { status: ServiceStatus::default(), spaces: Vec::new() })
+        };
+        let service = Asked::new("the service", report).patience(patience);
+        (Sources { service, drives: Asked::new("the drives", Vec::new) }, answer)
+    }
+
+    #[test]
+    fn a_service_that_does_not_answer_is_not_well_and_one_that_answers_again_is() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let (sources, answer) = slow(Duration::from_millis(10));
+        runtime.block_on(async {
+            // Of all of them one is asked: the others wait for it.
+            for _ in 0..3 {
+                let (status, text) = health(State(sources.clone())).await;
+                let said = (status, text.as_str());
+                assert_eq!(said, (StatusCode::SERVICE_UNAVAILABLE, "the service has not answered for 0.01 s\n"));
+            }
+            assert_eq!(metrics(State(sources.clone())).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+            assert_eq!(figures(State(sources.clone())).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+            // The one that nobody waits for any more, and the next.
+            (0..2).for_each(|_| answer.send(()).expect("it waits"));
+            let sources = Sources { service: sources.service.patience(Duration::from_secs(600)), ..sources };
+            assert_eq!(health(State(sources)).await, (StatusCode::OK, "ok\n".into()));
+        });
+    }
+
+    #[test]
+    fn drives_that_do_not_answer_keep_nobody_from_the_service() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let (sources, answer) = slow(Duration::from_secs(600));
+        let (end, ends) = mpsc::channel::<()>();
+        let ends = std::sync::Mutex::new(ends);
+        let hangs = move || {
+            drop(ends.lock().expect("no panic").recv());
+            Vec::new()
+        };
+        let drives = Asked::new("the drives", hangs).patience(Duration::from_millis(10));
+        let sources = Sources { drives, ..sources };
+        runtime.block_on(async {
+            (0..3).for_each(|_| answer.send(()).expect("it waits"));
+            assert_eq!(metrics(State(sources.clone())).await.status(), StatusCode::OK);
+            assert_eq!(figures(State(sources.clone())).await.status(), StatusCode::OK);
+            assert_eq!(health(State(sources)).await.0, StatusCode::OK);
+        });
+        drop(end);
+    }
 
     #[test]
     fn a_service_is_well_until_it_drains_or_a_disk_fails() {

@@ -129,7 +129,7 @@ impl Last {
         {
             return Arc::clone(metrics);
         }
-        let asked = self.source.ask().map(|found| Arc::new(found.metrics()));
+        let asked = self.source.metrics().map(Arc::new);
         let metrics = match (asked, &*seen) {
             (Ok(metrics), _) => metrics,
             (Err(_), Some((_, before))) => Arc::clone(before),
