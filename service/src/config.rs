@@ -38,7 +38,7 @@ pub struct ServerConfig {
     /// Whether the kernel keeps clients' regions pinned, if a client asks for it
     /// ([`Memory::pinned`](kvhoist::Memory::pinned)).
     pub pin: bool,
-    /// Connections at a time. 1 to 4,096.
+    /// Connections at a time. 1 to 4,096. The service's own user has 8 more, which attach to no space.
     pub connections_max: u32,
     /// Requests that one connection may have in flight. 1 to 4,096.
     pub requests_max: u32,

@@ -312,13 +312,7 @@ async fn serve(
 
 /// Serves or refuses a connection; the result of its task is whether it was a client's.
 fn let_in(state: &Rc<ServiceState>, (wire, peer): Caller, sessions: &mut JoinSet<bool>) {
-    let admitted = peer.and_then(|peer| {
-        if state.connections() < state.config.connections_max {
-            return Ok(peer);
-        }
-        let text = format!("busy: {} connections are open, which is the limit; try later", state.connections());
-        Err(Failure::new(ServiceFault::Busy, text))
-    });
+    let admitted = peer.and_then(|peer| state.has_room(peer.uid).map(|()| peer));
     match admitted {
         Err(failure) => {
             static REFUSED: Seldom = Seldom::new();

@@ -15,16 +15,23 @@ use super::{
     budget::{Account, Budget},
     config::ServerConfig,
     inbox::Unread,
-    protocol::{ClientStatus, Limits, ServiceStatus},
+    peers::own_uid,
+    protocol::{ClientStatus, Failure, Limits, ServiceStatus},
     report::ServiceReport,
     spaces::Spaces,
     status_frames::StatusFrames,
     transfers::ClientTransfers,
 };
+use crate::error::ServiceFault;
+
+/// Connections beyond the limit, for the service's own user: for its status and the removal of spaces.
+const OPERATOR_CONNECTIONS: u32 = 8;
 
 /// The state of a connection that others see.
 pub(super) struct Connection {
     id: u64,
+    /// It came when there were as many as there may be.
+    is_beyond: bool,
     pub(super) pid: u32,
     pub(super) uid: u32,
     pub(super) namespace: RefCell<String>,
@@ -39,6 +46,19 @@ impl Connection {
     /// The service's number for the connection.
     pub(super) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Whether it may attach to a space or hold a file: as long as there are more than there may be, one that came
+    /// beyond the limit may not.
+    ///
+    /// # Errors
+    /// [`ServiceFault::Busy`].
+    pub(super) fn may_be_client(&self) -> Result<(), Failure> {
+        let state = &self.state;
+        match self.is_beyond && state.connections() > state.config.connections_max {
+            true => Err(state.crowded()),
+            false => Ok(()),
+        }
     }
 
     fn status(&self) -> ClientStatus {
@@ -60,6 +80,11 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.state.open.borrow_mut().remove(&self.id);
+        let mut users = self.state.users.borrow_mut();
+        if let Some(count) = users.get_mut(&self.uid) {
+            *count -= 1;
+        }
+        users.retain(|_, count| *count > 0);
     }
 }
 
@@ -77,6 +102,8 @@ pub(super) struct ServiceState {
     drain_began: Notify,
     /// Those that are alive.
     open: RefCell<BTreeMap<u64, std::rc::Weak<Connection>>>,
+    /// How many of them each user has.
+    users: RefCell<BTreeMap<u32, u32>>,
     next_id: Cell<u64>,
     /// Lets one connection come or go at a time.
     turns: Semaphore,
@@ -94,6 +121,7 @@ impl ServiceState {
             draining: Cell::new(false),
             drain_began: Notify::new(),
             open: RefCell::default(),
+            users: RefCell::default(),
             next_id: Cell::new(1),
             turns: Semaphore::new(1),
         }
@@ -116,11 +144,34 @@ impl ServiceState {
         }
     }
 
+    /// Whether there is room for a connection of this user.
+    ///
+    /// # Errors
+    /// [`ServiceFault::Busy`].
+    pub(super) fn has_room(&self, uid: u32) -> Result<(), Failure> {
+        let beyond = if uid == own_uid() { OPERATOR_CONNECTIONS } else { 0 };
+        if self.connections() < self.config.connections_max + beyond { Ok(()) } else { Err(self.crowded()) }
+    }
+
+    /// Why there is no room for a connection.
+    fn crowded(&self) -> Failure {
+        let most = self.users.borrow().iter().max_by_key(|(_, count)| **count).map(|(uid, count)| (*uid, *count));
+        let (uid, count) = most.unwrap_or_default();
+        let text = format!(
+            "busy: found {} connections, expected {} at most; user {uid} has {count} of them, the most of all users: \
+             end some of its processes, or try later",
+            self.connections(),
+            self.config.connections_max
+        );
+        Failure::new(ServiceFault::Busy, text)
+    }
+
     /// Admits a connection.
     pub(super) fn enter(self: &Rc<Self>, pid: u32, uid: u32) -> Rc<Connection> {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let connection = Rc::new(Connection {
             id,
+            is_beyond: self.connections() >= self.config.connections_max,
             pid,
             uid,
             namespace: RefCell::default(),
@@ -130,6 +181,7 @@ impl ServiceState {
             state: Rc::clone(self),
         });
         self.open.borrow_mut().insert(id, Rc::downgrade(&connection));
+        *self.users.borrow_mut().entry(uid).or_default() += 1;
         connection
     }
 

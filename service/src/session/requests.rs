@@ -207,6 +207,7 @@ impl Session {
         if self.attaching {
             return Err(Failure::new(ServiceFault::Argument, "attached already: a connection has one space"));
         }
+        self.connection.may_be_client()?;
         self.attaching = true;
         self.requests.insert(id, Cancel::default());
         let spaces = Rc::clone(&self.state.spaces);
@@ -223,6 +224,7 @@ impl Session {
                 format!("file: found a client of user {uid}, expected {own}: a service reads its own user's files");
             return Err(Failure::new(ServiceFault::Permission, text));
         }
+        self.connection.may_be_client()?;
         if self.held.len() >= HELD_MAX || self.held.contains_key(&id) {
             let text = format!(
                 "file: found {} that this client holds, expected fewer than {HELD_MAX}, and no request's id \

@@ -180,6 +180,8 @@ fn a_descriptor_out_of_band_hangs_nobody() {
 fn a_connection_past_the_limit_hangs_nobody() {
     let node = Node::with("120000 1");
     let pool_client = PoolClient::new(&node.socket());
+    let _beyond: Vec<Raw> = (0..8).map(|_| Raw::greeted(&node.socket())).collect();
+    assert!(Raw::connect(&node.socket()).goodbye_of_hello().contains("expected 1 at most"));
     let _process = lingers(&node, "refused");
     serves(&pool_client, "refused");
 }

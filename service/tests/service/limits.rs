@@ -11,16 +11,17 @@ use std::{
     time::Instant,
 };
 
-use kvhoist::{Config, DirectIo, ServiceFault};
+use kvhoist::{Config, DirectIo, Error, ServiceFault, block_on};
 use kvhoist_service::{
-    Server, ServerConfig,
-    internals::protocol::{Blocks, Failure, Place, RegionKind, Reply, Request, SpaceDevice},
+    Client, Server, ServerConfig,
+    internals::protocol::{Blocks, Failure, Hello, Place, RegionKind, Reply, Request, SpaceDevice},
+    remove_space, status,
 };
 use tempfile::TempDir;
 
 use crate::{
     common::{self, key},
-    node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS, Process, say},
+    node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS, Node, Process, options, say},
     pool_client::{POOL_BLOCKS, PoolClient},
     raw::Raw,
 };
@@ -343,4 +344,50 @@ fn a_service_that_gets_no_thread_serves_its_clients_and_takes_new_spaces_later()
     node.limit_processes(u64::MAX);
     let attached = raw.ask(2, &attach);
     assert!(matches!(attached, Reply::Attached { .. }), "{attached:?}: the failure is not for good");
+}
+
+/// Whoever has all connections, the service's own user sees who it is, and removes spaces.
+#[test]
+fn beyond_the_limit_of_connections_the_services_user_asks_and_attaches_to_nothing() {
+    let node = Node::with("120000 2");
+    let (neighbor, raw) = (PoolClient::new(&node.socket()), Raw::attached(&node.socket()));
+    assert_eq!(node.status().clients.len(), 3, "two, and the one that asks");
+    let busy = |refused: Error| match refused {
+        Error::Service { fault: ServiceFault::Busy, text } => text,
+        other => panic!("{other}"),
+    };
+    let refused = busy(block_on(Client::connect(node.socket(), options())).expect_err("no room"));
+    assert!(refused.contains(&format!("user {} has ", own_user())), "{refused}");
+    let refused = busy(remove_space(&node.socket(), "tests", BLOCK_BYTES as u64, false).expect_err("clients have it"));
+    assert!(refused.contains("clients are attached"), "{refused}");
+    let (mut idle, hang) = (Vec::new(), Instant::now() + HANG);
+    while idle.len() < 8 {
+        let mut raw = Raw::connect(&node.socket());
+        raw.send(&Hello::ours().encode());
+        // Those that asked before may still be there.
+        match raw.welcome().answer {
+            Ok(_) => idle.push(raw),
+            Err(fault) => assert!(fault == ServiceFault::Busy && Instant::now() < hang, "{fault:?}"),
+        }
+    }
+    let refused = busy(status(&node.socket()).expect_err("no more"));
+    assert!(refused.contains("found 10 connections, expected 2 at most"), "{refused}");
+    // One that came beyond the limit is a client once there is room.
+    let mut last = idle.pop().expect("eight");
+    drop((idle, raw, neighbor));
+    let attach = Request::Attach {
+        namespace: "tests".into(),
+        block_bytes: BLOCK_BYTES as u64,
+        capacity_bytes: 0,
+        host_bytes: 0,
+        shared: false,
+        device: SpaceDevice::None,
+    };
+    for id in 1.. {
+        match last.ask(id, &attach) {
+            Reply::Attached { .. } => break,
+            Reply::Failed(failure) if failure.fault == ServiceFault::Busy => assert!(Instant::now() < hang),
+            other => panic!("{other:?}"),
+        }
+    }
 }
