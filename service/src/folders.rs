@@ -17,13 +17,32 @@ use kvhoist_doctor::{disk_bytes, is_on_root, memory_bytes};
 use super::config::ServerConfig;
 use crate::error::{Error, Result};
 
+/// The folders that a start has made. A service that is refused removes them again, as far as they are empty.
+#[must_use]
+pub(super) struct Made(Vec<PathBuf>);
+
+impl Made {
+    /// The service runs: its folders stay.
+    pub(super) fn keep(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        for folder in self.0.iter().rev() {
+            drop(fs::remove_dir(folder));
+        }
+    }
+}
+
 /// Checks that the machine has the engines, the disk and the memory of a service, and makes folders of which only the
 /// last part is missing: a missing parent is a drive that is not mounted.
 ///
 /// # Errors
 /// [`Error::Store`] for a path that is no folder and cannot become one, [`Error::Config`] for an engine or a size that
 /// the machine does not have, [`Error::Io`].
-pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
+pub(super) fn prepare(config: &ServerConfig) -> Result<Made> {
     check_engines(config)?;
     let places = config.paths.iter().map(|path| place(path)).collect::<Result<Vec<_>>>()?;
     once_each(&config.paths, &places)?;
@@ -36,14 +55,16 @@ pub(super) fn prepare(config: &ServerConfig) -> Result<()> {
         let expected = format!("{most} at most, which the file systems of the paths have, each path the same part");
         return Err(Error::config("capacity_bytes", size(config.capacity_bytes), expected));
     }
+    let mut made = Made(Vec::new());
     for path in &config.paths {
         match fs::DirBuilder::new().mode(0o700).create(path) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(Error::io("create", path, error)),
-            _ => {}
+            Ok(()) => made.0.push(path.clone()),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(Error::io("create", path, error)),
         }
     }
     warn_of_root(config);
-    Ok(())
+    Ok(made)
 }
 
 /// Refuses engines that every space would ask for in vain.
@@ -128,13 +149,15 @@ mod tests {
     fn only_the_last_part_of_a_path_is_made() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = |name: &str| directory.path().join(name);
-        prepare(&config(&[path("kv")])).expect("made");
+        prepare(&config(&[path("kv")])).expect("made").keep();
         assert!(path("kv").is_dir());
-        let refused = prepare(&config(&[path("mnt/nvme/kv")])).expect_err("no drive is mounted");
+        drop(prepare(&config(&[path("kv"), path("more")])).expect("made"));
+        assert!(path("kv").is_dir() && !path("more").exists(), "what a start has made goes with it");
+        let refused = prepare(&config(&[path("mnt/nvme/kv")])).err().expect("no drive is mounted");
         assert!(refused.to_string().contains("found no folder") && !path("mnt").exists(), "{refused}");
         fs::write(path("file"), "").expect("written");
         for wrong in ["file", "file/kv"] {
-            let refused = prepare(&config(&[path("new"), path(wrong)])).expect_err(wrong);
+            let refused = prepare(&config(&[path("new"), path(wrong)])).err().expect(wrong);
             assert!(matches!(refused, Error::Store { .. }), "{refused}");
         }
         assert!(!path("new").exists(), "nothing is made for a service that is refused");
@@ -147,11 +170,11 @@ mod tests {
         fs::create_dir(path("old")).expect("made");
         std::os::unix::fs::symlink(path("old"), path("link")).expect("a link");
         for (one, other) in [("old", "old/"), ("old", "link"), ("new", "new/"), ("old/new", "link/new")] {
-            let refused = prepare(&config(&[path(one), path(other)])).expect_err("one folder");
+            let refused = prepare(&config(&[path(one), path(other)])).err().expect("one folder");
             assert!(matches!(refused, Error::Config { field: "paths", .. }), "{refused}");
             assert!(!path("new").exists() && !path("old/new").exists(), "nothing is made");
         }
-        prepare(&config(&[path("old"), path("new"), path("old/new")])).expect("three folders");
+        drop(prepare(&config(&[path("old"), path("new"), path("old/new")])).expect("three folders"));
     }
 
     #[test]
@@ -162,7 +185,7 @@ mod tests {
             ("host_bytes", ServerConfig { host_bytes: 1 << 60, ..good.clone() }),
             ("capacity_bytes", ServerConfig { capacity_bytes: 1 << 60, ..good.clone() }),
         ] {
-            match prepare(&spoiled) {
+            match prepare(&spoiled).map(drop) {
                 Err(Error::Config { field: found, expected, .. }) => {
                     assert!(found == field && expected.contains(" at most, "), "{found}: {expected}");
                 }

@@ -64,8 +64,9 @@ impl Server {
     /// a space's file cannot be understood; [`Error::Io`].
     pub fn start(config: ServerConfig) -> Result<Server> {
         config.validate()?;
-        folders::prepare(&config)?;
-        // Held for the life of the service, and released by the kernel however it ends.
+        let made = folders::prepare(&config)?;
+        // Held for the life of the service, and released by the kernel however it ends. Dropped before the folders: their
+        // files are in these.
         let (mut locks, mut trouble) = (Vec::new(), None);
         let of_socket = config.socket.with_added_extension("lock");
         locks.extend(ServiceLock::take(of_socket, &config.socket, &config.socket, true)?);
@@ -95,6 +96,7 @@ impl Server {
         let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
         match starts.recv() {
             Ok(place) => {
+                made.keep();
                 places.add(socket.clone(), place);
                 Ok(Server { draining, ask, thread: Mutex::new(Some(thread)), socket, places })
             }

@@ -100,6 +100,23 @@ fn more_than_the_machine_has_is_refused_at_the_start() {
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
 }
 
+/// Two services are refused that have a folder in common with another, or its socket.
+#[test]
+fn a_service_that_another_one_is_in_the_way_of_leaves_no_new_folder() {
+    let other = Serving::start();
+    let (socket, taken) = (other.socket(), other.store.path().display().to_string());
+    let place = stores();
+    let path = |name: &str| place.path().join(name).display().to_string();
+    for (socket, paths) in [(&socket, vec![path("a")]), (&path("s"), vec![path("a"), path("b"), taken])] {
+        let flags = ["serve", "--socket", socket, "--capacity", "8MiB", "--host-bytes", "1MiB"];
+        let paths = paths.iter().flat_map(|path| ["--path", path.as_str()]);
+        let output = kvhoist(&flags.into_iter().chain(paths).collect::<Vec<_>>());
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("another service's"), "{}", text(&output.stderr));
+        assert_eq!(fs::read_dir(place.path()).expect("there").count(), 0, "nothing is left");
+    }
+}
+
 #[test]
 fn a_place_for_figures_that_cannot_be_had_is_said_before_the_service_starts() {
     let (store, taken) = (stores(), TcpListener::bind("127.0.0.1:0").expect("bound"));
