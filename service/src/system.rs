@@ -40,12 +40,12 @@ pub trait System {
     /// [`Error::Io`].
     fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>>;
 
-    /// Makes those folders of a space that are missing, and a file with `text`, if there is one, in the first: complete
-    /// or absent after a crash at any moment.
+    /// Makes those folders of a space that are missing, and a file with `text` in the first, if there are any: where the
+    /// file is missing, and that of a new space anew. It is complete or absent after a crash at any moment.
     ///
     /// # Errors
     /// [`Error::Io`].
-    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<()>>;
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>>;
 
     /// Removes the folders of a space that could not be made, but never a store. False if there is one: it takes its
     /// disk, and is a space at the next start.
@@ -124,8 +124,8 @@ impl System for Machine {
         Ok(files)
     }
 
-    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<()>> {
-        let make = move || make_folders(&folders, text.as_deref());
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>> {
+        let make = move || make_folders(&folders, &text, is_new);
         Box::pin(async { on_thread(&Machine, make).await.unwrap_or(Err(Error::Closed)) })
     }
 
@@ -183,7 +183,7 @@ impl System for Machine {
 }
 
 /// Makes the folders of a space that are missing, and its file.
-fn make_folders(folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<()> {
     for folder in folders {
         match fs::DirBuilder::new().mode(0o700).create(folder) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
@@ -192,10 +192,12 @@ fn make_folders(folders: &[PathBuf], text: Option<&str>) -> Result<()> {
             _ => {}
         }
     }
-    match (folders.first(), text) {
-        (Some(folder), Some(text)) => write_whole(&folder.join(FILE_NAME), text.as_bytes()),
-        _ => Ok(()),
+    let Some(file) = folders.first().map(|folder| folder.join(FILE_NAME)) else { return Ok(()) };
+    // A removal that failed in the end may have removed it.
+    if is_new || !file.try_exists().map_err(|error| Error::io("stat", &file, error))? {
+        write_whole(&file, text.as_bytes())?;
     }
+    Ok(())
 }
 
 /// Removes the folders of a space, unless there is a store in one of them.

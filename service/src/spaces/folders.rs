@@ -24,14 +24,13 @@ pub(super) fn of(config: &ServerConfig, folder: &str) -> Vec<PathBuf> {
 }
 
 impl Spaces {
-    /// Makes the folders of a space, and its file if it is new.
+    /// Makes the folders of a space, and its file.
     ///
     /// # Errors
     /// [`Error::Io`](kvhoist::Error::Io).
     pub(super) async fn make_folders(&self, manifest: &SpaceManifest, is_new: bool) -> Result<()> {
         let _turn = self.folder_turn().await;
-        let text = is_new.then(|| manifest.text());
-        self.system.make_space(of(&self.config, &manifest.folder()), text).await
+        self.system.make_space(of(&self.config, &manifest.folder()), manifest.text(), is_new).await
     }
 
     /// Removes the folders of a space that could not be made; false if they have a store.

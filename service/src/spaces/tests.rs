@@ -36,6 +36,8 @@ struct Gated {
     deletions: Rc<Semaphore>,
     /// The next cache fails to open, after its files were made.
     opens_fail: Rc<Cell<bool>>,
+    /// The next removal fails, after the folders were removed.
+    removals_fail: Rc<Cell<bool>>,
 }
 
 impl System for Gated {
@@ -43,8 +45,8 @@ impl System for Gated {
         Machine.spaces(path)
     }
 
-    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<()>> {
-        Machine.make_space(folders, text)
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>> {
+        Machine.make_space(folders, text, is_new)
     }
 
     fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool> {
@@ -56,10 +58,11 @@ impl System for Gated {
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
-        let deletions = Rc::clone(&self.deletions);
+        let (deletions, fails) = (Rc::clone(&self.deletions), Rc::clone(&self.removals_fail));
         Box::pin(async move {
             deletions.acquire().await.expect("nobody closes it").forget();
-            Machine.remove_space(folders).await
+            Machine.remove_space(folders).await?;
+            if fails.replace(false) { Err(broken("remove")) } else { Ok(()) }
         })
     }
 
@@ -71,7 +74,7 @@ impl System for Gated {
                 return Ok(cache);
             }
             cache.close().await?;
-            Err(Error::io("read", "a drive", io::Error::from_raw_os_error(libc::EIO)))
+            Err(broken("read"))
         })
     }
 
@@ -87,6 +90,10 @@ impl System for Gated {
         // SAFETY: the caller's promise is the same.
         unsafe { Machine.unmap(start, len) }
     }
+}
+
+fn broken(op: &'static str) -> Error {
+    Error::io(op, "a drive", io::Error::from_raw_os_error(libc::EIO))
 }
 
 fn load(folder: &Path) -> (Rc<Spaces>, Rc<Semaphore>) {
@@ -111,9 +118,13 @@ fn config(folder: &Path, shares: &[&str]) -> ServerConfig {
 }
 
 fn load_config(config: ServerConfig, opens_fail: Rc<Cell<bool>>) -> (Rc<Spaces>, Rc<Semaphore>) {
-    let deletions = Rc::new(Semaphore::new(0));
-    let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions), opens_fail }));
-    (Rc::new(spaces.expect("loaded")), deletions)
+    let gated = Gated { deletions: Rc::new(Semaphore::new(0)), opens_fail, removals_fail: Rc::default() };
+    let deletions = Rc::clone(&gated.deletions);
+    (load_gated(config, gated), deletions)
+}
+
+fn load_gated(config: ServerConfig, gated: Gated) -> Rc<Spaces> {
+    Rc::new(Spaces::load(config, Rc::new(gated)).expect("loaded"))
 }
 
 #[tokio::test]
@@ -171,6 +182,31 @@ async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
         spaces.remove(of("tests")).await.expect("removed");
         assert_eq!(spaces.left(), before);
         spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// The parent of the folder could not be flushed, for one.
+#[tokio::test]
+async fn a_space_whose_removal_failed_in_the_end_has_its_file_again_with_its_next_store() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let removals_fail = Rc::new(Cell::new(true));
+    let gated = Gated {
+        deletions: Rc::new(Semaphore::new(1)),
+        opens_fail: Rc::default(),
+        removals_fail: Rc::clone(&removals_fail),
+    };
+    let spaces = load_gated(config(folder.path(), &[]), gated);
+    let of_tests = || Wanted { capacity_bytes: 4 << 20, ..Wanted::of_tests(BLOCK_BYTES) };
+    let run = async {
+        drop(spaces.attach(of_tests()).await.expect("made"));
+        let failed = spaces.remove(of_tests()).await.expect_err("a drive that is broken");
+        assert_eq!((failed.fault, removals_fail.get()), (ServiceFault::Io, false));
+        drop(spaces.attach(of_tests()).await.expect("made anew"));
+        let left = spaces.left().0;
+        spaces.close().await.expect("closed");
+        let (spaces, _) = load(folder.path());
+        assert_eq!((spaces.count(), spaces.left().0), (1, left), "the next service knows it");
     };
     LocalSet::new().run_until(run).await;
 }

@@ -262,11 +262,12 @@ impl System for Handle {
         Ok(below.map(|(folder, text)| (folder.join("space"), Ok(text.clone()))).collect())
     }
 
-    fn make_space(&self, folders: Vec<PathBuf>, text: Option<String>) -> Later<Result<(), Error>> {
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<(), Error>> {
         let machine = Rc::clone(&self.0);
         Box::pin(async move {
-            if let (Some(folder), Some(text)) = (folders.into_iter().next(), text) {
-                machine.state.borrow_mut().texts.insert(folder, text);
+            let texts = &mut machine.state.borrow_mut().texts;
+            if let Some(folder) = folders.into_iter().next().filter(|folder| is_new || !texts.contains_key(folder)) {
+                texts.insert(folder, text);
             }
             Ok(())
         })
