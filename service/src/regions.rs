@@ -246,6 +246,16 @@ impl Regions {
         }
     }
 
+    /// Releases a region with this memory. Its number may be another's since: that one stays.
+    ///
+    /// # Cancel safety
+    /// As [`release`](Self::release).
+    pub(super) async fn give_up(&self, number: u32, lent: &Rc<Lent>) {
+        if self.get(number).is_some_and(|held| Rc::ptr_eq(&held.lent, lent)) {
+            self.release(number).await;
+        }
+    }
+
     /// Releases all of them.
     ///
     /// # Cancel safety

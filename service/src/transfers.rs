@@ -229,13 +229,12 @@ impl ClientTransfers {
     /// Whether memory of a movement that has ended was taken away meanwhile: then it is given up, and what was `stored`
     /// from it is forgotten.
     async fn settle(&self, guarded: BTreeMap<u32, Rc<Lent>>, stored: &[BlockKey]) -> Option<Failure> {
-        let spoiled = guarded.iter().filter(|(_, lent)| lent.is_spoiled()).map(|(region, _)| *region);
-        let spoiled: Vec<u32> = spoiled.collect();
-        let first = spoiled.first()?;
+        let spoiled: Vec<_> = guarded.into_iter().filter(|(_, lent)| lent.is_spoiled()).collect();
+        let (first, _) = spoiled.first()?;
         self.forget(stored).await;
         // What is written there is the service's memory.
-        for region in &spoiled {
-            self.regions.release(*region).await;
+        for (region, lent) in &spoiled {
+            self.regions.give_up(*region, lent).await;
         }
         Some(shrunk(*first))
     }

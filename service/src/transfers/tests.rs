@@ -1,9 +1,10 @@
 //! Loads of clients that share a space.
 
-use std::rc::Rc;
+use std::{os::fd::OwnedFd, rc::Rc};
 
 use futures_util::FutureExt;
 use kvhoist::{BlockKey, Config, DirectIo, SharedMemory};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use tokio::task::{JoinSet, LocalSet};
 
 use super::{Cancel, ClientTransfers, PLACES_PER_TURN, Way};
@@ -117,6 +118,44 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
         // Each turn is one connection's, whatever it has in flight.
         let least = 4 * 16 * BLOCK_BYTES / PLACES_PER_TURN;
         assert!(turns >= least, "{turns} turns of another, expected {least} or more");
+        transfers.regions.release_all().await;
+        drop((transfers, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// A memfd that takes no seal.
+fn unsealed(len: u64) -> OwnedFd {
+    let fd = memfd_create(c"test", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&fd, len).expect("a size");
+    fd
+}
+
+#[tokio::test]
+async fn memory_that_was_taken_away_costs_no_other_that_has_its_number_since() {
+    let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    let budget = Rc::new(Budget::new(&config));
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
+        let transfers = Rc::new(ClientTransfers::new(&space, 1 << 20, "a client".into(), budget.account(1), None));
+        let len = u64::from(BLOCKS) * BLOCK_BYTES as u64;
+        let fd = unsealed(len);
+        transfers.regions.add(1, RegionKind::Host, &fd, 0, len).expect("registered");
+        // What a call has that ends after the one below.
+        let late = transfers.regions.guarded(blocks().places.of(0..1));
+        assert_eq!(late.len(), 1);
+        ftruncate(&fd, 0).expect("it takes no seal");
+        let stored =
+            Rc::clone(&transfers).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
+        assert!(stored.iter().all(Result::is_err) && !transfers.regions.has(1), "{stored:?}");
+        transfers.regions.add(1, RegionKind::Host, &unsealed(len), 0, len).expect("its number is free");
+        let failure = transfers.settle(late, &[]).await.expect("its memory was taken away");
+        assert!(failure.text.contains("shrunk") && transfers.regions.has(1), "{}", failure.text);
+        let stored =
+            Rc::clone(&transfers).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
+        assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
         transfers.regions.release_all().await;
         drop((transfers, space));
         spaces.close().await.expect("closed");
