@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
     io::{Files, Workers, uring},
     memory::Arena,
-    shield::caught,
+    shield::log,
 };
 
 /// Entries of the ring, and so its operations in flight. The byte budgets bound the disk's load.
@@ -56,7 +56,7 @@ impl Reactor {
                 Err(error) => {
                     let threads = config.disk.blocking_threads;
                     let what = "io_uring is refused; the disk tier uses threads that call pread and pwrite";
-                    _ = caught(|| tracing::warn!(%error, threads, "{what}"));
+                    log(|| tracing::warn!(%error, threads, "{what}"));
                 }
             }
         }

@@ -3,8 +3,8 @@
 //! channel; a recorder runs on any thread. A panic there must not affect those threads. None of them runs under the
 //! index lock: they may call the cache.
 //!
-//! A subscriber that panics in a movement fails that movement (`mover`); its panic is caught here where no
-//! movement contains it.
+//! So a panic that ends a task of the reactor is a defect of this library, and ends the cache
+//! ([`Mover::run`](crate::mover)).
 
 use std::{
     future::{Future, poll_fn},
@@ -15,7 +15,7 @@ use std::{
 };
 
 use futures_util::FutureExt;
-pub(crate) use kvhoist_base::panics::caught;
+pub(crate) use kvhoist_base::panics::{caught, log};
 
 /// Polls `future` with a waker that catches panics of the caller's waker. Costs one allocation per poll: for futures
 /// that usually wait.

@@ -20,13 +20,24 @@ use std::{
     process::Command,
 };
 
-use rules::{check_rust, check_text, code};
+use rules::{check_events, check_rust, check_text, code};
 
 #[test]
 fn rust_files_keep_the_house_rules() {
     let files = rust_files();
     assert!(files.len() > 10, "found {} Rust files in {}, expected the whole tree", files.len(), root().display());
     report(&files.iter().flat_map(|file| check_rust(file, &read(file))).collect::<Vec<_>>());
+}
+
+#[test]
+fn no_event_of_the_log_can_throw() {
+    let is_shipped = |file: &&PathBuf| {
+        ["src", "device/src", "base/src"].iter().any(|folder| file.starts_with(folder)) && !file.ends_with("tests.rs")
+    };
+    let files = rust_files();
+    report(
+        &files.iter().filter(is_shipped).flat_map(|file| check_events(file, &code(&read(file)))).collect::<Vec<_>>(),
+    );
 }
 
 #[test]

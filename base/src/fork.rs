@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use crate::panics::caught;
+use crate::panics::log;
 
 /// Number of forks between the process that made the first value and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -33,7 +33,7 @@ impl Home {
             if refused != 0 {
                 let error = std::io::Error::from_raw_os_error(refused);
                 let advice = "a forked child must end without dropping caches";
-                _ = caught(|| tracing::warn!(%error, "forks of this process cannot be detected: {advice}"));
+                log(|| tracing::warn!(%error, "forks of this process cannot be detected: {advice}"));
             }
         });
         Home(FORKS.load(Ordering::Relaxed))

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     block::BlockKey,
     error::{Error, Result},
-    shield::shield,
+    shield::{log, shield},
 };
 
 impl Cache {
@@ -133,11 +133,10 @@ impl Cache {
             }
         };
         if let Err(error) = stored {
-            // First: a subscriber of the log may panic.
             if !computing.is_removed() {
                 self.shared().note_untold(key, &error);
             }
-            tracing::debug!(%error, "a computed block was not stored");
+            log(|| tracing::debug!(%error, "a computed block was not stored"));
         }
     }
 }

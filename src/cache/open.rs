@@ -27,7 +27,7 @@ use crate::{
     metrics::Metrics,
     mover::{Mover, QueuedCommand, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
-    shield::{caught, shield},
+    shield::{log, shield},
     state::Shared,
 };
 
@@ -79,7 +79,7 @@ fn run_reactor(config: Config, opened: oneshot::Sender<Result<Cache>>) {
 /// Tells every caller that closes the cache, or writes it to the log where none can any more.
 pub(super) fn tell_end(end: &End, result: Result<()>) {
     if let Err(watch::error::SendError(Some(Err(error)))) = end.send(Some(result)) {
-        tracing::error!(%error, "the last handle of the cache was dropped, and not all of it is on disk");
+        log(|| tracing::error!(%error, "the last handle of the cache was dropped, and not all of it is on disk"));
     }
 }
 
@@ -99,15 +99,14 @@ async fn serve(
         }
     };
     let Started { cache, mover, commands, urgent, end } = started;
-    // Also below: a subscriber that panics fails no open and no close.
-    _ = caught(|| log_open(&cache));
+    log_open(&cache);
     let namespace = cache.config().namespace.clone();
     // A caller that is gone drops the cache, which ends `run`.
     drop(opened.send(Ok(cache)));
     let result = mover.run(commands, urgent).await;
     // A file that nobody else has any more ends with its descriptor.
     let result = result.and_then(|()| Names::of(files).check_all(&paths));
-    _ = caught(|| tracing::info!(namespace, "the cache is closed"));
+    log(|| tracing::info!(namespace, "the cache is closed"));
     Some((end, result))
 }
 
@@ -115,17 +114,19 @@ async fn serve(
 fn log_open(cache: &Cache) {
     let (config, stats) = (cache.config(), cache.stats());
     let (host, disk) = (stats.tier(Tier::Host), stats.tier(Tier::Disk));
-    tracing::info!(
-        namespace = config.namespace,
-        block_bytes = config.block_bytes,
-        host_slots = host.slots,
-        disk_slots = disk.slots,
-        resident = disk.resident,
-        storage = &*stats.storage,
-        direct_io = stats.direct_io,
-        registered = stats.registered,
-        "the cache is open"
-    );
+    log(|| {
+        tracing::info!(
+            namespace = config.namespace,
+            block_bytes = config.block_bytes,
+            host_slots = host.slots,
+            disk_slots = disk.slots,
+            resident = disk.resident,
+            storage = &*stats.storage,
+            direct_io = stats.direct_io,
+            registered = stats.registered,
+            "the cache is open"
+        );
+    });
 }
 
 /// Where the end of a cache is told, and what that came to.

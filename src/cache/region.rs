@@ -15,7 +15,7 @@ use crate::{
     fork::HomeBound,
     memory::{Memory, MemoryKind, huge},
     mover::{CallerMemory, Command, RegionMemory, Urgent},
-    shield::shield,
+    shield::{log, shield},
 };
 
 /// Memory of a caller's: one range that is [registered](Cache::register), or any that are [lent](Cache::lend). Give it
@@ -257,7 +257,7 @@ impl Cache {
         if memory == RegionMemory::Host
             && let Err(error) = huge::collapse(start, len).await
         {
-            tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages");
+            log(|| tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages"));
         }
         let (reply, receiver) = oneshot::channel();
         self.send((Command::Register { region: held, reply }, self.room().await?));

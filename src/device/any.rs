@@ -18,6 +18,7 @@ use crate::{
     error::{Error, Result},
     memory::Arena,
     metrics::CopyMetrics,
+    shield::log,
 };
 
 /// The engines used in production, chosen when a cache is opened.
@@ -162,7 +163,7 @@ impl CopyEngine for AnyCopy {
                 }
                 // The failed copy has ended; if it wrote anything, it wrote the same bytes to the same places.
                 Offered::Copied(Err(error), batch) => {
-                    tracing::debug!(%error, "a batch falls back to the base copy engine");
+                    log(|| tracing::debug!(%error, "a batch falls back to the base copy engine"));
                     self.metrics.failovers.add(1);
                     batch
                 }

@@ -13,7 +13,7 @@ use crate::{
     error::{Error, Result},
     memory::Arena,
     metrics::CopyMetrics,
-    shield::caught,
+    shield::log,
 };
 
 /// The environment variable that takes precedence over [`DeviceConfig::copy`].
@@ -77,7 +77,7 @@ pub(crate) async fn open(
                 Error::Unavailable { reason, .. } => reason,
                 other => other.to_string(),
             };
-            _ = caught(|| tracing::debug!(reason, "no copies go through an RDMA device"));
+            log(|| tracing::debug!(reason, "no copies go through an RDMA device"));
             Ok(Opened { pool, gpu, copy, gdr: off(&reason) })
         }
         Err(error) => Err(error),
@@ -109,7 +109,7 @@ fn open_base(
             Ok((Some(pool), Some(gpu), copy))
         }
         Err(error) if config.device.kind == DeviceKind::Auto => {
-            _ = caught(|| tracing::warn!(%error, "the device tier is simulated in host memory"));
+            log(|| tracing::warn!(%error, "the device tier is simulated in host memory"));
             simulated()
         }
         Err(error) => Err(error),

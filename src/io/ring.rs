@@ -25,7 +25,7 @@ use super::{
     transfer::{Completed, InFlight},
     uring::{entry, hold, probe},
 };
-use crate::{block::OpKind, shield::caught};
+use crate::{block::OpKind, shield::log};
 
 /// Entries of a ring: more than can be queued between two submissions.
 const ENTRIES: u32 = 128;
@@ -173,7 +173,7 @@ impl<T> Ring<T> {
     fn reap(&mut self, entered: io::Result<usize>) {
         if let Some(error) = refusal(entered) {
             // Operations that were submitted continue; the next call submits the others.
-            tracing::warn!(%error, "the ring of an I/O thread refused a call; retrying");
+            log(|| tracing::warn!(%error, "the ring of an I/O thread refused a call; retrying"));
             std::thread::sleep(REFUSED_FOR);
         }
         self.collect();
@@ -233,10 +233,7 @@ impl<T> Drop for Ring<T> {
                 let transfers = std::mem::take(&mut self.in_flight);
                 let count = transfers.len();
                 std::mem::forget((transfers, std::mem::take(&mut self.wake_count), self.wake_fd.clone()));
-                // It may be dropped by a panic, and a subscriber may panic too.
-                _ = caught(
-                    || tracing::error!(%error, count, "the kernel refuses a thread's ring; its transfers are lost"),
-                );
+                log(|| tracing::error!(%error, count, "the kernel refuses a thread's ring; its transfers are lost"));
                 return;
             }
             std::thread::sleep(REFUSED_FOR);

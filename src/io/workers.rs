@@ -30,7 +30,12 @@ use super::{
     transfer::Transfer,
     waiter::{Answer, Transferred, Waiter},
 };
-use crate::{metrics::Count, shield::caught, task, urgency::Urgency};
+use crate::{
+    metrics::Count,
+    shield::{caught, log},
+    task,
+    urgency::Urgency,
+};
 
 /// Least work worth handing over to threads: about 8 us.
 const WORK_BYTES_MIN: u64 = 64 << 10;
@@ -97,7 +102,7 @@ fn run_on(processors: &[usize]) {
 
 /// A ring for this thread, if the kernel allows one.
 fn ring(held: Option<&OwnedFd>) -> Option<Ring<Waiter>> {
-    let refused = |error: &io::Error| _ = caught(|| tracing::warn!(%error, "a worker has no ring"));
+    let refused = |error: &io::Error| log(|| tracing::warn!(%error, "a worker has no ring"));
     Ring::new(held.map(AsFd::as_fd)).inspect_err(refused).ok()
 }
 
@@ -116,8 +121,7 @@ fn run(pool: &Pool, worker: u32, mut driver: ThreadDriver, renew: impl Fn() -> O
         if ended.is_ok() {
             return;
         }
-        // A subscriber of the log may panic: that must not end the thread.
-        _ = caught(|| tracing::error!("a worker thread panicked and restarts"));
+        log(|| tracing::error!("a worker thread panicked and restarts"));
         let ring = if has_ring { caught(&renew).flatten() } else { None };
         driver = ring.map_or_else(|| ThreadDriver::without_ring(transfers), ThreadDriver::with);
     }

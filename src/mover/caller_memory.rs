@@ -24,7 +24,6 @@ use crate::{
     device::CopyEngine,
     error::Result,
     io::Storage,
-    shield::caught,
     state::{Class, Committed, Locked, Purpose},
     task,
 };
@@ -59,9 +58,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // SAFETY: the owner of the region promised at its registration to keep it mapped until `Cache::unregister`
             // has resolved. That waits for the hold on it which came with this request, and then for `unregister`. If
             // the registration was dropped meanwhile, nothing is read into the region, and `GiveBack` follows.
-            let register = || unsafe { self.storage.register(start, region.len) };
-            // No movement contains a subscriber that panics when it is told of a refusal.
-            if let Some(first) = caught(register).flatten() {
+            let first = unsafe { self.storage.register(start, region.len) };
+            if let Some(first) = first {
                 region.fixed.store(u32::from(first), Ordering::Release);
             }
             self.note_registered();
@@ -71,8 +69,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Unregisters a region that no movement uses any more.
     pub(super) fn unregister(&self, region: &RegionUse) {
         if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
-            // As in `register`: what is left to do for the region must not depend on a subscriber.
-            _ = caught(|| self.storage.unregister(first, region.len));
+            self.storage.unregister(first, region.len);
             self.note_registered();
         }
     }

@@ -19,7 +19,7 @@ use crate::{
     error::{Error, Result},
     io::{Storage, transfer_owned},
     memory::AlignedBuf,
-    shield::caught,
+    shield::log,
     state::{Health, Purpose},
 };
 
@@ -47,7 +47,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         match opened {
             Ok((cufile, SelfTest { evidence, direct })) => {
-                _ = caught(|| tracing::info!(evidence, "blocks go between disk and device by libcufile"));
+                log(|| tracing::info!(evidence, "blocks go between disk and device by libcufile"));
                 self.shared.lock().cufile = Health::Up(evidence);
                 self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
                 let route = CufileRoute { cufile, failures: Cell::new(0) };
@@ -56,7 +56,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Err(reason) => {
                 if self.shared.device.is_some() {
-                    _ = caught(|| tracing::info!(reason, "blocks go between disk and device through host memory"));
+                    log(|| tracing::info!(reason, "blocks go between disk and device through host memory"));
                 }
                 self.shared.lock().cufile = Health::Retired(reason.clone());
                 match self.shared.config.device.cufile {
@@ -150,7 +150,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn cufile_failed(&self, route: &CufileRoute, reason: &str) {
         self.shared.metrics.cufile_errors.add(1);
         route.failures.set(route.failures.get() + 1);
-        tracing::warn!(reason, "libcufile did not move a block; it goes through host memory");
+        log(|| tracing::warn!(reason, "libcufile did not move a block; it goes through host memory"));
         if route.failures.get() >= FAILURES_MAX {
             self.retire_cufile(route, format!("{FAILURES_MAX} requests in a row failed, the last with: {reason}"));
         }
@@ -163,8 +163,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         self.shared.metrics.cufile_in_use.set(0.0);
         route.cufile.retire();
-        // Last: a subscriber may panic.
-        tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
+        log(|| tracing::error!(reason, "libcufile moves no more blocks; they go through host memory"));
     }
 
     /// Ends the worker. Transfers that libcufile does not return keep their files, slots and memory.
@@ -172,7 +171,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Some(route) = self.cufile.get() else { return };
         if !route.cufile.close().await {
             let open = "the store's files stay open, and locked, for as long as this process runs";
-            _ = caught(|| tracing::error!("libcufile has not come back: {open}"));
+            log(|| tracing::error!("libcufile has not come back: {open}"));
         }
     }
 }

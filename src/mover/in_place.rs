@@ -19,6 +19,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
+    shield::log,
     state::{DiskWrite, Locked, Purpose, Taken},
 };
 
@@ -51,13 +52,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Err(Error::io("read into the caller's memory from", self.path_of(file), source));
             }
             Err(error) => {
-                tracing::debug!(%error, "a read into a caller's memory failed; it is tried through a host slot");
+                log(|| tracing::debug!(%error, "a read into a caller's memory failed; it is made by a host slot"));
                 return Ok(Some(job));
             }
         };
         let (is_right, job) = self.is_right(job, sum, checksum).await;
         if !is_right {
-            tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
+            log(|| tracing::debug!("a block read into a caller's memory is not what it should be; it is read again"));
             return Ok(Some(job));
         }
         self.shared.end_loads(trip.row().route, [(pin, Some(started))], 0);

@@ -23,7 +23,7 @@ use crate::{
     error::{Error, Result},
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
-    shield::caught,
+    shield::log,
     state::{Locked, Permit},
     sync::Mutex,
     urgency::Urgency,
@@ -200,9 +200,8 @@ impl Load {
             }
         }
         if !again.is_empty() {
-            // A subscriber that panics must not take the results with it.
             let blocks = again.len();
-            _ = caught(|| tracing::debug!(blocks, "reads into a caller's memory failed; they are made by host slots"));
+            log(|| tracing::debug!(blocks, "reads into a caller's memory failed; they are made by host slots"));
             // Where the reactor is gone, the call ends as closed.
             drop(self.ends.urgent.send(Urgent::Load { jobs: again, results: Arc::clone(&self.results) }));
         }

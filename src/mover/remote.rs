@@ -18,7 +18,7 @@ use crate::{
     device::CopyEngine,
     io::Storage,
     remote::{Batch, FAILURES_MAX, ReadBlock, ReadBuffer, Remote, RemoteError},
-    shield::{caught, caught_future},
+    shield::{caught_future, log},
     state::{Committed, Filling, Purpose},
     task,
 };
@@ -160,8 +160,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         batch.keys.iter().for_each(|key| remote.answer(key, &batch, false));
         if let Some(error) = failed {
             self.shared.metrics.remote_errors.add(1);
-            // A subscriber that panics must not end the task that brings blocks.
-            _ = caught(|| tracing::debug!(%error, "blocks were not brought from the remote store"));
+            log(|| tracing::debug!(%error, "blocks were not brought from the remote store"));
         }
     }
 
@@ -266,9 +265,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             drop(filling);
             remote.doubt(object, known);
             self.shared.metrics.remote_invalid.add(1);
-            // A subscriber that panics must not end the task that brings blocks.
             let said = "a block of the remote store has another checksum than its object says";
-            _ = caught(|| tracing::warn!(key = ?known.key, "{said}"));
+            log(|| tracing::warn!(key = ?known.key, "{said}"));
             return false;
         }
         let is_wanted = || !remote.is_removed(&known.key);

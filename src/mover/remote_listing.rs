@@ -19,7 +19,7 @@ use crate::{
     device::CopyEngine,
     io::Storage,
     remote::{Object, ReadBuffer, Remote, RemoteError},
-    shield::caught,
+    shield::log,
 };
 
 /// Objects that one request deletes: what S3 takes.
@@ -77,8 +77,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             if let Err(error) = &listed {
                 self.shared.metrics.remote_errors.add(1);
-                // A subscriber that panics must not end this task.
-                _ = caught(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));
+                log(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));
             }
             // One that says that it deletes, and does not, has no less than before.
             match listed {
@@ -195,7 +194,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn pass_over(&self, remote: &Remote, object: &Object, error: &RemoteError) {
         if remote.pass_over(&object.name) {
             self.shared.metrics.remote_invalid.add(1);
-            _ = caught(|| tracing::warn!(%error, object = object.name, "an object of the remote store is passed over"));
+            log(|| tracing::warn!(%error, object = object.name, "an object of the remote store is passed over"));
         }
     }
 

@@ -20,7 +20,7 @@ use crate::{
     device::CopyEngine,
     io::Storage,
     remote::{Created, Remote, RemoteError},
-    shield::caught,
+    shield::log,
     state::{Class, Pin},
 };
 
@@ -115,8 +115,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         self.shared.metrics.remote_errors.add(1);
         self.shared.metrics.remote_unsent.add(run.len() as u64);
-        // A subscriber that panics must not end this task.
-        _ = caught(|| tracing::debug!(%error, "blocks were not written to the remote store"));
+        log(|| tracing::debug!(%error, "blocks were not written to the remote store"));
         false
     }
 
@@ -198,8 +197,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let created = of_store(self.in_time(repeated(remote, create))).await;
         if let Some(reason) = remote.end_write(created.as_ref().map(|_| ())) {
-            // A subscriber that panics must not end this task.
-            _ = caught(|| tracing::warn!(reason, "nothing is written to the remote store until a trial succeeds"));
+            log(|| tracing::warn!(reason, "nothing is written to the remote store until a trial succeeds"));
         }
         created
     }

@@ -18,6 +18,7 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
+    shield::log,
     state::{BegunWrite, Class, Committed, DiskWrite, Locked, PendingWrite, Pin, Purpose, Taken},
 };
 
@@ -69,10 +70,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         match &result {
             // A client may take its memory away as often as it likes.
-            Err(error) if is_of_memory(error) => tracing::debug!(%error, "a block's memory could not be read"),
+            Err(error) if is_of_memory(error) => log(|| tracing::debug!(%error, "a block's memory could not be read")),
             Err(error) => {
                 self.shared.metrics.writes_refused.add(1);
-                tracing::warn!(%error, "the disk tier did not take a block");
+                log(|| tracing::warn!(%error, "the disk tier did not take a block"));
             }
             Ok(()) => {}
         }

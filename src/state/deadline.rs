@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{Locked, Shared};
-use crate::{block::Tier, shield::caught};
+use crate::{block::Tier, shield::log};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
 pub(crate) const LOOKS_PER_DEADLINE: u32 = 4;
@@ -30,8 +30,7 @@ impl Shared {
             (waiters, state.flights.overdue(), held)
         };
         if !waiters.is_empty() {
-            // A subscriber that panics must not end the deadlines.
-            _ = caught(|| {
+            log(|| {
                 tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
             });
         }

@@ -6,6 +6,7 @@ use super::{Failures, Health, Shared};
 use crate::{
     block::{FileId, OpKind, Tier},
     error::Error,
+    shield::log,
 };
 
 /// Copies that are dropped under one lock: some tens of microseconds.
@@ -45,8 +46,7 @@ impl Shared {
         drop(state);
         refused.refuse(&error.expect_err("the device tier was just taken out of service"));
         self.drop_device_copies();
-        // Last: a subscriber may panic.
-        tracing::error!(reason, "the device tier is out of service");
+        log(|| tracing::error!(reason, "the device tier is out of service"));
     }
 
     /// Drops every copy in the device tier that has no reader. The last unpin drops each of the others, also of those
@@ -82,7 +82,7 @@ impl Shared {
             let reason = to.detail();
             let what =
                 if to.reads() { "the disk tier takes no more blocks" } else { "the disk tier is out of service" };
-            tracing::error!(reason, "{what}");
+            log(|| tracing::error!(reason, "{what}"));
         }
     }
 

@@ -12,7 +12,7 @@ use crate::{
     block::{BlockKey, Tier},
     error::{Error, HeldSlots, Result},
     index::EntryId,
-    shield::shield,
+    shield::{log, shield},
     urgency::Urgency,
 };
 
@@ -172,7 +172,7 @@ impl Shared {
         for filling in std::iter::from_fn(|| self.lock().acquire(Tier::Host)).take(slots) {
             // SAFETY: a filling owns its slot, nothing is in flight on it, and `parks` keeps the arena unregistered.
             if let Err(error) = unsafe { self.arena.discard(filling.slot()) } {
-                tracing::warn!(%error, "the memory of a parked slot stays");
+                log(|| tracing::warn!(%error, "the memory of a parked slot stays"));
             }
             parked.push(filling);
         }

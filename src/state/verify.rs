@@ -10,6 +10,7 @@ use crate::{
     disk::Origin,
     error::Error,
     index::EntryId,
+    shield::log,
 };
 
 /// The error of the waiters for a movement that panicked.
@@ -147,25 +148,26 @@ impl Shared {
         let count = self.metrics.changed_memory.get();
         // Any caller can have many: a warning for each power of two, counters for the others.
         if count.is_power_of_two() {
-            tracing::warn!(
-                name,
-                slot,
-                count,
-                "a block on disk was given up: its memory was changed while it was stored from there, or the \
+            log(|| {
+                tracing::warn!(
+                    name,
+                    slot,
+                    count,
+                    "a block on disk was given up: its memory was changed while it was stored from there, or the \
                  drive lost it before it was first read; wait for the end of a store before its memory is used again"
-            );
+                )
+            });
         } else {
-            tracing::debug!(name, slot, count, "a block on disk was given up: wrong when it was first read");
+            log(|| tracing::debug!(name, slot, count, "a block on disk was given up: wrong when it was first read"));
         }
         if let Some((lender, true)) = blamed {
-            tracing::info!(name = lender.name, "blocks stored from this memory are copied first from now on");
+            log(|| tracing::info!(name = lender.name, "blocks stored from this memory are copied first from now on"));
         }
     }
 
     /// Counts a lost block of a path. `quarantined` slots there are now, which may be too many for the disk tier;
     /// `None` if its slot is free again, as an earlier run wrote the block.
     fn note_lost(self: &Arc<Self>, (file, of_path): (FileId, u32), slot: u32, fault: Fault, quarantined: Option<u32>) {
-        // Before the log, whose subscriber may panic.
         self.metrics.quarantined.add(quarantined.is_some().into());
         let why = match quarantined {
             Some(_) => fault.text(),
@@ -174,15 +176,17 @@ impl Shared {
         // A bad drive has many: one warning per path, counters for the others.
         if of_path == 1 || quarantined == Some(1) {
             let path = &self.config.disk.paths[usize::from(file.0)].path;
-            tracing::warn!(
-                ?path,
-                slot,
-                why,
-                quarantined = quarantined.is_some(),
-                "a block on disk was given up; the next ones of this path are counted, and logged at level DEBUG"
-            );
+            log(|| {
+                tracing::warn!(
+                    ?path,
+                    slot,
+                    why,
+                    quarantined = quarantined.is_some(),
+                    "a block on disk was given up; the next ones of this path are counted, and logged at level DEBUG"
+                )
+            });
         } else {
-            tracing::debug!(slot, why, quarantined = quarantined.is_some(), "a block on disk was given up");
+            log(|| tracing::debug!(slot, why, quarantined = quarantined.is_some(), "a block on disk was given up"));
         }
         let Some(count) = quarantined else { return };
         let limit = self.config.disk.quarantine_max;

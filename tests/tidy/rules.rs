@@ -6,6 +6,8 @@ const LINE_CHARS_MAX: usize = 120;
 const LINES_MAX: usize = 400;
 /// Begins the line with the reason why a file is longer.
 const LONG: &str = "// Over 400 lines: ";
+const LEVELS: [&str; 5] =
+    ["tracing::error!(", "tracing::warn!(", "tracing::info!(", "tracing::debug!(", "tracing::trace!("];
 
 /// Rules for Rust files: what rustfmt leaves as it is.
 pub fn check_rust(file: &Path, text: &str) -> Vec<String> {
@@ -19,6 +21,16 @@ pub fn check_rust(file: &Path, text: &str) -> Vec<String> {
         findings.push(format!("{}: found {lines} lines, expected {expected}", file.display()));
     }
     findings
+}
+
+/// What a subscriber of the log throws must go nowhere: every event is written in a closure of `log`.
+pub fn check_events(file: &Path, code: &str) -> Vec<String> {
+    let is_caught = |at: usize| {
+        let before = code[..at].trim_end();
+        before.strip_suffix('{').map_or(before, str::trim_end).ends_with("log(||")
+    };
+    let events = LEVELS.iter().flat_map(|level| code.match_indices(level)).filter(|&(at, _)| !is_caught(at));
+    events.map(|(_, event)| format!("{}: found {event}, expected log(|| {event}..))", file.display())).collect()
 }
 
 /// The code of a file: without lines of comment, and up to the tests at its end.
@@ -60,6 +72,11 @@ fn what_breaks_a_rule_is_found() {
     let lines = "\n".repeat(LINES_MAX + 1);
     assert_eq!(check_rust("a.rs".as_ref(), &lines).len(), 1);
     assert_eq!(check_rust("a.rs".as_ref(), &format!("{LONG}one table.{lines}")), [""; 0]);
+    for (events, text) in
+        [(0, "log(|| tracing::warn!(x))"), (0, "log(|| {\n    tracing::warn!(x);\n});"), (1, "tracing::warn!(x);")]
+    {
+        assert_eq!(check_events("a.rs".as_ref(), text).len(), events, "{text}");
+    }
     let found = |text: &str| check_text("a.md".as_ref(), text).len();
     let folder = concat!("/wo", "rk");
     for text in [format!("cd {folder}"), format!("`{folder}/x`"), format!("({folder})"), format!("x={folder}:y")] {

@@ -11,7 +11,10 @@ use rustix::{
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    panics::log,
+};
 
 /// A memfd, sealed against shrinking, mapped as a whole, for a client of the node's service to register.
 ///
@@ -101,7 +104,7 @@ impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: mapped in `new` with this length. A service that has the memfd mapped keeps its pages.
         if let Err(error) = unsafe { munmap(self.start.cast(), self.len) } {
-            tracing::error!(%error, fd = self.fd.as_raw_fd(), "munmap");
+            log(|| tracing::error!(%error, fd = self.fd.as_raw_fd(), "munmap"));
         }
     }
 }

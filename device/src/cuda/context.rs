@@ -3,7 +3,10 @@
 use std::{cell::Cell, marker::PhantomData, sync::Arc};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult, CUstreamCaptureMode};
-use kvhoist_base::error::{Error, Result};
+use kvhoist_base::{
+    error::{Error, Result},
+    panics::log,
+};
 
 use super::{
     discover::{Device, discover, handle},
@@ -83,7 +86,7 @@ impl Gpu {
     /// Gives something of this context back to the driver. A refusal, which leaves no more to do, is logged.
     pub(super) fn give_back(&self, call: &'static str, release: impl FnOnce() -> CUresult) {
         if let Err(fault) = self.enter().and_then(|_entered| check(call, release())) {
-            tracing::debug!(%fault, "the driver did not take something back");
+            log(|| tracing::debug!(%fault, "the driver did not take something back"));
         }
     }
 
@@ -138,7 +141,7 @@ impl Drop for Entered {
         let mut context = std::ptr::null_mut();
         // SAFETY: pushed by `enter` on this thread, which the value cannot leave; the call writes one handle.
         if let Err(fault) = check("cuCtxPopCurrent", unsafe { sys::cuCtxPopCurrent_v2(&mut context) }) {
-            tracing::debug!(%fault, "the context before is not current again");
+            log(|| tracing::debug!(%fault, "the context before is not current again"));
         }
     }
 }
@@ -151,7 +154,7 @@ impl Drop for Gpu {
         // gone.
         let released = check("cuDevicePrimaryCtxRelease", unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.handle) });
         if let Err(fault) = released {
-            tracing::debug!(%fault, "the device was not released");
+            log(|| tracing::debug!(%fault, "the device was not released"));
         }
     }
 }

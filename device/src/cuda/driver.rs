@@ -7,6 +7,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream, CUstreamCaptureMode};
+use kvhoist_base::panics::log;
 
 /// Required functions. The binding panics on a missing function, so all are looked up at load.
 const REQUIRED: [&str; 35] = [
@@ -192,7 +193,7 @@ impl Driver {
                 sys::cuThreadExchangeStreamCaptureMode(&mut other)
             });
             if let Err(fault) = exchanged {
-                tracing::debug!(%fault, "a capture of a stream may make calls fail");
+                log(|| tracing::debug!(%fault, "a capture of a stream may make calls fail"));
             }
         }
         other

@@ -8,6 +8,7 @@ use kvhoist_base::{
     block::Direction,
     error::{Error, Result},
     memory::{AlignedBuf, DeviceMemory},
+    panics::log,
 };
 
 use super::{
@@ -56,7 +57,7 @@ impl Drop for DeviceBuffer {
             check("cuMemFree", unsafe { sys::cuMemFree_v2(self.base.as_ptr().expose_provenance() as u64) })
         });
         if let Err(fault) = freed {
-            tracing::warn!(%fault, bytes = self.bytes, "device memory was not freed");
+            log(|| tracing::warn!(%fault, bytes = self.bytes, "device memory was not freed"));
         }
     }
 }

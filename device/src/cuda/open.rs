@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvhoist_base::{
     error::Result,
     memory::{Arena, DeviceMemory},
-    panics::caught,
+    panics::log,
 };
 
 use super::{CudaCopy, DeviceBuffer, Gpu, discover::discover};
@@ -29,7 +29,7 @@ impl Gpu {
     ) -> Result<(Box<dyn DeviceMemory>, CudaCopy)> {
         let memory = DeviceBuffer::new(Arc::clone(self), bytes)?;
         let copy = CudaCopy::new(self, arena, options)?;
-        _ = caught(|| tracing::info!(device = %self.device(), bytes, "the device tier is a CUDA device"));
+        log(|| tracing::info!(device = %self.device(), bytes, "the device tier is a CUDA device"));
         Ok((Box::new(memory), copy))
     }
 }

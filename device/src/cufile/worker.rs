@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc, thread, time::Duration};
 
 use slab::Slab;
 
-use kvhoist_base::{block::IO_ALIGN, panics::caught};
+use kvhoist_base::{block::IO_ALIGN, panics::log};
 
 use super::{
     Buffer, Part,
@@ -237,7 +237,7 @@ impl Worker {
         std::mem::take(&mut self.handles).into_iter().for_each(std::mem::forget);
         std::mem::take(&mut self.ranges.registered).into_iter().for_each(std::mem::forget);
         self.refuse_all();
-        _ = caught(|| tracing::error!(reason, pieces, "libcufile keeps the memory of its transfers"));
+        log(|| tracing::error!(reason, pieces, "libcufile keeps the memory of its transfers"));
     }
 
     /// Fails all requests that libcufile does not hold.
@@ -338,7 +338,7 @@ impl Ranges {
             Err(fault) => {
                 self.refused = true;
                 let registered = self.registered.iter().flatten().count();
-                _ = caught(|| {
+                log(|| {
                     tracing::warn!(%fault, registered, "libcufile goes through its own buffers for the other slots");
                 });
             }

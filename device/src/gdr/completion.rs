@@ -11,7 +11,7 @@ use std::{
 use futures_util::future::{Either, select};
 use tokio::io::{Interest, unix::AsyncFd};
 
-use kvhoist_base::panics::caught;
+use kvhoist_base::panics::log;
 
 use super::Inner;
 use crate::cuda::Polling;
@@ -85,7 +85,7 @@ impl Inner {
     /// Sleeps until a completion or another event arrives, for at most [`TICK`]. True if there was work before that.
     async fn sleep(self: &Rc<Self>) -> bool {
         if let Err(fault) = self.queue.borrow().qp().completions().arm() {
-            _ = caught(|| tracing::debug!(%fault, "the completion queue was not armed"));
+            log(|| tracing::debug!(%fault, "the completion queue was not armed"));
         }
         // A completion from before arming raises no event.
         if self.turn() || self.queue.borrow().has_failed() {

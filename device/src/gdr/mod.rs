@@ -34,7 +34,7 @@ use std::{
 
 use tokio::sync::{Mutex, Notify, oneshot};
 
-use kvhoist_base::{block::Direction, error::Result, panics::caught};
+use kvhoist_base::{block::Direction, error::Result, panics::log};
 
 use self::{
     calibrate::TimesByWay,
@@ -234,10 +234,12 @@ impl Inner {
                 (region, Ok(made)) => give_back(self.regions.enter(&region, made)).await,
                 (region, Err(reason)) => {
                     self.regions.refuse(&region);
-                    tracing::warn!(
-                        reason,
-                        "a region could not be registered with the RDMA device; its copies use another engine"
-                    );
+                    log(|| {
+                        tracing::warn!(
+                            reason,
+                            "a region could not be registered with the RDMA device; its copies use another engine"
+                        );
+                    });
                 }
             }
         }
@@ -327,7 +329,7 @@ impl Drop for Inner {
         }
         if let Err(fault) = queue.destroy(&mut finished) {
             queue.leak();
-            _ = caught(|| tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked"));
+            log(|| tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked"));
         }
     }
 }

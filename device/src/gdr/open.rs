@@ -12,7 +12,7 @@ use tokio::sync::{Mutex, Notify};
 use kvhoist_base::{
     error::{Error, Result},
     memory::{Arena, DeviceMemory},
-    panics::caught,
+    panics::log,
 };
 
 use super::{
@@ -89,7 +89,7 @@ impl GdrCopy {
         }
         *inner.phase.borrow_mut() = Phase::Up;
         inner.status.set(GdrState::On(inner.detail.clone()));
-        _ = caught(|| tracing::info!(detail = inner.detail, "the RDMA device can copy"));
+        log(|| tracing::info!(detail = inner.detail, "the RDMA device can copy"));
         Ok(GdrCopy { inner })
     }
 }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist_base::panics::caught;
+use kvhoist_base::panics::log;
 
 use super::{
     super::{GdrState, Offered},
@@ -27,7 +27,7 @@ impl Inner {
         self.status.set(GdrState::Recovering(reason.clone()));
         *phase = Phase::Draining { since: Instant::now(), reason: reason.clone(), refused: false };
         drop(phase);
-        _ = caught(|| tracing::warn!(reason, device = self.device, "copies through the RDMA device failed"));
+        log(|| tracing::warn!(reason, device = self.device, "copies through the RDMA device failed"));
     }
 
     /// While draining: resets the connection once all work is flushed or the time is over. Returns the failure's reason
@@ -50,8 +50,7 @@ impl Inner {
                 Ok(()) => ended = Some(reason),
                 Err(fault) => {
                     *self.phase.borrow_mut() = Phase::Draining { since: Instant::now(), reason, refused: true };
-                    let log = || tracing::error!(fault, "the RDMA device does not release memory; it stays reserved");
-                    _ = caught(log);
+                    log(|| tracing::error!(fault, "the RDMA device does not release memory; it stays reserved"));
                 }
             }
         }
@@ -84,7 +83,7 @@ impl Inner {
             Ok(()) => {
                 *self.phase.borrow_mut() = Phase::Up;
                 self.status.set(GdrState::On(self.detail.clone()));
-                _ = caught(|| tracing::info!(device = self.device, "the RDMA device copies again"));
+                log(|| tracing::info!(device = self.device, "the RDMA device copies again"));
             }
             Err(fault) => self.retire(format!("it failed ({reason}), and then failed its self-test: {fault}")),
         }
@@ -96,7 +95,7 @@ impl Inner {
             *self.phase.borrow_mut() = Phase::Retired;
         }
         self.status.set(GdrState::Retired(reason.clone()));
-        _ = caught(|| tracing::warn!(reason, device = self.device, "the RDMA device is retired"));
+        log(|| tracing::warn!(reason, device = self.device, "the RDMA device is retired"));
     }
 
     pub(super) async fn self_test(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {

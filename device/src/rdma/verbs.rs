@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use kvhoist_base::panics::caught;
+use kvhoist_base::panics::log;
 
 use super::{
     library::Library,
@@ -66,7 +66,7 @@ pub(super) fn non_null<T>(call: &'static str, pointer: *mut T) -> Result<NonNull
 /// Logs an object that could not be destroyed; nothing else can be done about it.
 pub(super) fn log_failure(given: Result<(), VerbsError>) {
     if let Err(fault) = given {
-        _ = caught(|| tracing::debug!(%fault, "a verbs object was not destroyed"));
+        log(|| tracing::debug!(%fault, "a verbs object was not destroyed"));
     }
 }
 

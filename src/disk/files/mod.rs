@@ -33,7 +33,7 @@ use crate::{
     config::{Config, DirectIo},
     error::{Error, Result},
     memory::AlignedBuf,
-    shield::caught,
+    shield::log,
 };
 use lock::Lock;
 use path::Opened;
@@ -170,9 +170,8 @@ impl Opening {
                 "put the store on a local ext4 or xfs file system or a raw device, or set direct_io = \"prefer\"",
             ));
         }
-        let warn =
-            || tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
-        _ = caught(warn);
+        let path = path.display();
+        log(|| tracing::warn!(%path, system, reason, "no direct I/O: going through the page cache"));
         self.direct = false;
         sys::set_direct(&self.opened.file, false).map_err(self.io("set the flags of"))
     }
@@ -290,7 +289,7 @@ impl Opening {
             Err(error) => {
                 let path = self.opened.path.display();
                 let what = "direct I/O fails at the alignment that the kernel reports";
-                _ = caught(|| tracing::warn!(%path, reported, %error, "{what}"));
+                log(|| tracing::warn!(%path, reported, %error, "{what}"));
                 IO_ALIGN
             }
         }

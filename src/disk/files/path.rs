@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    shield::caught,
+    shield::log,
 };
 
 /// File name of the store in a configured directory.
@@ -118,7 +118,7 @@ impl Drop for Opened {
         };
         if let Err(error) = undone {
             let path = self.path.display();
-            _ = caught(|| tracing::warn!(%path, %error, "a file was left behind after the store was refused"));
+            log(|| tracing::warn!(%path, %error, "a file was left behind after the store was refused"));
         }
     }
 }

@@ -31,7 +31,7 @@ use crate::{
     error::{Error, Result},
     io::{Storage, transfer_owned},
     memory::{AlignedBuf, Lent},
-    shield::caught,
+    shield::log,
 };
 
 /// A file or device that the storage engine has open; its index in the list is its [`FileId`].
@@ -183,7 +183,7 @@ async fn repair<S: Storage>(storage: &S, file: FileId, member: &Member, state: M
     for (copy, needed) in rewrite {
         if needed {
             let path = member.path.display();
-            _ = caught(|| tracing::warn!(%path, copy, "rewriting a torn, damaged or unfinished superblock"));
+            log(|| tracing::warn!(%path, copy, "rewriting a torn, damaged or unfinished superblock"));
             // A forged superblock may have the largest number. Of two equal ones A is valid, and by now both have the
             // same content.
             superblock.sequence = SEQUENCE_MAX.min(superblock.sequence + 1);

@@ -43,7 +43,7 @@ use self::{
     table::{Entry, Table},
 };
 use super::{memlock, transfer::TRANSFER_BYTES_MAX};
-use crate::{block::OpKind, memory::Lent};
+use crate::{block::OpKind, memory::Lent, shield::log};
 
 /// Largest number of buffers that a ring can register through tokio-uring (`UIO_MAXIOV`); further regions are used
 /// unregistered.
@@ -133,7 +133,7 @@ impl Uring {
     pub(super) unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
         let refused = |error: &io::Error| {
             let refusal = memlock::Refusal { wanted_bytes: len as u64, error };
-            tracing::warn!("{refusal}; the region is used unregistered, which is slower");
+            log(|| tracing::warn!("{refusal}; the region is used unregistered, which is slower"));
         };
         self.table.borrow_mut().add(start.as_ptr(), len).inspect_err(refused).ok()
     }

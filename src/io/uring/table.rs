@@ -9,7 +9,7 @@
 use std::{any::Any, io, ptr, sync::Arc};
 
 use super::REGIONS_MAX;
-use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent, shield::caught};
+use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent, shield::log};
 
 /// Pins one table of buffers at a time.
 pub trait Pinner {
@@ -80,7 +80,7 @@ impl<P: Pinner> Table<P> {
         if let Err(error) = table.renew() {
             let refusal = memlock::Refusal { wanted_bytes, error: &error };
             let what = "reads and writes continue unregistered, which is slower";
-            _ = caught(|| tracing::warn!(wanted_bytes, "{refusal}; {what}"));
+            log(|| tracing::warn!(wanted_bytes, "{refusal}; {what}"));
             // A later, smaller region may still be registered; together with these entries it would be refused too.
             table.entries.clear();
         }
@@ -159,7 +159,7 @@ impl<P: Pinner> Table<P> {
     fn renew_or_warn(&mut self) {
         if let Err(error) = self.renew() {
             let refusal = memlock::Refusal { wanted_bytes: bytes(&self.entries), error: &error };
-            tracing::warn!("{refusal}; reads and writes continue unregistered, which is slower");
+            log(|| tracing::warn!("{refusal}; reads and writes continue unregistered, which is slower"));
         }
     }
 

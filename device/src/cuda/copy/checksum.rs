@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use kvhoist_base::{
     block::Segment,
     error::{Error, Result},
-    panics::caught,
+    panics::log,
 };
 
 use super::ended::{Ended, Silence, silent, stopped};
@@ -130,7 +130,7 @@ impl Checksums {
         let Launch { event, buffer, jobs, .. } = launch;
         jobs.into_iter().for_each(|job| std::mem::forget(job.owner));
         std::mem::forget((event, buffer, Rc::clone(&self.kernel)));
-        _ = caught(|| tracing::error!("the driver does not say whether a checksum has ended; its memory is leaked"));
+        log(|| tracing::error!("the driver does not say whether a checksum has ended; its memory is leaked"));
     }
 
     fn launch(&self, state: &mut State) {

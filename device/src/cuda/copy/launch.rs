@@ -2,7 +2,10 @@
 
 use std::{cell::RefCell, ptr::NonNull, rc::Rc, sync::Arc};
 
-use kvhoist_base::block::{CopyOp, Direction};
+use kvhoist_base::{
+    block::{CopyOp, Direction},
+    panics::log,
+};
 
 use crate::{
     CopyMethod,
@@ -253,7 +256,7 @@ impl Launcher {
             match TileBuffer::new(&self.gpu) {
                 Ok(buffer) => tiles.push(buffer),
                 // The driver's own copies take the kernel's place.
-                Err(fault) => return tracing::debug!(%fault, "no memory for tile descriptors was pinned"),
+                Err(fault) => return log(|| tracing::debug!(%fault, "no memory for tile descriptors was pinned")),
             }
         }
     }

@@ -32,7 +32,7 @@ use kvhoist_base::{
     block::{CopyOp, Direction, Segment},
     error::{Error, Result},
     memory::Arena,
-    panics::caught,
+    panics::log,
 };
 
 use self::{
@@ -128,7 +128,7 @@ impl CudaCopy {
             Ok(measured) => method::KEPT.keep(key.clone(), measured),
             Err(error) => {
                 // Without measurements `Loop` is used, the only method that works without pinned memory.
-                tracing::warn!(%error, "the copy methods could not be measured; each copy is a separate driver call");
+                log(|| tracing::warn!(%error, "the copy methods were not measured; each copy is a driver call"));
                 Arc::default()
             }
         };
@@ -142,7 +142,7 @@ impl CudaCopy {
         let checksums = match gpu.device().host_addresses {
             // The kernel reads descriptors by their host addresses.
             true => Checksums::new(gpu).map_err(|error| {
-                tracing::warn!(%error, "the device cannot verify blocks; they are copied to the host to be verified");
+                log(|| tracing::warn!(%error, "the device cannot verify blocks; they are verified on the host"));
             }),
             false => Err(()),
         };
@@ -196,7 +196,7 @@ fn pin(gpu: &Arc<Gpu>, arena: &Arc<Arena>) -> (Vec<HostPin>, Range<usize>) {
             (pins, start..start + bytes)
         }
         Err(error) => {
-            tracing::warn!(%error, "host memory is not pinned; device copies go through the driver's buffers");
+            log(|| tracing::warn!(%error, "host memory is not pinned; device copies go through the driver's buffers"));
             (Vec::new(), 0..0)
         }
     }
@@ -381,7 +381,7 @@ impl Launch {
         launcher.leak(self.launched);
         std::mem::forget(Rc::clone(pins));
         self.batches.into_iter().for_each(|(batch, _)| std::mem::forget(batch));
-        _ = caught(|| tracing::error!("the driver does not say whether a copy has ended; its memory is leaked"));
+        log(|| tracing::error!("the driver does not say whether a copy has ended; its memory is leaked"));
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use kvhoist_base::block::OpKind;
+use kvhoist_base::{block::OpKind, panics::log};
 use rustix::fs::OFlags;
 
 use super::{
@@ -115,7 +115,7 @@ impl Drop for Registration {
         // SAFETY: registered in `new`, deregistered once, while no transfer uses it.
         let result = unsafe { (self.driver.library().functions.buffer_deregister)(self.start.cast()) };
         if let Err(fault) = check("cuFileBufDeregister", result) {
-            tracing::debug!(%fault, "device memory stays registered");
+            log(|| tracing::debug!(%fault, "device memory stays registered"));
         }
     }
 }

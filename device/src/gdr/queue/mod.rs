@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use kvhoist_base::{
     error::{Error, Result},
-    panics::caught,
+    panics::log,
 };
 
 use super::regions::{RegionRefs, Regions};
@@ -262,7 +262,7 @@ impl Queue {
     pub(super) fn fail(&mut self, reason: &str, finished: &mut Finished) {
         self.failed = true;
         if let Err(fault) = self.qp.fail() {
-            _ = caught(|| tracing::debug!(%fault, "the queue pair did not go to its error state"));
+            log(|| tracing::debug!(%fault, "the queue pair did not go to its error state"));
         }
         self.unposted = 0..0;
         if let Some(entering) = self.entering.take() {
