@@ -12,6 +12,8 @@ use std::{
 
 use tokio::sync::mpsc;
 
+pub use kvhoist_base::panics::log;
+
 pub use crate::{
     io::{
         driver::{Driver, Wake},

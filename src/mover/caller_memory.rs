@@ -12,9 +12,9 @@ use tokio::time::Instant;
 use super::{
     Mover,
     load::Numbered,
-    plan::{Flight, Step, Trip},
+    plan::{Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
-    results::{CallResults, of_task},
+    results::{CallResults, joined},
     route::{Checked, Hop, Shape},
     speculative_copy::{Offer, Target},
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
@@ -25,11 +25,10 @@ use crate::{
     error::Result,
     io::Storage,
     state::{Class, Committed, Locked, Purpose},
-    task,
 };
 
 /// A load, and its first step.
-pub(super) type BegunLoad<S, C> = (Trip, Result<Step<Flight<S, C>>>);
+pub(super) type BegunLoad = (Trip, Result<Step>);
 
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 const BEGUN_PER_TURN: usize = 32;
@@ -121,18 +120,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let mut state = self.shared.lock();
                 begun.extend(jobs.iter().map(|(_, job)| begin(&mut state, job)));
             }
-            let run = |(job, begun): (Numbered, B)| (job.0, task::spawn(run(Rc::clone(self), job, begun)));
+            let run = |(job, begun): (Numbered, B)| (job.0, self.spawn_part(run(Rc::clone(self), job, begun)));
             tasks.extend(turn.into_iter().zip(begun).map(run));
         }
         let mut results = Vec::with_capacity(tasks.len());
         for (number, task) in tasks {
-            results.push((number, of_task(task.await)));
+            results.push((number, joined(task).await));
         }
         results
     }
 
     /// Plans a load.
-    pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job) -> BegunLoad<S, C> {
+    pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job) -> BegunLoad {
         let is_in_place =
             self.shared.config.host.bypass && !job.through_host && job.may_bypass_host(self.memory_align_bytes);
         let mut trip = Trip::load(&job.key, Shape { is_device: job.memory() == RegionMemory::Device, is_in_place });
@@ -141,7 +140,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// The job is boxed, and what seldom happens: every block has a future, which is the smaller for it.
-    pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad<S, C>) -> Result<bool> {
+    pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad) -> Result<bool> {
         let started = Instant::now();
         let (mut job, mut step) = (job, step);
         loop {
@@ -164,7 +163,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         job: Box<Job>,
         trip: &Trip,
-        step: Step<Flight<S, C>>,
+        step: Step,
         started: Instant,
     ) -> Result<bool> {
         let key = &trip.key;

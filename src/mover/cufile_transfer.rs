@@ -12,12 +12,11 @@ use tokio::time::Instant;
 use super::{
     CufileRoute, Mover,
     block_memory::{BlockMemory, Buffer},
-    flight_guard::FlightGuard,
     plan::{OnDisk, Trip},
     region::Job,
 };
 use crate::{
-    block::{OpKind, Route, Segment, Tier},
+    block::{BlockKey, OpKind, Route, Segment, Tier},
     checksum::checksum,
     device::{
         CopyEngine,
@@ -81,10 +80,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         copied?;
         let (checksum, slot) = self.checksum_on_device(slot).await;
         let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
-        let Some(((permit, write, place), started)) = begun else { return Ok(Some(job)) };
-        let _guard = FlightGuard::of_write(self, &job.key, started, write.filling.slot());
-        let (id, began) = (write.id, Instant::now());
-        let fault = match self.write_slot((permit, write, place), slot).await {
+        let Some(begun) = begun else { return Ok(Some(job)) };
+        let (id, began) = (begun.1.id, Instant::now());
+        let fault = match self.write_slot(begun, slot).await {
             Ok(written) => {
                 let end = self.end_caller_write(&job.key, id, Route::DeviceToDisk, began, written);
                 return end.await.map(|()| None);
@@ -99,10 +97,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block that only the device holds. `None` if it must go another way.
     pub(super) async fn write_by_cufile(
         self: &Rc<Self>,
-        guard: &FlightGuard<S, C>,
+        key: &BlockKey,
         pin: &Arc<Pin>,
     ) -> Option<Result<Option<DiskWrite>>> {
-        match self.begin_write(guard, pin, Taken::default()).await {
+        match self.begin_write(key, pin, Taken::default()).await {
             Ok(Some(begun)) => self.write_slot(begun, Arc::clone(pin)).await.ok(),
             Ok(None) => Some(Ok(None)),
             Err(error) => Some(Err(error)),

@@ -57,7 +57,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let error = self.shared.timeout("a free movement");
         match command {
             Command::Promote { key, to, .. } => {
-                if self.shared.lock().flights.start(&key, to).is_some() {
+                if self.shared.lock().flights.start(&key, to) {
                     self.end_flight(&key, to, Err(error));
                 }
             }

@@ -1,8 +1,8 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{collections::BTreeSet, io, rc::Rc, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, io, rc::Rc, time::Duration};
 
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::{SemaphorePermit, oneshot};
 
 use super::{Mover, write::DEMOTING_MAX};
 use crate::{
@@ -11,7 +11,6 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Lent,
-    shield::caught_future,
     state::{Class, Committed, Outcome, State},
 };
 
@@ -113,34 +112,32 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let flush = &self.flushes[usize::from(file.0)];
         // Of all callers that come while a flush is in flight, the first to have its turn flushes for the others.
         let next = flush.begun.get() + 1;
-        let turn = Arc::clone(&flush.turn).acquire_owned().await.expect("never closed");
+        let turn = flush.turn.acquire().await.expect("never closed");
         if flush.begun.get() < next {
             flush.begun.set(next);
-            self.flush_in_turn(file, turn).await;
+            self.flush_in_turn(file, turn).await?;
         }
         flush.failed.borrow().clone().map_or(Ok(()), Err)
     }
 
-    /// Flushes; resolves when the turn is given back.
-    async fn flush_in_turn(self: &Rc<Self>, file: FileId, turn: OwnedSemaphorePermit) {
-        let (ended, end) = oneshot::channel::<()>();
+    /// Flushes; resolves when the turn is given back, and the flush is noted if it failed.
+    async fn flush_in_turn(self: &Rc<Self>, file: FileId, turn: SemaphorePermit<'_>) -> Result<()> {
+        // It stays taken where the flush panics: nobody passes over what that came to.
+        turn.forget();
+        let (ended, end) = oneshot::channel();
         let this = Rc::clone(self);
         // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
-            let flushed = caught_future(this.flush_repeatedly(file)).await;
-            // Before the log, whose subscriber may panic.
-            match &flushed {
-                Some(Ok(())) => {}
-                Some(Err(source)) => this.note_failed_flush(file, source),
-                None => this.note_failed_flush(file, &io::Error::other("the flush panicked, which is a defect")),
+            let flushed = this.flush_repeatedly(file).await;
+            if let Err(source) = &flushed {
+                this.note_failed_flush(file, source);
             }
-            if let Some(result) = flushed {
-                this.shared.account(&this.shared.failures, file, OpKind::Sync, &result);
-            }
-            drop((turn, ended));
+            this.shared.account(&this.shared.failures, file, OpKind::Sync, &flushed);
+            this.flushes[usize::from(file.0)].turn.add_permits(1);
+            _ = ended.send(());
         });
-        // The other end is dropped when it is done.
-        drop(end.await);
+        // Without a word it has not ended, and the cache does.
+        end.await.map_err(|_| Error::Closed)
     }
 
     /// Notes the failure of a flush, for good.

@@ -6,11 +6,9 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    flight_guard::FlightGuard,
     plan::{OnDisk, Trip},
     region::Job,
-    results::or_panicked,
-    store::{FailedStore, PlannedStore, StartedWrite, StoreCall, SummedStore, begin_caller_write},
+    store::{FailedStore, PlannedStore, StoreCall, SummedStore, begin_caller_write},
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
@@ -20,7 +18,7 @@ use crate::{
     index::EntryId,
     io::Storage,
     shield::log,
-    state::{DiskWrite, Locked, Purpose, Taken},
+    state::{BegunWrite, DiskWrite, Locked, Purpose, Taken},
 };
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -84,8 +82,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
     /// answer.
     async fn store_here(self: &Rc<Self>, planned: PlannedStore) -> Result<()> {
-        let PlannedStore { job, permit, write, place, started, began, .. } = planned;
-        let _guard = FlightGuard::of_write(self, &job.key, started, write.filling.slot());
+        let PlannedStore { job, permit, write, place, began, .. } = planned;
         let (key, origin, id, permit) = (job.key, job.origin(), write.id, permit.expect("its write has not ended"));
         let (sum, job) = self.checksum_of(job, self.shared.config.slot_bytes() as u64).await;
         let entered = match job.check_is_there() {
@@ -103,13 +100,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Records blocks of one page that I/O threads write, and makes those visible whose payload is written.
     pub(super) async fn end_stores(self: Rc<Self>, call: Arc<StoreCall>, group: usize) {
-        let recorded = or_panicked(self.record(call.record(group))).await;
-        let written = call.written(group).await;
-        let numbers: Vec<usize> = written.iter().map(|planned| planned.number).collect();
-        let results = match or_panicked(self.end_written(written, recorded)).await {
-            Ok(results) => results,
-            Err(error) => numbers.into_iter().map(|number| (number, Err(error.clone()))).collect(),
-        };
+        let recorded = self.record(call.record(group)).await;
+        let results = self.end_written(call.written(group).await, recorded).await;
         call.results.settle(results.into_iter().map(|(number, result)| (number, result.map(|()| true))));
     }
 
@@ -132,8 +124,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         written: Vec<PlannedStore>,
         recorded: Result<()>,
-    ) -> Result<Vec<(usize, Result<()>)>> {
-        let _guards: Vec<_> = written.iter().map(|planned| self.guard_of(planned)).collect();
+    ) -> Vec<(usize, Result<()>)> {
         let mut results = Vec::with_capacity(written.len());
         let (mut ends, mut stored, mut others) = (Vec::new(), Vec::new(), Vec::new());
         let mut state = self.lock();
@@ -159,27 +150,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         for planned in others {
             results.push((planned.number, self.end_alone(planned, recorded.clone()).await));
         }
-        Ok(results)
+        results
     }
 
     /// Ends a store whose write by an I/O thread has failed. One that was lost is made again, here.
     pub(super) async fn end_store(self: Rc<Self>, call: Arc<StoreCall>, store: Box<FailedStore>) {
         let (planned, failed) = *store;
         let number = planned.number;
-        let end = async {
-            let _guard = self.guard_of(&planned);
-            let Some(source) = failed else { return self.store_here(planned).await };
-            let (file, failed) = (planned.place.file, Err(source));
-            self.shared.account(&self.shared.failures, file, OpKind::Write, &failed);
-            let failed = failed.map_err(|source| Error::io("write", self.path_of(file), source));
-            self.end_alone(planned, failed).await
+        let result = match failed {
+            None => self.store_here(planned).await,
+            Some(source) => {
+                let (file, failed) = (planned.place.file, Err(source));
+                self.shared.account(&self.shared.failures, file, OpKind::Write, &failed);
+                let failed = failed.map_err(|source| Error::io("write", self.path_of(file), source));
+                self.end_alone(planned, failed).await
+            }
         };
-        let result = or_panicked(end).await;
         call.results.settle([(number, result.map(|()| true))]);
-    }
-
-    fn guard_of(self: &Rc<Self>, planned: &PlannedStore) -> FlightGuard<S, C> {
-        FlightGuard::of_write(self, &planned.job.key, planned.started, planned.write.filling.slot())
     }
 
     /// Ends a store whose write has failed, or whose block was removed meanwhile.
@@ -218,7 +205,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         job: &Job,
         taken: Taken,
         checksum: Option<u64>,
-    ) -> Result<Option<StartedWrite>> {
+    ) -> Result<Option<BegunWrite>> {
         let begin = |state: &mut Locked<'_>, taken| {
             let may_begin = state.check_open().and_then(|()| job.check_is_there());
             let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());

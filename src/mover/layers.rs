@@ -5,7 +5,6 @@
 
 use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc};
 
-use futures_util::FutureExt;
 use tokio::{task::JoinHandle, time::Instant};
 
 use super::{
@@ -14,14 +13,12 @@ use super::{
     plan::Step,
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
-    results::or_panicked,
 };
 use crate::{
     block::{CopyOp, Direction},
     device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
     state::Pin,
-    task,
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -79,8 +76,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Reads go on while what is in host memory is copied.
         let load_away = |(at, job, begun)| {
             let (this, board) = (Rc::clone(&self), Rc::clone(&board));
-            task::spawn(async move {
-                let outcome = or_panicked(this.load_begun(job, begun)).await;
+            self.spawn_part(async move {
+                let outcome = this.load_begun(job, begun).await;
                 board.borrow_mut().block_ended(at, outcome);
             })
         };
@@ -109,7 +106,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             _ => (2, IN_FLIGHT_BYTES),
         };
         let (resident, started) = (Arc::new(resident), Instant::now());
-        let mut under_way: VecDeque<(u64, JoinHandle<()>)> = VecDeque::new();
+        let mut under_way: VecDeque<(u64, JoinHandle<Option<()>>)> = VecDeque::new();
         let mut bytes_under_way = 0;
         for (layer, segments) in layers.iter().enumerate() {
             let ops = self.ops_of(&resident, segments);
@@ -124,8 +121,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 bytes_under_way -= ended;
             }
             let (this, board, copied) = (Rc::clone(self), Rc::clone(board), Arc::clone(&resident));
-            let task = task::spawn(async move {
-                let result = or_panicked(this.copied(batch).map(|(result, _)| result)).await;
+            let task = self.spawn_part(async move {
+                let (result, _) = this.copied(batch).await;
                 board.borrow_mut().layer_ended(layer, copied.numbers(), &result);
             });
             bytes_under_way += bytes;

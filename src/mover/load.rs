@@ -5,7 +5,7 @@
 //! which checksum them, give the disk slots back and answer the call. The reactor loads the others of the call, and
 //! those whose read has failed.
 
-use std::{convert::Infallible, ptr::NonNull, sync::Arc};
+use std::{ptr::NonNull, sync::Arc};
 
 use tokio::time::Instant;
 
@@ -139,7 +139,7 @@ impl Submitter {
         let id = state.index.find(&job.key)?;
         let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true });
         let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToCaller])?;
-        let Step::OnDisk(block) = trip.begin::<Infallible>(state, row) else { return None };
+        let Step::OnDisk(block) = trip.begin(state, row) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.
         state.flights.begin_load();

@@ -15,7 +15,6 @@ mod cufile;
 mod cufile_transfer;
 mod deadlines;
 mod deferred_fetch;
-mod flight_guard;
 mod flush;
 mod in_place;
 #[cfg(feature = "sim")]
@@ -63,19 +62,24 @@ use std::{
     task::Poll,
 };
 
-use futures_util::FutureExt;
+use futures_util::{
+    FutureExt,
+    future::{Either, select},
+};
 use tokio::{
     sync::{Notify, Semaphore, mpsc, oneshot},
+    task::JoinHandle,
     time::Instant,
 };
 
-use self::{pages::RecordPages, results::or_panicked, write_budget::WriteBudget};
+use self::{pages::RecordPages, write_budget::WriteBudget};
 use crate::{
     block::{BlockKey, Tier},
     device::{CopyEngine, cufile::Cufile},
     disk::PageId,
     error::{Error, Result},
     io::{Storage, Workers},
+    shield::{caught_future, log},
     state::{Failures, FlightEnd, Outcome, Shared},
     task,
 };
@@ -118,6 +122,8 @@ pub(crate) struct Mover<S, C> {
     settled: Notify,
     /// Notified when the first movement begins.
     begun: Notify,
+    /// Notified when a task has panicked.
+    defect: Notify,
 }
 
 /// The route of libcufile, from the reactor.
@@ -130,7 +136,7 @@ struct CufileRoute {
 /// The flushes of one file.
 struct Flush {
     /// One permit: one flush at a time, so that none passes over the failure of another.
-    turn: Arc<Semaphore>,
+    turn: Semaphore,
     /// How many have begun.
     begun: Cell<u64>,
     /// Why a flush failed, once one has.
@@ -141,7 +147,7 @@ struct Flush {
 
 impl Flush {
     fn new() -> Self {
-        Flush { turn: Arc::new(Semaphore::new(1)), begun: Cell::new(0), failed: RefCell::default() }
+        Flush { turn: Semaphore::new(1), begun: Cell::new(0), failed: RefCell::default() }
     }
 }
 
@@ -175,6 +181,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             flushes: config.disk.paths.iter().map(|_| Flush::new()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
+            defect: Notify::new(),
             cufile: OnceCell::new(),
             memory_align_bytes,
             shared,
@@ -185,17 +192,46 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Serves commands until the cache is closed or its last handle is gone, then drains. Every caller that closes the
     /// cache gets the result once the files are closed.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] after a panic of a task, which is a defect: what it has left undone nobody knows. All waiters
+    /// get that error too. The memory of what is in flight stays with the operations.
     pub(crate) async fn run(
         self: Rc<Self>,
         mut commands: mpsc::UnboundedReceiver<QueuedCommand>,
         mut urgent: mpsc::UnboundedReceiver<Urgent>,
     ) -> Result<()> {
         let _ended = Ended(Arc::clone(&self.shared));
-        let write_back = task::spawn(Rc::clone(&self).write_back_loop());
-        let deadlines = task::spawn(Rc::clone(&self).deadline_loop());
-        let spin = task::spawn(Rc::clone(&self).spin_loop());
-        let raise = task::spawn(Rc::clone(&self).raise_loop());
+        let mut tasks = vec![
+            self.spawn_part(Rc::clone(&self).write_back_loop()),
+            self.spawn_part(Rc::clone(&self).deadline_loop()),
+            self.spawn_part(Rc::clone(&self).spin_loop()),
+            self.spawn_part(Rc::clone(&self).raise_loop()),
+        ];
         let remote = self.start_remote();
+        let served = async {
+            self.serve(&mut commands, &mut urgent).await;
+            self.end_remote(&remote);
+            self.drain(&mut commands, &mut urgent).await
+        };
+        // The defect first: what has lost a part must not pass for whole.
+        let result = match select(pin!(self.defect.notified()), pin!(served)).await {
+            Either::Left(_) => Err(Error::Closed),
+            Either::Right((result, _)) => result,
+        };
+        shutdown::drop_all(&mut commands).await;
+        shutdown::drop_all(&mut urgent).await;
+        tasks.extend(remote);
+        tasks.iter().for_each(Task::abort);
+        result
+    }
+
+    /// Serves commands until the cache is closed or its last handle is gone.
+    async fn serve(
+        self: &Rc<Self>,
+        commands: &mut mpsc::UnboundedReceiver<QueuedCommand>,
+        urgent: &mut mpsc::UnboundedReceiver<Urgent>,
+    ) {
         let mut is_closing = false;
         // The drain serves those that have room by then, and are sent later.
         while !(is_closing && commands.is_empty()) {
@@ -226,13 +262,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Next::Settled => {}
             }
         }
-        self.end_remote(remote);
-        let result = self.drain(&mut commands, &mut urgent).await;
-        shutdown::drop_all(&mut urgent).await;
-        for task in [write_back, deadlines, spin, raise] {
-            task.abort();
-        }
-        result
     }
 
     /// Raises movements that are awaited by now, in the budget and in the queue of the workers. Its lock is also the
@@ -263,13 +292,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Command::AddGpu { gpu, reply } => drop(reply.send(self.copy.add_gpu(&gpu))),
             Command::Forget { key, reply } => self.spawn(async move {
-                drop(reply.send(or_panicked(this.forget_records(key.as_ref())).await));
+                drop(reply.send(this.forget_records(key.as_ref()).await));
             }),
             Command::Flush { reply } => self.spawn(async move {
-                drop(reply.send(or_panicked(this.flush()).await));
+                drop(reply.send(this.flush().await));
             }),
             Command::Sync { reply } => self.spawn(async move {
-                drop(reply.send(or_panicked(this.sync()).await));
+                drop(reply.send(this.sync().await));
             }),
         }
     }
@@ -286,7 +315,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(region);
             }),
             Urgent::ReadDevice(DeviceRead { pin, buf, room, reply }) => self.spawn(async move {
-                let result = or_panicked(this.read_device(pin, buf)).await;
+                let result = this.read_device(pin, buf).await;
                 drop(room);
                 drop(reply.send(result));
             }),
@@ -338,9 +367,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Runs a movement to its end, with or without waiters.
     fn spawn(self: &Rc<Self>, movement: impl Future<Output = ()> + 'static) {
         let active = Active::new(self);
-        task::spawn(movement.map(move |()| drop(active)));
+        self.spawn_part(movement.map(move |()| drop(active)));
+    }
+
+    /// Runs a part of a movement, or a loop, as a task of its own; `None` if it panics. No user's code can panic in it
+    /// ([`shield`](crate::shield)): a panic is a defect, and [ends](Self::run) the cache.
+    fn spawn_part<T: 'static>(self: &Rc<Self>, part: impl Future<Output = T> + 'static) -> JoinHandle<Option<T>> {
+        let this = Rc::clone(self);
+        task::spawn(async move {
+            let ended = caught_future(part).await;
+            if ended.is_none() {
+                log(|| {
+                    tracing::error!("a task panicked, which is a defect: the cache ends; the panic message says where")
+                });
+                this.defect.notify_one();
+            }
+            ended
+        })
     }
 }
+
+/// A task that runs as long as the reactor.
+type Task = JoinHandle<Option<()>>;
 
 /// What ends a wait of the reactor's loop.
 enum Next {

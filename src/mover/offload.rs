@@ -14,7 +14,6 @@ use crate::{
     io::{Storage, Transfer, Transferred, transfer_owned},
     memory::{Guard, IoBuf},
     state::{DiskPlace, Few, Filling, Permit, Pin},
-    task,
     urgency::Urgency,
 };
 
@@ -130,12 +129,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let buf = unsafe { IoBuf::new(start_of(&segment), segment.len, fixed, Arc::clone(&owner)) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
-            task::spawn(async move { this.transfer_here(kind, file, from, buf).await.0 })
+            self.spawn_part(async move { this.transfer_here(kind, file, from, buf).await.0 })
         };
         let operations: Vec<_> = parts.into_iter().map(operation).collect();
         let mut result = Ok(None);
         for operation in operations {
-            let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
+            let ended =
+                operation.await.ok().flatten().unwrap_or_else(|| Err(io::Error::other("the operation was lost")));
             result = result.and(ended);
         }
         (result, Arc::into_inner(owner).expect("every operation has given it back"))

@@ -6,7 +6,6 @@ use tokio::sync::oneshot;
 
 use super::{
     Mover,
-    flight_guard::FlightGuard,
     route::{self, Hop, Otherwise, Row, Shape, View, Want},
 };
 use crate::{
@@ -56,8 +55,8 @@ impl OnDisk {
     }
 }
 
-/// The next step of a movement, which may wait for an `F`: the [`Flight`] of another one.
-pub(super) enum Step<F> {
+/// The next step of a movement.
+pub(super) enum Step {
     /// Something is not to be had at once.
     Wait(Need),
     /// No tier in service has the block, or its tier has it no longer.
@@ -69,23 +68,22 @@ pub(super) enum Step<F> {
     /// It is on disk, pinned.
     OnDisk(OnDisk),
     /// It is on its way to a host slot.
-    Flight(F),
+    Flight(Flight),
 }
 
 /// A movement to a host slot that another one waits for.
-pub(super) struct Flight<S: Storage, C: CopyEngine> {
+pub(super) struct Flight {
     pub(super) outcome: oneshot::Receiver<Outcome>,
     /// It had begun before.
     pub(super) is_joined: bool,
     /// To be carried out by who waits.
-    pub(super) begun: Option<Box<Fill<S, C>>>,
+    pub(super) begun: Option<Box<Fill>>,
 }
 
 /// A fill of a slot that a task has taken on.
-pub(super) struct Fill<S: Storage, C: CopyEngine> {
-    pub(super) guard: FlightGuard<S, C>,
+pub(super) struct Fill {
     pub(super) trip: Trip,
-    pub(super) step: Result<Step<Flight<S, C>>>,
+    pub(super) step: Result<Step>,
 }
 
 impl Trip {
@@ -122,13 +120,13 @@ impl Trip {
 
     /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to: of a
     /// call, or of a movement whose flight has begun. Under the lock under which the way was chosen.
-    pub(super) fn begin<F>(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Step<F> {
+    pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Step {
         let key = self.key;
         self.begin_for(state, row, purpose(&key, self.flight))
     }
 
     /// As [`begin`](Self::begin), for this purpose.
-    pub(super) fn begin_for<F>(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Step<F> {
+    pub(super) fn begin_for(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Step {
         let (needs, tier): (&[Need], _) = match row.hops.first() {
             None => (&[], Tier::Host),
             // Its flight is about to begin, and waits for nothing: without bytes it takes no slot.
@@ -182,7 +180,7 @@ fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Chooses the way of a block that is read or promoted, takes what its first transfer needs, and pins its source.
-    pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step<Flight<S, C>>> {
+    pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step> {
         let Some(row) = self.choose(state, trip) else { return Ok(Step::Gone) };
         if row.hops.first() == Some(&Hop::ToHost) {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
@@ -192,11 +190,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
-    pub(super) async fn ready(
-        self: &Rc<Self>,
-        trip: &mut Trip,
-        step: Result<Step<Flight<S, C>>>,
-    ) -> Result<Step<Flight<S, C>>> {
+    pub(super) async fn ready(self: &Rc<Self>, trip: &mut Trip, step: Result<Step>) -> Result<Step> {
         let mut step = step?;
         while let Step::Wait(missing) = step {
             // Boxed: every movement would have room for it.
@@ -222,7 +216,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         key: &BlockKey,
         class: Class,
         usage: Use,
-    ) -> Result<Step<Flight<S, C>>> {
+    ) -> Result<Step> {
         let begin = |state: &mut Locked<'_>, id, waiter| {
             state.flights.begin((key, Tier::Host), id, class, Few::from([waiter]), false);
             Some(())
@@ -248,12 +242,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Takes on the promotion of a block whose flight has begun, and plans it. `None` if another task has taken it on.
-    pub(super) fn take_on(self: &Rc<Self>, state: &mut Locked<'_>, key: &BlockKey, tier: Tier) -> Option<Fill<S, C>> {
-        let started = state.flights.start(key, tier)?;
+    pub(super) fn take_on(self: &Rc<Self>, state: &mut Locked<'_>, key: &BlockKey, tier: Tier) -> Option<Fill> {
+        if !state.flights.start(key, tier) {
+            return None;
+        }
         let mut trip = Trip::to_slot(key, tier);
         let step = self.plan(state, &mut trip);
-        // Not before: after a panic under the lock there is nothing to guard.
-        Some(Fill { guard: FlightGuard::new(self, key, tier, started), trip, step })
+        Some(Fill { trip, step })
     }
 
     /// Begins a write by `begin`, under the lock under which it has taken all that it needs beside what it had. `begin`

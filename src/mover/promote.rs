@@ -24,12 +24,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn promote_to_device(self: Rc<Self>, key: BlockKey) {
         let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Device);
         // Otherwise a movement that could not wait for this command has taken it on.
-        let Some(Fill { guard: _guard, trip, step }) = fill else { return };
+        let Some(Fill { trip, step }) = fill else { return };
         let outcome = self.fill_device(trip, step).await;
         self.end_flight(&key, Tier::Device, outcome);
     }
 
-    async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step<Flight<S, C>>>) -> Outcome {
+    async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step>) -> Outcome {
         let started = Instant::now();
         let mut step = self.ready(&mut trip, step).await?;
         if let Step::OnDisk(block) = step {
@@ -93,7 +93,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         key: &BlockKey,
         class: Class,
-        step: Step<Flight<S, C>>,
+        step: Step,
         verifier: Verifier,
     ) -> Outcome {
         let (mut step, mut was_asked) = (step, false);

@@ -11,7 +11,6 @@ use tokio::time::Instant;
 use super::{
     Mover,
     block_memory::BlockMemory,
-    flight_guard::FlightGuard,
     plan::{Fill, OnDisk, Step, Trip},
     speculative_copy::SpeculativeCopy,
     submit::PlannedRead,
@@ -39,9 +38,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and ends its flight.
-    pub(super) async fn fill_host(self: Rc<Self>, fill: Fill<S, C>, verifier: Verifier) {
-        // The guard is dropped last.
-        let Fill { guard: _guard, mut trip, step } = fill;
+    pub(super) async fn fill_host(self: Rc<Self>, fill: Fill, verifier: Verifier) {
+        let Fill { mut trip, step } = fill;
         let (key, started) = (trip.key, Instant::now());
         let outcome = match self.ready(&mut trip, step).await {
             Ok(Step::OnDisk(block)) => {
@@ -64,10 +62,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Ends a read that a caller had submitted: by what came of it, or reads the block again.
     pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Summed) {
-        let PlannedRead { mut trip, started, block, began } = *read;
-        let guard = FlightGuard::new(&self, &trip.key, Tier::Host, started);
+        let PlannedRead { mut trip, block, began } = *read;
         let Some(result) = result else {
-            return self.fill_host(Fill { guard, trip, step: Ok(Step::OnDisk(block)) }, None).await;
+            return self.fill_host(Fill { trip, step: Ok(Step::OnDisk(block)) }, None).await;
         };
         drop(trip.taken.permit());
         match self.read_ended(block.file, block.checksum, (result.map(Some), block.pin, trip.taken.slot()), began) {

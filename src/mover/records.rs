@@ -8,7 +8,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{Mover, pages::Waiters, results::of_task};
+use super::{Mover, pages::Waiters, results::joined};
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     device::CopyEngine,
@@ -17,9 +17,7 @@ use crate::{
     index::{EntryId, Used},
     io::{Storage, transfer_owned},
     memory::AlignedBuf,
-    shield::caught_future,
-    state::{Locked, verify::panicked},
-    task,
+    state::Locked,
 };
 
 /// Pages written at once by `sync`.
@@ -40,11 +38,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Entry::Vacant(vacant) => {
                 vacant.insert(Waiters { next: vec![sender], ..Waiters::default() });
                 let this = Rc::clone(self);
-                task::spawn(async move {
-                    if caught_future(this.serve_page(page)).await.is_none() {
-                        this.give_up_page(page);
-                    }
-                });
+                self.spawn_part(async move { this.serve_page(page).await });
             }
         }
         receiver.await.unwrap_or(Err(Error::Closed))
@@ -86,18 +80,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// The write of the page has panicked: the page must be written again.
-    fn give_up_page(&self, page: PageId) {
-        let waiters = self.records.borrow_mut().0.remove(&page);
-        if let Some(state) = self.shared.lock_unless_broken() {
-            self.noted(state).disk_slots().page_failed(page);
-        }
-        let Waiters { current, next } = waiters.unwrap_or_default();
-        for waiter in current.into_iter().chain(next) {
-            drop(waiter.send(Err(panicked())));
-        }
-    }
-
     async fn write_page_once(&self, page: PageId, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {
         let (file, offset, unsealed) = {
             let mut state = self.lock();
@@ -129,10 +111,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Locks the state, and notes in it the pages that were written.
     pub(super) fn lock(&self) -> Locked<'_> {
-        self.noted(self.shared.lock())
-    }
-
-    fn noted<'a>(&self, mut state: Locked<'a>) -> Locked<'a> {
+        let mut state = self.shared.lock();
         for page in self.written.borrow_mut().drain(..) {
             state.disk_slots().page_written(page);
         }
@@ -179,14 +158,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 .iter()
                 .map(|&(page, is_stale)| {
                     let this = Rc::clone(self);
-                    task::spawn(async move {
+                    self.spawn_part(async move {
                         let settled = this.settle_page(page, is_stale);
                         this.within_deadline("the write of records", settled).await
                     })
                 })
                 .collect();
             for write in writes {
-                of_task(write.await)?;
+                joined(write).await?;
             }
         }
         Ok(())

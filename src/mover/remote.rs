@@ -8,11 +8,10 @@ use std::{cell::Cell, pin::pin, rc::Rc, sync::Arc, time::Duration};
 use futures_util::{StreamExt, future::select, stream, stream::FuturesUnordered};
 use tokio::{
     sync::{Semaphore, SemaphorePermit},
-    task::JoinHandle,
     time::{Instant, sleep},
 };
 
-use super::Mover;
+use super::{Mover, Task};
 use crate::{
     block::{Route, Tier},
     device::CopyEngine,
@@ -20,7 +19,6 @@ use crate::{
     remote::{Batch, FAILURES_MAX, ReadBlock, ReadBuffer, Remote, RemoteError},
     shield::{caught_future, log},
     state::{Committed, Filling, Purpose},
-    task,
 };
 
 /// Repetitions of a request that the store throttled or did not answer.
@@ -94,19 +92,19 @@ impl ReadPermits {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Starts the tasks of the remote tier, if there is one.
-    pub(super) fn start_remote(self: &Rc<Self>) -> Vec<JoinHandle<()>> {
+    pub(super) fn start_remote(self: &Rc<Self>) -> Vec<Task> {
         let Some(remote) = &self.shared.remote else { return Vec::new() };
         let (this, remote) = (|| Rc::clone(self), || Arc::clone(remote));
         vec![
-            task::spawn(this().remote_loop(remote())),
-            task::spawn(this().remote_listing_loop(remote())),
-            task::spawn(this().remote_upload_loop(remote())),
+            self.spawn_part(this().remote_loop(remote())),
+            self.spawn_part(this().remote_listing_loop(remote())),
+            self.spawn_part(this().remote_upload_loop(remote())),
         ]
     }
 
     /// Ends what is under way for the remote tier: a close waits for nothing of it.
-    pub(super) fn end_remote(&self, tasks: Vec<JoinHandle<()>>) {
-        tasks.iter().for_each(JoinHandle::abort);
+    pub(super) fn end_remote(&self, tasks: &[Task]) {
+        tasks.iter().for_each(Task::abort);
         if let Some(remote) = &self.shared.remote {
             remote.close();
         }

@@ -1,12 +1,10 @@
-//! The results of work and of tasks that may have panicked.
+//! The results of calls, and of tasks.
 
-use tokio::task::JoinError;
+use tokio::task::JoinHandle;
 
 use super::command::Reply;
 use crate::{
     error::{Error, Result},
-    shield::caught_future,
-    state::verify::panicked,
     sync::Mutex,
 };
 
@@ -43,20 +41,7 @@ impl CallResults {
     }
 }
 
-/// The result of `work`, or the error of a panic: it calls subscribers of the log, which are users' code. Without an
-/// answer its caller would take the cache for closed.
-pub(super) async fn or_panicked<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
-    caught_future(work).await.unwrap_or_else(|| Err(panicked()))
-}
-
-/// The result of a task that may have panicked, or ended with the reactor.
-pub(super) fn of_task<T>(ended: std::result::Result<Result<T>, JoinError>) -> Result<T> {
-    ended.unwrap_or_else(|lost| match lost.try_into_panic() {
-        Ok(payload) => {
-            // Its drop may panic: it is users' code that has thrown it.
-            std::mem::forget(payload);
-            Err(panicked())
-        }
-        Err(_) => Err(Error::Closed),
-    })
+/// The result of a [part](super::Mover::spawn_part) of a movement. One that has none is gone with the reactor.
+pub(super) async fn joined<T>(part: JoinHandle<Option<Result<T>>>) -> Result<T> {
+    part.await.ok().flatten().unwrap_or(Err(Error::Closed))
 }

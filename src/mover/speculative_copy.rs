@@ -19,9 +19,9 @@ use super::{
 use crate::{
     block::{BlockKey, Tier},
     device::CopyEngine,
-    error::Result,
+    error::{Error, Result},
     io::Storage,
-    state::{Filling, Unverified, verify::panicked},
+    state::{Filling, Unverified},
 };
 
 /// The target of a block on the device.
@@ -71,12 +71,12 @@ impl Offer {
     /// verification of its block: for the device, never for the disk.
     ///
     /// # Errors
-    /// If the movement that had taken it panicked.
+    /// If the movement that had taken it is gone: the cache ends.
     pub(super) async fn withdraw(self) -> Result<Returned> {
         if let Some((target, _)) = self.copy.0.take() {
             return Ok((target, false));
         }
-        self.returned.await.map_err(|_| panicked())
+        self.returned.await.map_err(|_| Error::Closed)
     }
 }
 

@@ -28,8 +28,7 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
     state::{
-        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Shared, Started, Taken,
-        WRITE,
+        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Shared, Taken, WRITE,
     },
     sync::Mutex,
     urgency::Urgency,
@@ -51,15 +50,12 @@ pub(super) enum StoreStep {
     /// As [`Known::Unproven`].
     Unproven,
     /// It is written in place.
-    Begun(StartedWrite),
+    Begun(BegunWrite),
     /// It is written in place, by what it has taken and something that must be waited for.
     Waits(Taken),
     /// It goes through a slot of another tier.
     Planned(&'static Row),
 }
-
-/// A write whose flight has begun.
-pub(super) type StartedWrite = (BegunWrite, Started);
 
 /// A block of a call that is written from its caller's memory, with all that it needs.
 pub(crate) struct PlannedStore {
@@ -71,7 +67,6 @@ pub(crate) struct PlannedStore {
     pub(super) permit: Option<Permit>,
     pub(super) write: DiskWrite,
     pub(super) place: DiskPlace,
-    pub(super) started: Started,
 }
 
 /// A write by an I/O thread that has failed: why. `None`: it was lost.
@@ -138,20 +133,20 @@ pub(super) fn begin_caller_write(
     job: &Job,
     mut taken: Taken,
     checksum: Option<u64>,
-) -> StartedWrite {
+) -> BegunWrite {
     let (permit, filling) = (taken.permit(), taken.slot());
     let id = state.index.insert(job.key, job.parent);
     let place = state.begin_disk_write(id, &filling, checksum).expect("it is resident nowhere, and on no way");
     // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-    let started = state.flights.begin((&job.key, Tier::Disk), id, Class::Awaited, Few::default(), true);
+    state.flights.begin((&job.key, Tier::Disk), id, Class::Awaited, Few::default(), true);
     state.watch();
-    ((permit, DiskWrite { id, filling }, place), started)
+    (permit, DiskWrite { id, filling }, place)
 }
 
 impl PlannedStore {
-    pub(super) fn new(number: usize, job: Box<Job>, began: Instant, begun: StartedWrite) -> Self {
-        let ((permit, write, place), started) = begun;
-        PlannedStore { number, job, began, permit: Some(permit), write, place, started }
+    pub(super) fn new(number: usize, job: Box<Job>, began: Instant, begun: BegunWrite) -> Self {
+        let (permit, write, place) = begun;
+        PlannedStore { number, job, began, permit: Some(permit), write, place }
     }
 }
 
@@ -268,7 +263,7 @@ impl Submitter {
             let step = if waits { None } else { self.begin_store_now(&mut state, job) };
             waits |= matches!(step, Some(Ok(StoreStep::Waits(_))));
             let file = match &step {
-                Some(Ok(StoreStep::Begun(((.., place), _)))) => Some(state.files[usize::from(place.file.0)].clone()),
+                Some(Ok(StoreStep::Begun((.., place)))) => Some(state.files[usize::from(place.file.0)].clone()),
                 _ => None,
             };
             (step, file)

@@ -5,7 +5,7 @@
 //! answers its waiters: the reactor never hears of it. All else is a movement on the reactor: what must wait, what
 //! takes another way, and what is left of a read that failed.
 
-use std::{convert::Infallible, sync::Arc};
+use std::sync::Arc;
 
 use tokio::{
     sync::{mpsc, oneshot},
@@ -22,7 +22,7 @@ use crate::{
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
-    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Shared, Started, Unverified},
+    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Shared, Unverified},
     urgency::Urgency,
 };
 
@@ -54,7 +54,6 @@ pub(crate) enum Begun<P> {
 /// A read to a host slot, with all that it needs, and its flight.
 pub(crate) struct PlannedRead {
     pub(super) trip: Trip,
-    pub(super) started: Started,
     pub(super) block: OnDisk,
     pub(super) began: Instant,
 }
@@ -135,7 +134,7 @@ impl Submitter {
         if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
             return None;
         }
-        match trip.begin_for::<Infallible>(state, row, Purpose::NewMovement(class)) {
+        match trip.begin_for(state, row, Purpose::NewMovement(class)) {
             Step::OnDisk(block) => Some((trip, block)),
             Step::Wait(_) => None,
             _ => unreachable!("the disk has the block, and nothing else fills a host slot with it"),
@@ -152,12 +151,12 @@ impl Submitter {
     ) -> Submission {
         let is_awaited = class == Class::Awaited;
         let waiters = if is_awaited { Few::from([waiter]) } else { Few::default() };
-        let started = state.flights.begin((&trip.key, Tier::Host), id, class, waiters, true);
-        let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(started.number) };
+        let number = state.flights.begin((&trip.key, Tier::Host), id, class, waiters, true);
+        let urgency = if is_awaited { Urgency::Awaited } else { Urgency::Background(number) };
         state.watch();
         trip.taken.set_urgency(urgency);
         let file = state.files[usize::from(block.file.0)].clone();
-        let read = PlannedRead { trip, started, block, began: Instant::now() };
+        let read = PlannedRead { trip, block, began: Instant::now() };
         Submission(Some((Arc::clone(&self.ends), read, file)))
     }
 

@@ -2,16 +2,14 @@
 
 use std::{future::pending, io, rc::Rc, sync::Arc};
 
-use tokio::task::LocalSet;
-
-use super::{Mover, flight_guard::FlightGuard};
+use super::Mover;
 use crate::{
     block::{BlockKey, FileId, OpKind, Tier},
     config::{Config, DiskPath, WritePolicy},
     device::Memcpy,
     io::{Storage, Workers},
     memory::Lent,
-    state::{Class, Committed, Few, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
+    state::{Class, Committed, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
     urgency::Urgency,
 };
 
@@ -57,38 +55,6 @@ fn a_write_waits_for_its_bytes_without_a_disk_slot_and_a_read_with_its_host_slot
         drop(state);
     }
     drop(in_flight);
-}
-
-/// A write that panics while the drive still has its block: the drive's slot is given back later, and names no block
-/// from now on.
-#[test]
-fn a_write_that_panics_leaves_no_block_in_the_table_of_slots() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
-    LocalSet::new().block_on(&runtime, async {
-        let mover = mover();
-        let shared = Arc::clone(&mover.shared);
-        let filling = shared.lock().acquire(Tier::Host).expect("both are free");
-        assert!(shared.commit(&KEY, None, filling, 0).is_ok(), "visible");
-        let (on_drive, started) = {
-            let mut state = shared.lock();
-            let filling = state.acquire(Tier::Disk).expect("both are free");
-            let id = state.index.find(&KEY).expect("visible");
-            assert!(state.begin_disk_write(id, &filling, Some(0)).is_some(), "it is not on disk");
-            (filling, state.flights.begin((&KEY, Tier::Disk), id, Class::Awaited, Few::default(), true))
-        };
-        let slot = on_drive.slot();
-        let panics = tokio::task::spawn_local(async move {
-            let _guard = FlightGuard::of_write(&mover, &KEY, started, slot);
-            panic!("a movement, on purpose");
-        });
-        assert!(panics.await.is_err_and(|lost| lost.is_panic()));
-        while shared.lock().flights.len() > 0 {
-            tokio::task::yield_now().await;
-        }
-        assert!(shared.lock().disk_slots().meta(slot).is_none(), "the table names a block that is not there");
-        drop(on_drive);
-        assert_eq!(shared.lock().free_slots(Tier::Disk), 2, "given back once");
-    });
 }
 
 /// What an awaited write needs is taken with its commit. A write in the background would take it before awaited ones

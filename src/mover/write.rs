@@ -9,7 +9,6 @@ use tokio::time::Instant;
 use super::{
     Mover,
     block_memory::BlockMemory,
-    flight_guard::FlightGuard,
     route::{self, Hop, View, Want},
 };
 use crate::{
@@ -28,17 +27,13 @@ pub(super) const DEMOTING_MAX: u32 = 64;
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
-        let PendingWrite { key, pin, started, begun } = write;
-        let guard = FlightGuard::new(&self, &key, Tier::Disk, started);
+        let PendingWrite { key, pin, begun } = write;
         let began = Instant::now();
         let (id, pin) = (pin.id(), Arc::new(pin));
         let (written, route) = match begun {
-            Ok(begun) => {
-                guard.writes_to(begun.1.filling.slot());
-                (self.write_out(begun, Arc::clone(&pin)).await, Route::HostToDisk)
-            }
+            Ok(begun) => (self.write_out(begun, Arc::clone(&pin)).await, Route::HostToDisk),
             // Boxed: every write would have room for it.
-            Err(taken) => Box::pin(self.write_pinned(&guard, &pin, taken)).await,
+            Err(taken) => Box::pin(self.write_pinned(&key, &pin, taken)).await,
         };
         if let Ok(true) = self.end_write(&key, id, Some(pin), written).await {
             self.shared.metrics.moved(route, began.elapsed());
@@ -95,7 +90,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a pinned block, by a way that the table has for its tier.
     async fn write_pinned(
         self: &Rc<Self>,
-        guard: &FlightGuard<S, C>,
+        key: &BlockKey,
         pin: &Arc<Pin>,
         taken: Taken,
     ) -> (Result<Option<DiskWrite>>, Route) {
@@ -108,56 +103,40 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             let row = route::choose(Want::Write, &view, ruled_out).expect("the last row applies always");
             let result = match row.hops {
-                [Hop::DeviceToDisk] => match Box::pin(self.write_by_cufile(guard, pin)).await {
+                [Hop::DeviceToDisk] => match Box::pin(self.write_by_cufile(key, pin)).await {
                     Some(result) => result,
                     None => {
                         ruled_out = Some(row.route);
                         continue;
                     }
                 },
-                [Hop::ToHost, ..] => Box::pin(self.write_through_host(guard)).await,
-                _ => self.write_block(guard, pin, taken).await,
+                [Hop::ToHost, ..] => Box::pin(self.write_through_host(key)).await,
+                _ => self.write_block(key, pin, taken).await,
             };
             return (result, row.route);
         }
     }
 
     /// Writes a block that only the device holds, by way of a host slot.
-    async fn write_through_host(self: &Rc<Self>, guard: &FlightGuard<S, C>) -> Result<Option<DiskWrite>> {
-        let key = guard.key();
+    async fn write_through_host(self: &Rc<Self>, key: &BlockKey) -> Result<Option<DiskWrite>> {
         let class = self.shared.lock().flights.class(key, Tier::Disk);
         match self.obtain_host(key, class).await? {
-            Some(host) => self.write_block(guard, &Arc::new(host), Taken::default()).await,
+            Some(host) => self.write_block(key, &Arc::new(host), Taken::default()).await,
             None => Ok(None),
         }
     }
 
     /// Writes a block that is pinned in host memory. `None` if it was on disk already or was removed meanwhile.
-    async fn write_block(
-        self: &Rc<Self>,
-        guard: &FlightGuard<S, C>,
-        pin: &Arc<Pin>,
-        taken: Taken,
-    ) -> Result<Option<DiskWrite>> {
-        let Some(begun) = self.begin_write(guard, pin, taken).await? else { return Ok(None) };
+    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, taken: Taken) -> Result<Option<DiskWrite>> {
+        let Some(begun) = self.begin_write(key, pin, taken).await? else { return Ok(None) };
         self.write_out(begun, Arc::clone(pin)).await
     }
 
     /// Takes what the write of a pinned block needs beside what it has taken. `None` if the block was on disk already,
     /// or was removed meanwhile.
-    pub(super) async fn begin_write(
-        &self,
-        guard: &FlightGuard<S, C>,
-        pin: &Pin,
-        taken: Taken,
-    ) -> Result<Option<BegunWrite>> {
-        let purpose = Purpose::Movement(guard.key(), Tier::Disk);
+    pub(super) async fn begin_write(&self, key: &BlockKey, pin: &Pin, taken: Taken) -> Result<Option<BegunWrite>> {
         let begin = |state: &mut Locked<'_>, taken| state.begin_pinned_write(pin, taken);
-        let begun = self.take_and_begin(taken, purpose, begin).await?.ok();
-        if let Some((_, write, _)) = &begun {
-            guard.writes_to(write.filling.slot());
-        }
-        Ok(begun)
+        Ok(self.take_and_begin(taken, Purpose::Movement(key, Tier::Disk), begin).await?.ok())
     }
 
     /// Writes a block from host memory to its disk slot, and its record.

@@ -222,8 +222,8 @@ impl Locked<'_> {
             None => match self.pin_source(id, key) {
                 Some(pin) => {
                     let (sender, receiver) = oneshot::channel();
-                    let started = self.flights.begin((key, Tier::Disk), id, class, Few::from([sender]), true);
-                    return Ok(Committed::Write(self.pending_write(key, pin, started, class), receiver));
+                    self.flights.begin((key, Tier::Disk), id, class, Few::from([sender]), true);
+                    return Ok(Committed::Write(self.pending_write(key, pin, class), receiver));
                 }
                 // It is being copied from the device: the write follows.
                 None => self.join_next(key, Tier::Host, class, waiters_max),
@@ -310,8 +310,8 @@ impl Locked<'_> {
                 missed = Err(self.timeout("a movement of the block that is overdue"));
             } else if let Some(pin) = self.pin_source(id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
-                let started = self.flights.begin((key, Tier::Disk), id, class, next, true);
-                return (answers, Some(Box::new(self.pending_write(key, pin, started, class))));
+                self.flights.begin((key, Tier::Disk), id, class, next, true);
+                return (answers, Some(Box::new(self.pending_write(key, pin, class))));
             } else if let (Tier::Host, Some(error)) = (tier, failed) {
                 // It did not arrive in host memory, from which it would be written.
                 self.note_refused(key, error.clone());

@@ -1,6 +1,6 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
-use super::{Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, Started, State, Taken, WRITE};
+use super::{Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, State, Taken, WRITE};
 use crate::{
     block::{BlockKey, FileId, Tier},
     disk::{Origin, PageId},
@@ -28,14 +28,14 @@ pub(crate) type BegunWrite = (Permit, DiskWrite, DiskPlace);
 impl Locked<'_> {
     /// The write of a pinned block, whose flight of this class has begun. An awaited one from host memory begins now,
     /// if it need not wait. Others ask for what they need behind those that are on their way to the reactor.
-    pub(super) fn pending_write(&mut self, key: &BlockKey, pin: Pin, started: Started, class: Class) -> PendingWrite {
+    pub(super) fn pending_write(&mut self, key: &BlockKey, pin: Pin, class: Class) -> PendingWrite {
         let (mut taken, purpose) = (Taken::default(), Purpose::Movement(key, Tier::Disk));
         let may_begin = pin.tier() == Tier::Host && class == Class::Awaited;
         let begun = match may_begin && taken.take(self, &WRITE, purpose).is_none() {
             true => self.begin_pinned_write(&pin, taken),
             false => Err(taken),
         };
-        PendingWrite { key: *key, pin, started, begun }
+        PendingWrite { key: *key, pin, begun }
     }
 
     /// Begins the write of a block that is pinned in host or device memory, by what it has taken. Gives that back if

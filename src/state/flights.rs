@@ -58,13 +58,6 @@ pub(crate) struct Flight<M> {
     next: Option<Waiters<M>>,
 }
 
-/// A movement that has begun: its number, and the entry that it moves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Started {
-    pub(crate) number: u64,
-    pub(crate) entry: EntryId,
-}
-
 /// Movements in flight, by key and destination.
 pub(crate) struct Flights<M> {
     by_target: Table<Flight<M>>,
@@ -194,7 +187,8 @@ impl<M> Flights<M> {
         Ok(())
     }
 
-    /// Begins a movement of `entry`, with its first waiters. One that is not `started` is [started](Self::start) later.
+    /// Begins a movement of `entry`, with its first waiters; returns its number. One that is not `started` is
+    /// [started](Self::start) later.
     pub(crate) fn begin(
         &mut self,
         (key, tier): (&BlockKey, Tier),
@@ -202,13 +196,13 @@ impl<M> Flights<M> {
         class: Class,
         waiters: Waiters<M>,
         started: bool,
-    ) -> Started {
+    ) -> u64 {
         let number = self.next_number();
         let flight = Flight { number, entry, class, started, overdue: false, slot_wanted: None, waiters, next: None };
         let place = self.by_target.insert(key, tier, flight).expect("one movement per key and tier");
         self.forget_ended();
         self.by_age.push_back((number, place));
-        Started { number, entry }
+        number
     }
 
     /// Takes movements that have ended off the list by age: those before all others, and all once they are too many.
@@ -258,12 +252,10 @@ impl<M> Flights<M> {
         (std::mem::replace(&mut flight.class, Class::Awaited) == Class::Background).then_some(flight.number)
     }
 
-    /// Marks the movement as started. `None` if there is none, or if it has been started already.
+    /// Marks the movement as started. False if there is none, or if it has been started already.
     #[must_use = "a movement that is started must be ended"]
-    pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> Option<Started> {
-        let flight = self.by_target.get_mut(key, tier).filter(|flight| !flight.started)?;
-        flight.started = true;
-        Some(Started { number: flight.number, entry: flight.entry })
+    pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> bool {
+        self.by_target.get_mut(key, tier).is_some_and(|flight| !std::mem::replace(&mut flight.started, true))
     }
 
     /// Ends a movement.

@@ -37,7 +37,7 @@ pub(crate) use commit::{BegunStore, Committed, FlightEnd, Known};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
-pub(crate) use flights::{Class, Raised, Started};
+pub(crate) use flights::{Class, Raised};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use in_flight::{InFlight, Permit};
 pub(crate) use lenders::{Lender, Lenders};
@@ -378,7 +378,6 @@ pub(crate) struct PendingWrite {
     pub(crate) key: BlockKey,
     /// The block in memory.
     pub(crate) pin: Pin,
-    pub(crate) started: Started,
     /// It has begun, from host memory; or what it has taken so far.
     pub(crate) begun: std::result::Result<BegunWrite, Taken>,
 }

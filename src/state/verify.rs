@@ -8,16 +8,9 @@ use super::{Filling, FlightEnd, Locked, Pin, Shared, State, Unverified};
 use crate::{
     block::{BlockKey, FileId, Route, Tier},
     disk::Origin,
-    error::Error,
     index::EntryId,
     shield::log,
 };
-
-/// The error of the waiters for a movement that panicked.
-pub(crate) fn panicked() -> Error {
-    let source = std::io::Error::other("its movement panicked, which is a defect; the panic message says where");
-    Error::io("move", "a block", source)
-}
 
 /// Why a block on disk is given up.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -82,7 +82,7 @@ fn a_movement_is_as_urgent_by_its_number_as_by_its_key() {
     let numbers: Vec<u64> = (0..100)
         .map(|n| {
             let entry = EntryId::from_u32(n);
-            flights.begin((&key(n), Tier::Host), entry, Class::Background, Few::default(), true).number
+            flights.begin((&key(n), Tier::Host), entry, Class::Background, Few::default(), true)
         })
         .collect();
     for n in (0..100).step_by(3) {

@@ -17,7 +17,7 @@ std::thread_local! {
     static UNDER_LOCK: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Panics where anything is logged under the index lock.
+/// Panics where anything is logged under the index lock. The cache catches the panic, and the run notes it.
 struct Watch {
     spans: AtomicU64,
 }

@@ -47,7 +47,10 @@ impl World {
     }
 
     /// Checks that nothing owns the cache that was opened last: once its process has ended, that is a leak.
-    pub(crate) fn check_freed(&self) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// How many owners are left.
+    pub fn check_freed(&self) -> Result<(), String> {
         match self.remains.borrow().as_ref().map_or(0, Weak::strong_count) {
             0 => Ok(()),
             owners => Err(format!("{owners} owners of the cache are left at the end of its life")),

@@ -28,7 +28,7 @@ use std::{any::Any, cell::RefCell, io, ops::Range, ptr::NonNull, rc::Rc, sync::A
 
 use kvhoist::internals::{
     io::{FileId, Lent, OpKind, OpenFile, Storage, in_parts},
-    seams::{Entry, Table},
+    seams::{Entry, Table, log},
 };
 use tokio::sync::oneshot;
 
@@ -56,6 +56,11 @@ impl Sim {
         let mut state = self.0.borrow_mut();
         let nth = state.counts().started[kind as usize];
         state.script(kind, nth, fault);
+    }
+
+    /// Makes the next operation of this kind that the reactor asks for panic: a defect.
+    pub fn panic_next(&self, kind: OpKind) {
+        self.0.borrow_mut().panics_at = Some(kind);
     }
 
     /// Changes the faults by chance from now on.
@@ -283,6 +288,8 @@ impl Storage for Sim {
     }
 
     async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> io::Result<()> {
+        let panics = self.0.borrow_mut().panics_at.take_if(|at| *at == kind).is_some();
+        assert!(!panics, "a movement panics, on purpose");
         match kind {
             OpKind::Sync => self.run(kind, file, 0, None).await.0.map(|_| ()),
             _ => self.transfer_lent(kind, file, offset, buf).await.0,
@@ -298,7 +305,7 @@ impl Storage for Sim {
         match self.0.borrow_mut().table.add(start.as_ptr(), len) {
             Ok(first) => Some(first),
             Err(error) => {
-                tracing::warn!(%error, "memory is not registered");
+                log(|| tracing::warn!(%error, "memory is not registered"));
                 None
             }
         }

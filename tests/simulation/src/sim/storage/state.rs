@@ -53,6 +53,8 @@ pub(super) struct State {
     in_flight: BTreeMap<u64, InFlight>,
     stalled: Vec<oneshot::Sender<()>>,
     locked: bool,
+    /// The kind of operation that panics next.
+    pub(super) panics_at: Option<OpKind>,
     /// What workers are given in the place of a file.
     pub(super) stand_in: Arc<File>,
     seed: u64,
@@ -77,6 +79,7 @@ impl State {
             in_flight: BTreeMap::new(),
             stalled: Vec::new(),
             locked: false,
+            panics_at: None,
             stand_in: Arc::new(File::open("/dev/null").expect("every system has it")),
             seed,
             tables: 0,
