@@ -15,7 +15,7 @@ use super::{
     plan::{Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::{CallResults, joined},
-    route::{Checked, Hop, Shape},
+    route::Shape,
     speculative_copy::{Offer, Target},
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
@@ -148,8 +148,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Step::OnDisk(block) => block,
                 step => return Box::pin(self.load_through_host(job, &trip, step, started)).await,
             };
-            let left = match trip.row().hops {
-                [Hop::DiskToCaller] => self.read_in_place(&mut trip, block, job, started).await?,
+            let left = match trip.route() {
+                Route::DiskToRegion => self.read_in_place(&mut trip, block, job, started).await?,
                 _ => Box::pin(self.load_by_cufile(&mut trip, block, job, started)).await?,
             };
             let Some(again) = left else { return Ok(true) };
@@ -167,8 +167,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         started: Instant,
     ) -> Result<bool> {
         let key = &trip.key;
-        let (outcome, job, is_copied) = match trip.row().checked {
-            Checked::OnDevice => {
+        let (outcome, job, is_copied) = match job.memory() {
+            // The device verifies it.
+            RegionMemory::Device => {
                 let offer = Offer::new(Some(Target::Memory(job)));
                 let outcome = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await;
                 // Also after a failure: the owner may use the memory again once it has an answer.
@@ -177,7 +178,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 };
                 (outcome, job, is_copied)
             }
-            _ => (self.to_host(key, Class::Awaited, step, None).await, job, false),
+            RegionMemory::Host => (self.to_host(key, Class::Awaited, step, None).await, job, false),
         };
         let Some(pin) = outcome? else { return Ok(false) };
         if !is_copied {
@@ -226,7 +227,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             StoreStep::Begun(begun) => Some(begun),
             StoreStep::Waits(taken) => Box::pin(self.begin_region_write(&job, taken, None)).await?,
-            StoreStep::Planned(row) if row.hops == [Hop::CallerToHost] => None,
+            StoreStep::Planned(Route::CallerToHost) => None,
             StoreStep::Planned(_) => match Box::pin(self.store_by_cufile(job)).await? {
                 None => return Ok(true),
                 Some(left) => return Box::pin(self.store_by_copy(left)).await.map(|()| true),

@@ -69,7 +69,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<Option<Box<Job>>> {
         let Some((pin, slot)) = self.read_by_cufile(trip, block).await? else { return Ok(Some(job)) };
         self.copy(slot, job).await.0?;
-        self.shared.end_loads(trip.row().route, [(pin, Some(started))], 0);
+        self.shared.end_loads(trip.route(), [(pin, Some(started))], 0);
         Ok(None)
     }
 
@@ -134,7 +134,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     fn cufile_route(&self) -> &CufileRoute {
-        self.cufile.get().expect("only its rows lead here")
+        self.cufile.get().expect("only its routes lead here")
     }
 
     /// The owner of what was transferred; or why it was not, with the owner unless libcufile still holds it.

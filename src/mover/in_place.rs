@@ -59,7 +59,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             log(|| tracing::debug!("a block read into a caller's memory is not what it should be; it is read again"));
             return Ok(Some(job));
         }
-        self.shared.end_loads(trip.row().route, [(pin, Some(started))], 0);
+        self.shared.end_loads(trip.route(), [(pin, Some(started))], 0);
         Ok(None)
     }
 

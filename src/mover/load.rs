@@ -15,7 +15,7 @@ use super::{
     plan::{OnDisk, Step, Trip},
     region::Job,
     results::CallResults,
-    route::{Hop, Shape},
+    route::Shape,
     submit::{Ends, Submitter},
 };
 use crate::{
@@ -138,8 +138,8 @@ impl Submitter {
         }
         let id = state.index.find(&job.key)?;
         let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true });
-        let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToCaller])?;
-        let Step::OnDisk(block) = trip.begin(state, row) else { return None };
+        let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToRegion)?;
+        let Step::OnDisk(block) = trip.begin(state, route) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.
         state.flights.begin_load();

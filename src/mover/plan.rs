@@ -6,7 +6,7 @@ use tokio::sync::oneshot;
 
 use super::{
     Mover,
-    route::{self, Hop, Otherwise, Row, Shape, View, Want},
+    route::{self, Shape, View, Want, is_through_host},
 };
 use crate::{
     block::{BlockKey, FileId, Route, Tier},
@@ -20,19 +20,18 @@ use crate::{
 /// A movement, and what it has taken so far.
 pub(super) struct Trip {
     pub(super) key: BlockKey,
-    want: Want,
     shape: Shape,
     /// The tier that its flight goes to; `None` for a call's.
     flight: Option<Tier>,
     /// How its look-up counts, once.
     usage: Use,
     pub(super) taken: Taken,
-    /// The row that it has tried in vain.
+    /// The way that it has tried in vain.
     ruled_out: Option<Route>,
     /// libcufile has read wrong bytes: if a read through host memory gives the right ones, it is at fault.
     pub(super) is_suspect: bool,
     /// The last plan's.
-    row: Option<&'static Row>,
+    route: Option<Route>,
     /// The entry of its block, by the last plan's look-up.
     id: Option<EntryId>,
 }
@@ -89,63 +88,66 @@ pub(super) struct Fill {
 impl Trip {
     /// The movement of a block to a slot of `tier`, whose flight has begun.
     pub(super) fn to_slot(key: &BlockKey, tier: Tier) -> Self {
-        let want = if tier == Tier::Device { Want::DeviceSlot } else { Want::HostSlot };
-        Trip::new(key, want, Some(tier), Shape::default(), Use::Counted)
+        Trip::new(key, Some(tier), Shape::default(), Use::Counted)
     }
 
     /// The load of a block to a caller's memory.
     pub(super) fn load(key: &BlockKey, shape: Shape) -> Self {
-        Trip::new(key, Want::Load, None, shape, Use::Now)
+        Trip::new(key, None, shape, Use::Now)
     }
 
-    fn new(key: &BlockKey, want: Want, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
+    fn new(key: &BlockKey, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
         let taken = Taken::default();
-        Trip { key: *key, want, shape, flight, usage, taken, ruled_out: None, is_suspect: false, row: None, id: None }
+        Trip { key: *key, shape, flight, usage, taken, ruled_out: None, is_suspect: false, route: None, id: None }
     }
 
     /// Chooses the way of its block, which has this entry. `has_cufile`: libcufile is in service for reads.
-    pub(super) fn choose(&mut self, state: &Locked<'_>, id: Option<EntryId>, has_cufile: bool) -> Option<&'static Row> {
+    pub(super) fn choose(&mut self, state: &Locked<'_>, id: Option<EntryId>, has_cufile: bool) -> Option<Route> {
+        let want = match self.flight {
+            None => Want::Load,
+            Some(Tier::Device) => Want::DeviceSlot,
+            Some(_) => Want::HostSlot,
+        };
         let view = View {
             held: id.map(|id| state.held(id)).unwrap_or_default(),
             // Of a fill of a host slot it is the movement itself.
-            is_moving: self.want != Want::HostSlot && state.flights.contains(&self.key, Tier::Host),
+            is_moving: want != Want::HostSlot && state.flights.contains(&self.key, Tier::Host),
             has_cufile,
             writes_through: false,
             memory: self.shape,
         };
-        self.row = route::choose(self.want, &view, self.ruled_out);
+        self.route = route::choose(want, &view, self.ruled_out);
         self.id = id;
-        self.row
+        self.route
     }
 
     /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to: of a
     /// call, or of a movement whose flight has begun. Under the lock under which the way was chosen.
-    pub(super) fn begin(&mut self, state: &mut Locked<'_>, row: &'static Row) -> Step {
+    pub(super) fn begin(&mut self, state: &mut Locked<'_>, route: Route) -> Step {
         let key = self.key;
-        self.begin_for(state, row, purpose(&key, self.flight))
+        self.begin_for(state, route, purpose(&key, self.flight))
     }
 
     /// As [`begin`](Self::begin), for this purpose.
-    pub(super) fn begin_for(&mut self, state: &mut Locked<'_>, row: &'static Row, purpose: Purpose<'_>) -> Step {
-        let (needs, tier): (&[Need], _) = match row.hops.first() {
-            None => (&[], Tier::Host),
+    pub(super) fn begin_for(&mut self, state: &mut Locked<'_>, route: Route, purpose: Purpose<'_>) -> Step {
+        let (needs, tier): (&[Need], _) = match route {
+            Route::HostHit => (&[], Tier::Host),
             // Its flight is about to begin, and waits for nothing: without bytes it takes no slot.
-            Some(Hop::DiskToHost) if matches!(purpose, Purpose::NewMovement(_)) => {
+            Route::DiskToHost if matches!(purpose, Purpose::NewMovement(_)) => {
                 (&[READ, Need::Slot(Tier::Host)], Tier::Disk)
             }
-            Some(Hop::DiskToHost) => (&READ_TO_HOST, Tier::Disk),
-            Some(Hop::DiskToDevice) => (&[Need::Slot(Tier::Device), READ], Tier::Disk),
-            Some(Hop::DiskToCaller) => (&[READ], Tier::Disk),
-            Some(Hop::DeviceToHost) => (&[Need::Slot(Tier::Host)], Tier::Device),
-            Some(hop) => unreachable!("no read and no promotion begins with {hop:?}"),
+            Route::DiskToHost => (&READ_TO_HOST, Tier::Disk),
+            Route::DiskToDevice => (&[Need::Slot(Tier::Device), READ], Tier::Disk),
+            Route::DiskToRegion => (&[READ], Tier::Disk),
+            Route::DeviceToHost => (&[Need::Slot(Tier::Host)], Tier::Device),
+            route => unreachable!("no read and no promotion takes {route:?}"),
         };
         if let Some(missing) = self.taken.take(state, needs, purpose) {
             return Step::Wait(missing);
         }
-        let pin = self.id.and_then(|id| state.pin(id, tier, row.route));
+        let pin = self.id.and_then(|id| state.pin(id, tier, route));
         let Some(pin) = pin else { return Step::Gone };
-        // Without a hop nothing is filled.
-        let filled = self.flight.filter(|_| !row.hops.is_empty());
+        let filled = self.flight.filter(|_| route != Route::HostHit);
         if filled.is_some_and(|tier| !state.index.begin_fill(pin.id(), tier)) {
             assert!(filled == Some(Tier::Device), "flights are single, and stores publish in one step");
             pin.release(state);
@@ -157,11 +159,10 @@ impl Trip {
         }
     }
 
-    /// Has the next plan take the next row.
+    /// Has the next plan take the next way.
     pub(super) fn rule_out(&mut self) {
-        let row = self.row();
-        assert_eq!(row.otherwise, Otherwise::Next, "the last row of a want is not ruled out");
-        self.ruled_out = Some(row.route);
+        assert!(!is_through_host(self.route()), "the last way is not ruled out");
+        self.ruled_out = self.route;
     }
 
     /// Whether it fills a slot of a tier, and not a caller's memory.
@@ -169,8 +170,8 @@ impl Trip {
         self.flight.is_some()
     }
 
-    pub(super) fn row(&self) -> &'static Row {
-        self.row.expect("it was planned")
+    pub(super) fn route(&self) -> Route {
+        self.route.expect("it was planned")
     }
 }
 
@@ -181,12 +182,12 @@ fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Chooses the way of a block that is read or promoted, takes what its first transfer needs, and pins its source.
     pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step> {
-        let Some(row) = self.choose(state, trip) else { return Ok(Step::Gone) };
-        if row.hops.first() == Some(&Hop::ToHost) {
+        let Some(route) = self.choose(state, trip) else { return Ok(Step::Gone) };
+        if is_through_host(route) {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
             return self.begin_to_host(state, &trip.key, Class::Awaited, usage);
         }
-        Ok(trip.begin(state, row))
+        Ok(trip.begin(state, route))
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
@@ -197,14 +198,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Box::pin(self.wait_for(missing, &mut trip.taken, purpose(&trip.key, trip.flight))).await?;
             step = self.plan(&mut self.shared.lock(), trip)?;
         }
-        if trip.row.is_none_or(|row| matches!(row.hops.first(), None | Some(Hop::ToHost))) {
+        if trip.route.is_none_or(|route| route == Route::HostHit || is_through_host(route)) {
             // The block has come nearer meanwhile. What another movement is to take must not be held here.
             trip.taken = Taken::default();
         }
         Ok(step)
     }
 
-    fn choose(&self, state: &Locked<'_>, trip: &mut Trip) -> Option<&'static Row> {
+    fn choose(&self, state: &Locked<'_>, trip: &mut Trip) -> Option<Route> {
         let has_cufile = self.cufile.get().is_some() && state.cufile.reads() && state.device_service.reads();
         trip.choose(state, state.index.find(&trip.key), has_cufile)
     }

@@ -33,7 +33,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let started = Instant::now();
         let mut step = self.ready(&mut trip, step).await?;
         if let Step::OnDisk(block) = step {
-            let (id, checksum, route) = (block.pin.id(), block.checksum, trip.row().route);
+            let (id, checksum, route) = (block.pin.id(), block.checksum, trip.route());
             if let Some((pin, filling)) = self.read_by_cufile(&mut trip, block).await? {
                 let outcome = self.shared.lock().publish(id, filling, checksum, route, pin);
                 self.shared.metrics.moved(route, started.elapsed());

@@ -1,8 +1,9 @@
-//! The way of a block: a table, and its first row that applies. Pure: what is wanted, where the block is, what works,
-//! and what memory the caller has.
+//! The way of a block: one decision, named by the route that the block is counted as. Pure: what is wanted, where the
+//! block is, what works, and what memory the caller has.
 //!
-//! The rows of a want stand in the order in which they are tried. One that fails is ruled out, and the next row that
-//! applies is taken; the last row of every want applies always.
+//! The ways of a want stand in the order in which they are tried. One that fails says nothing about the block: it is
+//! ruled out, and the next that applies is taken. The last of every want applies always: what fails there is an error,
+//! or a miss.
 
 use crate::block::{Route, Tier};
 
@@ -17,65 +18,12 @@ pub(super) enum Want {
     Load,
     /// A block of its caller's memory, stored.
     Store,
-    /// A block that is pinned in memory, on disk.
-    Write,
-}
-
-/// One transfer of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Hop {
-    /// A movement of its own to a host slot, which others may join: [`Want::HostSlot`].
-    ToHost,
-    DiskToHost,
-    /// By libcufile.
-    DiskToDevice,
-    DiskToCaller,
-    DeviceToHost,
-    DeviceToCaller,
-    HostToDevice,
-    HostToCaller,
-    CallerToHost,
-    CallerToDevice,
-    CallerToDisk,
-    HostToDisk,
-    /// By libcufile.
-    DeviceToDisk,
-}
-
-/// Who computes the checksum of a block, or of a block that is stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Checked {
-    /// It was verified before.
-    Before,
-    /// The thread that transfers it, or the reactor.
-    ByWorker,
-    /// The device, or the processor where the device cannot.
-    OnDevice,
-}
-
-/// What follows a row that fails.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Otherwise {
-    /// The next row that applies: the failure says nothing about the block.
-    Next,
-    /// The error, or a miss: a copy on disk that is wrong in a host slot is given up.
-    Fail,
-}
-
-/// A way, and when it applies.
-pub(super) struct Row {
-    applies: fn(&View) -> bool,
-    pub(super) hops: &'static [Hop],
-    /// As what it is counted.
-    pub(super) route: Route,
-    pub(super) checked: Checked,
-    pub(super) otherwise: Otherwise,
 }
 
 /// What the choice depends on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct View {
-    /// Whether the tiers have the block, those in service. The pinned copy alone for [`Want::Write`].
+    /// Whether the tiers have the block, those in service.
     pub(super) held: [bool; Tier::COUNT],
     /// Its movement to a host slot is in flight; for [`Want::Store`], any movement of it.
     pub(super) is_moving: bool,
@@ -105,201 +53,128 @@ impl View {
         !self.is_moving && self.held == [false; Tier::COUNT]
     }
 
-    /// Only the disk has it, and it is not on its way to host memory.
-    fn is_on_disk_alone(&self) -> bool {
-        self.has(Tier::Disk) && !self.has(Tier::Host) && !self.has(Tier::Device) && !self.is_moving
+    /// Neither in host memory nor on its way there.
+    fn is_away_from_host(&self) -> bool {
+        !self.has(Tier::Host) && !self.is_moving
+    }
+
+    /// libcufile may read it: only the disk has it.
+    fn is_for_cufile(&self) -> bool {
+        self.has_cufile && self.has(Tier::Disk) && !self.has(Tier::Device) && self.is_away_from_host()
     }
 }
 
-const fn row(
-    applies: fn(&View) -> bool,
-    hops: &'static [Hop],
-    route: Route,
-    checked: Checked,
-    otherwise: Otherwise,
-) -> Row {
-    Row { applies, hops, route, checked, otherwise }
+/// The way to take; `None` where no tier has a block that is wanted in a host slot.
+pub(super) fn choose(want: Want, view: &View, ruled_out: Option<Route>) -> Option<Route> {
+    let (v, Shape { is_device, is_in_place }) = (view, view.memory);
+    let may = |route| ruled_out != Some(route);
+    Some(match want {
+        // It stays where it is.
+        Want::HostSlot if v.has(Tier::Host) => Route::HostHit,
+        Want::HostSlot if v.has(Tier::Disk) => Route::DiskToHost,
+        Want::HostSlot if v.has(Tier::Device) => Route::DeviceToHost,
+        Want::HostSlot => return None,
+        Want::DeviceSlot if v.is_for_cufile() && may(Route::DiskToDevice) => Route::DiskToDevice,
+        Want::DeviceSlot => Route::HostToDevice,
+        Want::Load if is_in_place && v.has(Tier::Disk) && v.is_away_from_host() && may(Route::DiskToRegion) => {
+            Route::DiskToRegion
+        }
+        // To a device slot first.
+        Want::Load if is_device && v.is_for_cufile() && may(Route::DiskToDevice) => Route::DiskToDevice,
+        Want::Load => Route::HostToCaller,
+        Want::Store if is_in_place && v.writes_through && v.is_nowhere() && may(Route::RegionToDisk) => {
+            Route::RegionToDisk
+        }
+        // From a device slot that it is copied to.
+        Want::Store if is_device && v.has_cufile && v.writes_through && v.is_nowhere() && may(Route::DeviceToDisk) => {
+            Route::DeviceToDisk
+        }
+        // The policy's write follows.
+        Want::Store => Route::CallerToHost,
+    })
 }
 
-const ALWAYS: fn(&View) -> bool = |_| true;
-
-static HOST_SLOT: [Row; 3] = {
-    use {Checked::*, Hop::*, Otherwise::*};
-    [
-        row(|v| v.has(Tier::Host), &[], Route::HostHit, Before, Fail),
-        row(|v| v.has(Tier::Disk), &[DiskToHost], Route::DiskToHost, ByWorker, Fail),
-        row(|v| v.has(Tier::Device), &[DeviceToHost], Route::DeviceToHost, Before, Fail),
-    ]
-};
-
-static DEVICE_SLOT: [Row; 2] = {
-    use {Checked::*, Hop::*, Otherwise::*};
-    [
-        row(|v| v.has_cufile && v.is_on_disk_alone(), &[DiskToDevice], Route::DiskToDevice, OnDevice, Next),
-        row(ALWAYS, &[ToHost, HostToDevice], Route::HostToDevice, OnDevice, Fail),
-    ]
-};
-
-static LOAD: [Row; 4] = {
-    use {Checked::*, Hop::*, Otherwise::*};
-    [
-        row(
-            |v| v.memory.is_in_place && v.has(Tier::Disk) && !v.has(Tier::Host) && !v.is_moving,
-            &[DiskToCaller],
-            Route::DiskToRegion,
-            ByWorker,
-            Next,
-        ),
-        row(
-            |v| v.memory.is_device && v.has_cufile && v.is_on_disk_alone(),
-            &[DiskToDevice, DeviceToCaller],
-            Route::DiskToDevice,
-            OnDevice,
-            Next,
-        ),
-        row(|v| v.memory.is_device, &[ToHost, HostToCaller], Route::HostToCaller, OnDevice, Fail),
-        row(ALWAYS, &[ToHost, HostToCaller], Route::HostToCaller, ByWorker, Fail),
-    ]
-};
-
-static STORE: [Row; 3] = {
-    use {Checked::*, Hop::*, Otherwise::*};
-    [
-        row(
-            |v| v.memory.is_in_place && v.writes_through && v.is_nowhere(),
-            &[CallerToDisk],
-            Route::RegionToDisk,
-            ByWorker,
-            Next,
-        ),
-        row(
-            |v| v.memory.is_device && v.has_cufile && v.writes_through && v.is_nowhere(),
-            &[CallerToDevice, DeviceToDisk],
-            Route::DeviceToDisk,
-            OnDevice,
-            Next,
-        ),
-        // The policy's write follows.
-        row(ALWAYS, &[CallerToHost], Route::CallerToHost, ByWorker, Fail),
-    ]
-};
-
-static WRITE: [Row; 3] = {
-    use {Checked::*, Hop::*, Otherwise::*};
-    [
-        row(|v| v.has(Tier::Device) && v.has_cufile, &[DeviceToDisk], Route::DeviceToDisk, Before, Next),
-        row(|v| v.has(Tier::Device), &[ToHost, HostToDisk], Route::HostToDisk, ByWorker, Fail),
-        row(ALWAYS, &[HostToDisk], Route::HostToDisk, Before, Fail),
-    ]
-};
-
-/// The way to take; `None` where no tier has a block that is wanted in a host slot.
-pub(super) fn choose(want: Want, view: &View, ruled_out: Option<Route>) -> Option<&'static Row> {
-    let rows: &'static [Row] = match want {
-        Want::HostSlot => &HOST_SLOT,
-        Want::DeviceSlot => &DEVICE_SLOT,
-        Want::Load => &LOAD,
-        Want::Store => &STORE,
-        Want::Write => &WRITE,
-    };
-    rows.iter().find(|row| (row.applies)(view) && ruled_out != Some(row.route))
+/// Whether the block goes by a host slot, to which it has a movement of its own that others may join:
+/// [`Want::HostSlot`].
+pub(super) fn is_through_host(route: Route) -> bool {
+    matches!(route, Route::HostToDevice | Route::HostToCaller)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use super::{Want::*, *};
 
-    use super::*;
+    const NOWHERE: View = View {
+        held: [false; Tier::COUNT],
+        is_moving: false,
+        has_cufile: false,
+        writes_through: true,
+        memory: Shape { is_device: false, is_in_place: false },
+    };
+    const IN_PLACE: Shape = Shape { is_device: false, is_in_place: true };
+    const OF_DEVICE: Shape = Shape { is_device: true, is_in_place: false };
 
-    fn views() -> impl Iterator<Item = View> {
-        (0..1 << 8).map(|bits: u32| {
+    fn held(tiers: &[Tier]) -> View {
+        View { held: Tier::ALL.map(|tier| tiers.contains(&tier)), ..NOWHERE }
+    }
+
+    #[test]
+    fn each_way_is_taken_where_it_is_the_first_that_applies() {
+        use {Route::*, Tier::*};
+        let on_disk = held(&[Disk]);
+        let cufile = View { has_cufile: true, ..on_disk };
+        let in_place = View { memory: IN_PLACE, ..on_disk };
+        let of_device = View { memory: OF_DEVICE, ..cufile };
+        let ways = [
+            (HostSlot, held(&[Device, Host, Disk]), Some(HostHit), None),
+            (HostSlot, held(&[Device, Disk]), Some(DiskToHost), None),
+            (HostSlot, held(&[Device]), Some(DeviceToHost), None),
+            (HostSlot, NOWHERE, None, None),
+            (DeviceSlot, cufile, Some(DiskToDevice), Some(HostToDevice)),
+            (DeviceSlot, on_disk, Some(HostToDevice), None),
+            (DeviceSlot, View { is_moving: true, ..cufile }, Some(HostToDevice), None),
+            (DeviceSlot, View { has_cufile: true, ..held(&[Host, Disk]) }, Some(HostToDevice), None),
+            (Load, in_place, Some(DiskToRegion), Some(HostToCaller)),
+            (Load, View { memory: IN_PLACE, ..held(&[Device, Disk]) }, Some(DiskToRegion), Some(HostToCaller)),
+            (Load, View { memory: IN_PLACE, ..held(&[Host, Disk]) }, Some(HostToCaller), None),
+            (Load, View { is_moving: true, ..in_place }, Some(HostToCaller), None),
+            (Load, on_disk, Some(HostToCaller), None),
+            (Load, of_device, Some(DiskToDevice), Some(HostToCaller)),
+            (Load, View { memory: OF_DEVICE, has_cufile: true, ..held(&[Device, Disk]) }, Some(HostToCaller), None),
+            (Load, cufile, Some(HostToCaller), None),
+            (Store, View { memory: IN_PLACE, ..NOWHERE }, Some(RegionToDisk), Some(CallerToHost)),
+            (Store, View { memory: IN_PLACE, writes_through: false, ..NOWHERE }, Some(CallerToHost), None),
+            (Store, View { memory: IN_PLACE, is_moving: true, ..NOWHERE }, Some(CallerToHost), None),
+            (Store, View { memory: IN_PLACE, ..held(&[Device]) }, Some(CallerToHost), None),
+            (Store, View { memory: OF_DEVICE, has_cufile: true, ..NOWHERE }, Some(DeviceToDisk), Some(CallerToHost)),
+            (Store, View { memory: OF_DEVICE, ..NOWHERE }, Some(CallerToHost), None),
+            (Store, View { has_cufile: true, ..NOWHERE }, Some(CallerToHost), None),
+        ];
+        for (want, view, first, next) in ways {
+            assert_eq!(choose(want, &view, None), first, "{want:?} {view:?}");
+            if next.is_some() {
+                assert_eq!(choose(want, &view, first), next, "{want:?} {view:?}, where the first has failed");
+            }
+        }
+    }
+
+    #[test]
+    fn there_are_two_ways_at_most_and_the_last_applies_always() {
+        for bits in 0..1u32 << 8 {
             let [device, host, disk, is_moving, has_cufile, writes_through, is_device, is_in_place] =
                 std::array::from_fn(|n| bits & (1 << n) != 0);
             let memory = Shape { is_device, is_in_place };
-            View { held: [device, host, disk], is_moving, has_cufile, writes_through, memory }
-        })
-    }
-
-    /// The answers of the code that found its way by trying one after the other: nested as they were there.
-    fn recorded(want: Want, view: &View, ruled_out: bool) -> Option<Route> {
-        let &View { held: [device, host, disk], is_moving, has_cufile, writes_through, memory } = view;
-        let for_cufile = has_cufile && disk && !host && !device && !is_moving && !ruled_out;
-        let known = device || host || disk || is_moving;
-        match want {
-            Want::HostSlot if host => Some(Route::HostHit),
-            Want::HostSlot if disk => Some(Route::DiskToHost),
-            Want::HostSlot if device => Some(Route::DeviceToHost),
-            Want::HostSlot => None,
-            Want::DeviceSlot if for_cufile => Some(Route::DiskToDevice),
-            Want::DeviceSlot => Some(Route::HostToDevice),
-            Want::Load if memory.is_in_place && disk && !host && !is_moving && !ruled_out => Some(Route::DiskToRegion),
-            Want::Load if memory.is_device && for_cufile => Some(Route::DiskToDevice),
-            Want::Load => Some(Route::HostToCaller),
-            Want::Store if memory.is_in_place && writes_through && !known && !ruled_out => Some(Route::RegionToDisk),
-            Want::Store if memory.is_device && has_cufile && writes_through && !known && !ruled_out => {
-                Some(Route::DeviceToDisk)
+            // No direct I/O reaches device memory.
+            if is_device && is_in_place {
+                continue;
             }
-            Want::Store => Some(Route::CallerToHost),
-            Want::Write if device && has_cufile && !ruled_out => Some(Route::DeviceToDisk),
-            Want::Write => Some(Route::HostToDisk),
-        }
-    }
-
-    #[test]
-    fn every_case_has_the_way_that_was_recorded() {
-        let mut routes = BTreeSet::new();
-        // No direct I/O reaches device memory.
-        for view in views().filter(|view| !(view.memory.is_device && view.memory.is_in_place)) {
-            for want in [Want::HostSlot, Want::DeviceSlot, Want::Load, Want::Store, Want::Write] {
+            let view = View { held: [device, host, disk], is_moving, has_cufile, writes_through, memory };
+            for (want, last) in
+                [(DeviceSlot, Route::HostToDevice), (Load, Route::HostToCaller), (Store, Route::CallerToHost)]
+            {
                 let first = choose(want, &view, None);
-                assert_eq!(first.map(|row| row.route), recorded(want, &view, false), "{want:?} {view:?}");
-                let Some(row) = first else { continue };
-                routes.insert(row.route);
-                if row.otherwise == Otherwise::Next {
-                    let next = choose(want, &view, Some(row.route)).expect("a row that may fail is not the last");
-                    assert_eq!(Some(next.route), recorded(want, &view, true), "{want:?} {view:?}");
-                    assert_eq!(next.otherwise, Otherwise::Fail, "{want:?} {view:?}: two ways at most");
-                }
-            }
-        }
-        assert_eq!(routes.len(), 11, "{routes:?}");
-    }
-
-    /// The hops of a row lead from where the block is to where it is wanted, and bytes from disk are checked.
-    #[test]
-    fn hops_join_and_what_comes_from_disk_is_checked() {
-        let ends = |hop| match hop {
-            Hop::ToHost => ("any", "host"),
-            Hop::DiskToHost => ("disk", "host"),
-            Hop::DiskToDevice => ("disk", "device"),
-            Hop::DiskToCaller => ("disk", "caller"),
-            Hop::DeviceToHost => ("device", "host"),
-            Hop::DeviceToCaller => ("device", "caller"),
-            Hop::HostToDevice => ("host", "device"),
-            Hop::HostToCaller => ("host", "caller"),
-            Hop::CallerToHost => ("caller", "host"),
-            Hop::CallerToDevice => ("caller", "device"),
-            Hop::CallerToDisk => ("caller", "disk"),
-            Hop::HostToDisk => ("host", "disk"),
-            Hop::DeviceToDisk => ("device", "disk"),
-        };
-        let wants = [
-            (&HOST_SLOT[..], "host"),
-            (&DEVICE_SLOT[..], "device"),
-            (&LOAD[..], "caller"),
-            (&STORE[..], "disk"),
-            (&WRITE[..], "disk"),
-        ];
-        for (rows, target) in wants {
-            for row in rows {
-                for pair in row.hops.windows(2) {
-                    assert_eq!(ends(pair[0]).1, ends(pair[1]).0, "{:?}", row.hops);
-                }
-                let Some((&first, &last)) = row.hops.first().zip(row.hops.last()) else { continue };
-                // The policy writes what a store has copied.
-                assert!(ends(last).1 == target || row.hops == [Hop::CallerToHost], "{:?}", row.hops);
-                let unchecked = matches!(ends(first).0, "disk" | "caller") && row.checked == Checked::Before;
-                assert!(!unchecked, "{:?}", row.hops);
+                assert!(first == Some(last) || choose(want, &view, first) == Some(last), "{want:?} {view:?}");
+                assert!(choose(want, &view, Some(last)).is_some(), "{want:?} {view:?}");
             }
         }
     }

@@ -17,11 +17,11 @@ use super::{
     load::{Numbered, begin_in_parts},
     region::{Job, RegionMemory},
     results::CallResults,
-    route::{self, Hop, Row, Shape, View, Want},
+    route::{self, Shape, View, Want},
     submit::Submitter,
 };
 use crate::{
-    block::{OpKind, Tier},
+    block::{OpKind, Route, Tier},
     config::WritePolicy,
     disk::{Origin, PageId},
     error::Result,
@@ -54,7 +54,7 @@ pub(super) enum StoreStep {
     /// It is written in place, by what it has taken and something that must be waited for.
     Waits(Taken),
     /// It goes through a slot of another tier.
-    Planned(&'static Row),
+    Planned(Route),
 }
 
 /// A block of a call that is written from its caller's memory, with all that it needs.
@@ -91,7 +91,7 @@ struct QueuedStore {
 
 /// The way of a block that is stored. `is_in_place`: direct I/O may write it from its place. `has_cufile`: libcufile
 /// may.
-fn store_row(state: &Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool) -> &'static Row {
+fn store_route(state: &Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool) -> Route {
     let memory = Shape { is_device: job.memory() == RegionMemory::Device, is_in_place };
     let mut view = View { memory, ..View::default() };
     if memory != Shape::default() {
@@ -102,22 +102,22 @@ fn store_row(state: &Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool)
         view.writes_through =
             disk.write_policy == WritePolicy::WriteThrough && !disk.paths.is_empty() && state.disk_service.writes();
     }
-    route::choose(Want::Store, &view, None).expect("the last row applies always")
+    route::choose(Want::Store, &view, None).expect("the last way applies always")
 }
 
-/// Begins the store of a block. The parameters are those of [`store_row`].
+/// Begins the store of a block. The parameters are those of [`store_route`].
 pub(super) fn begin_store(state: &mut Locked<'_>, job: &Job, is_in_place: bool, has_cufile: bool) -> Result<StoreStep> {
     match state.store_known(&job.key, job.parent.as_ref())? {
         Known::Yes(committed) => return Ok(StoreStep::Known(committed)),
         Known::Unproven => return Ok(StoreStep::Unproven),
         Known::No => {}
     }
-    let row = store_row(state, job, is_in_place, has_cufile);
-    if row.hops != [Hop::CallerToHost] && state.refuses(&job.key, job.parent.as_ref(), Tier::Disk) {
+    let route = store_route(state, job, is_in_place, has_cufile);
+    if route != Route::CallerToHost && state.refuses(&job.key, job.parent.as_ref(), Tier::Disk) {
         return Ok(StoreStep::Known(Committed::Done));
     }
-    if row.hops != [Hop::CallerToDisk] {
-        return Ok(StoreStep::Planned(row));
+    if route != Route::RegionToDisk {
+        return Ok(StoreStep::Planned(route));
     }
     job.check_is_there()?;
     let mut taken = Taken::default();

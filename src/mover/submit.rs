@@ -15,10 +15,9 @@ use tokio::{
 use super::{
     QueuedCommand, Urgent,
     plan::{OnDisk, Step, Trip},
-    route::Hop,
 };
 use crate::{
-    block::{BlockKey, OpKind, Tier},
+    block::{BlockKey, OpKind, Route, Tier},
     index::EntryId,
     io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
     memory::Lent,
@@ -130,11 +129,11 @@ impl Submitter {
     /// way.
     fn plan(&self, state: &mut Locked<'_>, (key, id): (&BlockKey, EntryId), class: Class) -> Option<(Trip, OnDisk)> {
         let mut trip = Trip::to_slot(key, Tier::Host);
-        let row = trip.choose(state, Some(id), false).filter(|row| row.hops == [Hop::DiskToHost])?;
+        let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost)?;
         if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
             return None;
         }
-        match trip.begin_for(state, row, Purpose::NewMovement(class)) {
+        match trip.begin_for(state, route, Purpose::NewMovement(class)) {
             Step::OnDisk(block) => Some((trip, block)),
             Step::Wait(_) => None,
             _ => unreachable!("the disk has the block, and nothing else fills a host slot with it"),

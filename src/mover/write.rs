@@ -6,11 +6,7 @@ use std::{path::PathBuf, rc::Rc, sync::Arc};
 use futures_util::future::join;
 use tokio::time::Instant;
 
-use super::{
-    Mover,
-    block_memory::BlockMemory,
-    route::{self, Hop, View, Want},
-};
+use super::{Mover, block_memory::BlockMemory};
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
     device::CopyEngine,
@@ -87,34 +83,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Err(error)
     }
 
-    /// Writes a pinned block, by a way that the table has for its tier.
+    /// Writes a pinned block: from the device by libcufile, where that works, else from host memory.
     async fn write_pinned(
         self: &Rc<Self>,
         key: &BlockKey,
         pin: &Arc<Pin>,
         taken: Taken,
     ) -> (Result<Option<DiskWrite>>, Route) {
-        let mut held = [false; Tier::COUNT];
-        held[pin.tier() as usize] = true;
         let from_device = pin.tier() == Tier::Device;
-        let has_cufile = from_device && self.cufile.get().is_some() && self.shared.lock().cufile.writes();
-        let view = View { held, has_cufile, ..View::default() };
-        let mut ruled_out = None;
-        loop {
-            let row = route::choose(Want::Write, &view, ruled_out).expect("the last row applies always");
-            let result = match row.hops {
-                [Hop::DeviceToDisk] => match Box::pin(self.write_by_cufile(key, pin)).await {
-                    Some(result) => result,
-                    None => {
-                        ruled_out = Some(row.route);
-                        continue;
-                    }
-                },
-                [Hop::ToHost, ..] => Box::pin(self.write_through_host(key)).await,
-                _ => self.write_block(key, pin, taken).await,
-            };
-            return (result, row.route);
+        if from_device
+            && self.cufile.get().is_some()
+            && self.shared.lock().cufile.writes()
+            && let Some(written) = Box::pin(self.write_by_cufile(key, pin)).await
+        {
+            return (written, Route::DeviceToDisk);
         }
+        let written = match from_device {
+            true => Box::pin(self.write_through_host(key)).await,
+            false => self.write_block(key, pin, taken).await,
+        };
+        (written, Route::HostToDisk)
     }
 
     /// Writes a block that only the device holds, by way of a host slot.
