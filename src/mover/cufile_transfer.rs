@@ -14,6 +14,7 @@ use super::{
     block_memory::{BlockMemory, Buffer},
     plan::{OnDisk, Trip},
     region::Job,
+    write::Written,
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Segment, Tier},
@@ -82,28 +83,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
         let Some(begun) = begun else { return Ok(Some(job)) };
         let (id, began) = (begun.1.id, Instant::now());
-        let fault = match self.write_slot(begun, slot).await {
+        match self.write_slot(begun, slot).await {
             Ok(written) => {
-                let end = self.end_caller_write(&job.key, id, Route::DeviceToDisk, began, written);
-                return end.await.map(|()| None);
+                let ended = self.end_caller_write(&job.key, id, Route::DeviceToDisk, began, written).await;
+                ended.map(|()| None)
             }
-            Err(fault) => fault,
-        };
-        // Others that store the same block meanwhile are told; this one goes on through host memory.
-        drop(self.end_write(&job.key, id, None, Err(Error::unavailable("device", fault))).await);
-        Ok(Some(job))
+            Err(fault) => {
+                // Others that store the same block meanwhile are told; this one goes on through host memory.
+                let fault = Err(Error::unavailable("device", fault));
+                drop(self.end_write(&job.key, id, None, (None, fault)).await);
+                Ok(Some(job))
+            }
+        }
     }
 
     /// Writes a block that only the device holds. `None` if it must go another way.
-    pub(super) async fn write_by_cufile(
-        self: &Rc<Self>,
-        key: &BlockKey,
-        pin: &Arc<Pin>,
-    ) -> Option<Result<Option<DiskWrite>>> {
+    pub(super) async fn write_by_cufile(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Option<Written> {
         match self.begin_write(key, pin, Taken::default()).await {
             Ok(Some(begun)) => self.write_slot(begun, Arc::clone(pin)).await.ok(),
-            Ok(None) => Some(Ok(None)),
-            Err(error) => Some(Err(error)),
+            Ok(None) => Some((None, Ok(()))),
+            Err(error) => Some((None, Err(error))),
         }
     }
 
@@ -115,7 +114,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         (permit, DiskWrite { id, filling }, place): BegunWrite,
         source: K,
-    ) -> Result<Result<Option<DiskWrite>>, String> {
+    ) -> Result<Written, String> {
         let DiskPlace { file, offset, page } = place;
         let (slot, parts) = (filling.slot(), self.parts(&source, offset));
         // SAFETY: `source` keeps its memory, which nobody writes to, the disk slot is unpublished, and both travel.
@@ -123,7 +122,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (ended, recorded) = join(transfer, self.write_page(page)).await;
         drop(permit);
         let (owners, fault) = match self.cufile_ended(ended) {
-            Ok((_, filling)) => return Ok(self.written(DiskWrite { id, filling }, recorded)),
+            Ok((_, filling)) => return Ok((Some(DiskWrite { id, filling }), recorded)),
             Err(failed) => failed,
         };
         self.shared.abort_cufile_write(id, slot, owners.map(|(_, filling)| filling));

@@ -9,6 +9,7 @@ use super::{
     plan::{OnDisk, Trip},
     region::Job,
     store::{FailedStore, PlannedStore, StoreCall, SummedStore, begin_caller_write},
+    write::Written,
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
@@ -18,7 +19,7 @@ use crate::{
     index::EntryId,
     io::Storage,
     shield::log,
-    state::{BegunWrite, DiskWrite, Locked, Purpose, Taken},
+    state::{BegunWrite, Locked, Purpose, Taken},
 };
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -93,7 +94,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let written = match entered {
             Ok(true) => self.write_out((permit, write, place), job).await,
             // It was removed meanwhile, or is not written.
-            other => self.written(write, other.map(drop)),
+            other => (Some(write), other.map(drop)),
         };
         self.end_caller_write(&key, id, Route::RegionToDisk, began, written).await
     }
@@ -147,8 +148,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.count_stored(&job.key, Route::RegionToDisk, began);
             results.push((number, Ok(())));
         }
-        for planned in others {
-            results.push((planned.number, self.end_alone(planned, recorded.clone()).await));
+        for PlannedStore { number, job, write, began, .. } in others {
+            let (id, written) = (write.id, (Some(write), recorded.clone()));
+            results.push((number, self.end_caller_write(&job.key, id, Route::RegionToDisk, began, written).await));
         }
         results
     }
@@ -160,21 +162,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let result = match failed {
             None => self.store_here(planned).await,
             Some(source) => {
-                let (file, failed) = (planned.place.file, Err(source));
-                self.shared.account(&self.shared.failures, file, OpKind::Write, &failed);
-                let failed = failed.map_err(|source| Error::io("write", self.path_of(file), source));
-                self.end_alone(planned, failed).await
+                let PlannedStore { job, write, place, began, .. } = planned;
+                let failed = Err(source);
+                self.shared.account(&self.shared.failures, place.file, OpKind::Write, &failed);
+                let failed = failed.map_err(|source| Error::io("write", self.path_of(place.file), source));
+                let (id, written) = (write.id, (Some(write), failed));
+                self.end_caller_write(&job.key, id, Route::RegionToDisk, began, written).await
             }
         };
         call.results.settle([(number, result.map(|()| true))]);
-    }
-
-    /// Ends a store whose write has failed, or whose block was removed meanwhile.
-    async fn end_alone(self: &Rc<Self>, planned: PlannedStore, result: Result<()>) -> Result<()> {
-        let PlannedStore { job, write, began, .. } = planned;
-        let id = write.id;
-        let written = self.written(write, result);
-        self.end_caller_write(&job.key, id, Route::RegionToDisk, began, written).await
     }
 
     /// Ends the write of a block from its caller's memory, and its flight. Counts its store by this route.
@@ -184,7 +180,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         id: EntryId,
         route: Route,
         began: Instant,
-        written: Result<Option<DiskWrite>>,
+        written: Written,
     ) -> Result<()> {
         if self.end_write(key, id, None, written).await? {
             self.count_stored(key, route, began);

@@ -20,6 +20,9 @@ use crate::{
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
 pub(super) const DEMOTING_MAX: u32 = 64;
 
+/// What a write came to, and the disk slot that it has begun to write to, if one.
+pub(super) type Written = (Option<DiskWrite>, Result<()>);
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
@@ -36,60 +39,44 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Ends a write and its flight; true if the block is visible on disk by it.
+    /// Ends a write and its flight; true if the block is visible on disk by it. The slot of a write that has failed is
+    /// given back.
     pub(super) async fn end_write(
         self: &Rc<Self>,
         key: &BlockKey,
         id: EntryId,
         source: Option<Arc<Pin>>,
-        written: Result<Option<DiskWrite>>,
+        (write, mut result): Written,
     ) -> Result<bool> {
-        let result = match written {
-            Ok(Some(write)) => {
-                let slot = write.filling.slot();
-                let mut state = self.lock();
-                if state.end_disk_write(write, None) {
-                    self.answer_all(self.shared.end_write(state, key, id, source, Ok(None)));
-                    return Ok(true);
-                }
+        let is_of_disk = write.is_some() && matches!(&result, Err(Error::Io { op: "write", .. }));
+        let (mut state, mut is_visible) = (self.lock(), false);
+        if let Some(write) = write {
+            let slot = write.filling.slot();
+            is_visible = state.end_disk_write(write, result.as_ref().err());
+            if !is_visible && result.is_ok() {
                 drop(state);
                 // The removal waits for the end of this: no record names the block then.
-                Box::pin(self.write_record(slot)).await
+                result = Box::pin(self.write_record(slot)).await;
+                state = self.lock();
             }
-            Ok(None) => Ok(()),
-            Err(error) => Err(error),
-        };
+        }
+        let end = self.shared.end_write(state, key, id, source, result.clone().map(|()| None));
         match &result {
             // A client may take its memory away as often as it likes.
             Err(error) if is_of_memory(error) => log(|| tracing::debug!(%error, "a block's memory could not be read")),
             Err(error) => {
+                self.shared.metrics.write_errors.add(is_of_disk.into());
                 self.shared.metrics.writes_refused.add(1);
                 log(|| tracing::warn!(%error, "the disk tier did not take a block"));
             }
             Ok(()) => {}
         }
-        let outcome = result.clone().map(|()| None);
-        self.answer_all(self.shared.end_write(self.lock(), key, id, source, outcome));
-        result.map(|()| false)
-    }
-
-    /// The end of a write to a disk slot, which is given back if the write failed.
-    pub(super) fn written(&self, write: DiskWrite, result: Result<()>) -> Result<Option<DiskWrite>> {
-        let Err(error) = result else { return Ok(Some(write)) };
-        self.lock().end_disk_write(write, Some(&error));
-        if matches!(&error, Error::Io { op: "write", .. }) && !is_of_memory(&error) {
-            self.shared.metrics.write_errors.add(1);
-        }
-        Err(error)
+        self.answer_all(end);
+        result.map(|()| is_visible)
     }
 
     /// Writes a pinned block: from the device by libcufile, where that works, else from host memory.
-    async fn write_pinned(
-        self: &Rc<Self>,
-        key: &BlockKey,
-        pin: &Arc<Pin>,
-        taken: Taken,
-    ) -> (Result<Option<DiskWrite>>, Route) {
+    async fn write_pinned(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, taken: Taken) -> (Written, Route) {
         let from_device = pin.tier() == Tier::Device;
         if from_device
             && self.cufile.get().is_some()
@@ -106,18 +93,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Writes a block that only the device holds, by way of a host slot.
-    async fn write_through_host(self: &Rc<Self>, key: &BlockKey) -> Result<Option<DiskWrite>> {
+    async fn write_through_host(self: &Rc<Self>, key: &BlockKey) -> Written {
         let class = self.shared.lock().flights.class(key, Tier::Disk);
-        match self.obtain_host(key, class).await? {
-            Some(host) => self.write_block(key, &Arc::new(host), Taken::default()).await,
-            None => Ok(None),
+        match self.obtain_host(key, class).await {
+            Ok(Some(host)) => self.write_block(key, &Arc::new(host), Taken::default()).await,
+            Ok(None) => (None, Ok(())),
+            Err(error) => (None, Err(error)),
         }
     }
 
-    /// Writes a block that is pinned in host memory. `None` if it was on disk already or was removed meanwhile.
-    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, taken: Taken) -> Result<Option<DiskWrite>> {
-        let Some(begun) = self.begin_write(key, pin, taken).await? else { return Ok(None) };
-        self.write_out(begun, Arc::clone(pin)).await
+    /// Writes a block that is pinned in host memory, unless it was on disk already or was removed meanwhile.
+    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, taken: Taken) -> Written {
+        match self.begin_write(key, pin, taken).await {
+            Ok(Some(begun)) => self.write_out(begun, Arc::clone(pin)).await,
+            Ok(None) => (None, Ok(())),
+            Err(error) => (None, Err(error)),
+        }
     }
 
     /// Takes what the write of a pinned block needs beside what it has taken. `None` if the block was on disk already,
@@ -132,7 +123,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         (permit, DiskWrite { id, filling }, place): BegunWrite,
         from: M,
-    ) -> Result<Option<DiskWrite>> {
+    ) -> Written {
         // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
         // carries. Nobody here sees the block before both are there.
         let payload = self.write_payload(&permit, &place, from, filling);
@@ -140,7 +131,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(permit);
         self.shared.account(&self.shared.failures, place.file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(place.file), source)).and(recorded);
-        self.written(DiskWrite { id, filling }, result)
+        (Some(DiskWrite { id, filling }), result)
     }
 
     pub(super) fn path_of(&self, file: FileId) -> PathBuf {
