@@ -68,7 +68,7 @@ enum Command {
     /// Read a whole store and check every checksum. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Verify(verify::Args),
-    /// Remove a store for good: its files, or the superblocks of its devices.
+    /// Remove a store for good: delete its files, and zero what it takes of its devices.
     ///
     /// Copies in an object store or in Redis (the setting `remote`) stay there for other nodes, and for a cache that is
     /// opened with the same namespace and block size; `kvhoist remote gc URL --namespace DIGEST --max-bytes 0` deletes

@@ -20,7 +20,7 @@ use crate::{
     config::DirectIo,
     disk::{
         ReadOnlyFile, cannot_open,
-        format::{HEAD_BYTES, is_zero},
+        format::{HEAD_BYTES, is_zero, pair::SuperblockPair, stripe::MemberGeometry},
         is_missing, open_read_only,
     },
     error::{Error, Result},
@@ -33,8 +33,8 @@ const PART_BYTES: u64 = 1 << 30;
 const FOREIGN_BYTES: u64 = 1 << 20;
 
 impl Store {
-    /// Removes the store if `confirm` returns true: deletes its files, or zeros its devices, as an open looks for data
-    /// there. Returns whether it did.
+    /// Removes the store if `confirm` returns true: deletes its files, and zeros its superblocks, records and blocks on
+    /// its devices; what lies behind them on a device stays. Returns whether it did.
     ///
     /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened, or in part gone),
     /// its files and devices, and those paths that are gone already, as after a wipe that was cut off: they have no
@@ -45,8 +45,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Store`] if the paths are not exactly those of one store, or nothing is left of it, or a process has it
-    /// open; [`Error::Io`], after which a part of the store may already be gone. It can be repeated with the same paths
-    /// until all is gone: superblocks go last.
+    /// open, or if both superblocks of a device are damaged: they say where the store ends on it; [`Error::Io`], after
+    /// which a part of the store may already be gone. It can be repeated with the same paths until all is gone:
+    /// superblocks go last.
     pub fn wipe(
         &self,
         confirm: impl FnOnce(Option<&Shape>, &[PathBuf], &[&Path]) -> bool,
@@ -60,22 +61,24 @@ impl Store {
             Opened::Lost { files, .. } => (None, files),
         };
         let _locks = files.iter().map(lock).collect::<Result<Vec<_>>>()?;
+        let extents = files.iter().filter(|file| file.device).map(|file| Ok((file, extent(file)?)));
+        let extents = extents.collect::<Result<Vec<_>>>()?;
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         if !confirm(shape.as_ref(), &paths, &gone) {
             return Ok(false);
         }
         // All, and until the end, before anything is written: they may be part of something else by now.
-        let devices = files.iter().filter(|file| file.device).map(|file| Ok((file, claim(file)?)));
+        let devices = extents.into_iter().map(|(file, extent)| Ok((file, extent, claim(file)?)));
         let devices = devices.collect::<Result<Vec<_>>>()?;
-        let (mut done, total) = (0, devices.iter().map(|(file, _)| file.bytes).sum());
-        for (file, device) in &devices {
+        let (mut done, total) = (0, devices.iter().map(|(_, extent, _)| extent).sum());
+        for (file, extent, device) in &devices {
             let part = |bytes| {
                 done += bytes;
                 progress(done, total);
             };
-            zero(device, file.bytes, part).map_err(|error| Error::io("zero", &file.path, error))?;
+            zero(device, *extent, part).map_err(|error| Error::io("zero", &file.path, error))?;
         }
-        for (file, device) in &devices {
+        for (file, _, device) in &devices {
             let cleared = device.write_all_at(&[0; HEAD_BYTES], 0).and_then(|()| device.sync_all());
             cleared.map_err(|error| Error::io("write", &file.path, error))?;
         }
@@ -117,13 +120,39 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
     }
 }
 
+/// Bytes from the start of a device that are the store's. What follows them may be somebody else's.
+fn extent(file: &ReadOnlyFile) -> Result<u64> {
+    let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(file.head()) else {
+        return Err(Error::store(
+            &file.path,
+            "two damaged superblocks, and so nothing that says where the store ends on this device",
+            "a sound superblock",
+            "if all of the device may go, zero it (blkdiscard --zeroout); then wipe the rest of the store, naming this \
+             path too",
+        ));
+    };
+    let slots = u32::try_from(superblock.slots).expect("a superblock with more slots is refused");
+    Ok(MemberGeometry::of(slots, superblock.slot_bytes).bytes.min(file.bytes))
+}
+
 /// Opens a device that nobody else has: a lock is that of a node of it, of which a container may have its own.
 fn claim(file: &ReadOnlyFile) -> Result<File> {
     let flags = libc::O_EXCL | libc::O_NOFOLLOW | libc::O_CLOEXEC;
-    OpenOptions::new().write(true).custom_flags(flags).open(&file.path).map_err(|error| cannot_open(&file.path, error))
+    let device = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&file.path);
+    let device = device.map_err(|error| cannot_open(&file.path, error))?;
+    let mut head = [0; HEAD_BYTES];
+    device.read_exact_at(&mut head, 0).map_err(|error| Error::io("read", &file.path, error))?;
+    if head != *file.head() {
+        return Err(changed(&file.path, "other superblocks than a moment ago"));
+    }
+    Ok(device)
 }
 
-/// Zeros a device behind its superblocks; `progress` gets the bytes of each part.
+fn changed(path: &Path, found: &str) -> Error {
+    Error::store(path, found, "a store that stays in its place", "look at it, and wipe again")
+}
+
+/// Zeros a device from behind its superblocks up to `len`; `progress` gets the bytes of each part.
 fn zero(device: &File, len: u64, mut progress: impl FnMut(u64)) -> io::Result<()> {
     // A drive that frees blocks, and reads zeros then, does that in no time; the kernel writes them for any other.
     let free = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -147,8 +176,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     let ours = file.file.metadata().map_err(failed("stat"))?;
     let now = fs::symlink_metadata(path).map_err(failed("stat"))?;
     if (now.dev(), now.ino()) != (ours.dev(), ours.ino()) {
-        let (found, expected) = ("another file than a moment ago", "one that stays in its place");
-        return Err(Error::store(path.clone(), found, expected, "look at it, and wipe again"));
+        return Err(changed(path, "another file than a moment ago"));
     }
     fs::remove_file(path).map_err(failed("remove"))?;
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvhoist::{
-    Cache, Error, StorageKind, block_on,
+    Cache, DiskPath, Error, StorageKind, block_on,
     store::{Shape, Store},
 };
 
@@ -28,15 +28,23 @@ fn device(dir: &std::path::Path) -> Option<LoopDevice> {
 }
 
 #[test]
-fn a_wiped_device_is_empty_and_a_wipe_that_was_cut_off_can_be_repeated() {
+fn a_wiped_device_is_empty_as_far_as_the_store_went_and_a_wipe_that_was_cut_off_can_be_repeated() {
     let dir = directory();
     let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
     let mut bytes = Vec::new();
+    let end = DiskPath::file_bytes(512, common::BLOCK_BYTES as u64);
+    let open = || OpenOptions::new().write(true).open(device.path()).expect("a device");
+    // What somebody else keeps right behind the store, and at the end of the device.
+    let behind = |byte: u8| {
+        let written = [end, (64 << 20) - 4096].map(|at| open().write_all_at(&[byte; 4096], at));
+        written.into_iter().chain([open().sync_all()]).for_each(|written| written.expect("written"));
+    };
     for cut_off in [false, true] {
         let cache = block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 512))).expect("open");
         serves(&cache);
+        behind(0xEE);
         if cut_off {
-            let file = OpenOptions::new().write(true).open(device.path()).expect("a device");
+            let file = open();
             file.write_all_at(&vec![0; 4 << 20], 8192).and_then(|()| file.sync_all()).expect("a part is zeroed");
         }
         // Mounted, say, through another node of it: nothing is written.
@@ -49,16 +57,45 @@ fn a_wiped_device_is_empty_and_a_wipe_that_was_cut_off_can_be_repeated() {
         let mut told = Vec::new();
         let wiped = Store::at([device.path()]).wipe(|_, _, _| true, |done, total| told.push((done, total)));
         assert!(wiped.expect("a store of its own"));
-        assert!(told.last().is_some_and(|(done, total)| *total == 64 << 20 && done + 8192 == *total), "{told:?}");
+        assert!(told.last().is_some_and(|(done, total)| *total == end && done + 8192 == *total), "{told:?}");
         bytes.clear();
         File::open(device.path()).and_then(|mut file| file.read_to_end(&mut bytes)).expect("readable");
-        assert!(bytes.len() == 64 << 20 && bytes.iter().all(|byte| *byte == 0));
+        let (ours, others) = bytes.split_at(end as usize);
+        assert!(bytes.len() == 64 << 20 && ours.iter().all(|byte| *byte == 0));
+        let kept = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0xEE);
+        assert!(kept(&others[..4096]) && kept(&others[others.len() - 4096..]), "bytes of somebody else are gone");
+        behind(0);
     }
     // Its record table is where blocks of the other lay.
     let cache =
         block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 3000))).expect("nothing is in its way");
     assert!(!block_on(common::fetch_verified(&cache, 1)));
     serves(&cache);
+}
+
+#[test]
+fn a_device_whose_superblocks_do_not_say_where_the_store_ends_is_not_wiped() {
+    let dir = directory();
+    let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
+    serves(&block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 512))).expect("open"));
+    let file = OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    let mut head = vec![0; 8192];
+    file.read_exact_at(&mut head, 0).expect("its superblocks");
+    [100, 4196].into_iter().for_each(|at| head[at] ^= 1);
+    file.write_all_at(&head, 0).and_then(|()| file.sync_all()).expect("both are damaged");
+    let bytes = || {
+        let mut bytes = Vec::new();
+        File::open(device.path()).and_then(|mut file| file.read_to_end(&mut bytes)).expect("readable");
+        bytes
+    };
+    let before = bytes();
+    match Store::at([device.path()]).wipe(|_, _, _| panic!("nobody is asked"), |_, _| panic!("it was begun")) {
+        Err(Error::Store { found, action, .. }) => {
+            assert!(found.contains("where the store ends") && action.contains("blkdiscard"), "{found}; {action}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(bytes() == before, "something changed");
 }
 
 #[test]
