@@ -57,16 +57,18 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
     for (member, head) in found.iter().zip(&heads) {
         check_readable(member, head)?;
     }
-    let whole = heads.iter().find_map(|head| match head {
-        SuperblockPair::Valid { superblock, .. } if superblock.state == StoreState::Whole => Some(superblock),
+    let whole = found.iter().zip(&heads).find_map(|(member, head)| match head {
+        SuperblockPair::Valid { superblock, .. } if superblock.state == StoreState::Whole => Some((member, superblock)),
         _ => None,
     });
-    let Some(whole) = whole else {
+    let Some((whole_member, whole)) = whole else {
         for (member, geometry) in found.iter().zip(stripe.members()) {
             check_room_for_new(member, geometry.bytes)?;
         }
         return Ok(OpenPlan::Create);
     };
+    // First: with more paths than members no path misses a member.
+    check_count(whole_member, whole, config)?;
     let mut states = Vec::with_capacity(found.len());
     for (index, (member, head)) in found.iter().zip(heads.iter()).enumerate() {
         let SuperblockPair::Valid { superblock, copy, other_is_whole } = head else {
@@ -81,6 +83,10 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
 }
 
 const START_EMPTY: &str = "or remove the store's files (wipe its devices) to start empty";
+
+fn put_back() -> String {
+    format!("list the store's own paths in `disks` in their first order, {START_EMPTY}")
+}
 
 fn check_readable(member: &Found<'_>, head: &SuperblockPair) -> Result<()> {
     let SuperblockPair::Bad(error) = head else { return Ok(()) };
@@ -142,13 +148,26 @@ fn check_size(member: &Found<'_>, wanted: u64) -> Result<()> {
 }
 
 fn missing_member(member: &Found<'_>, head: &SuperblockPair, whole: &Superblock) -> Error {
-    let found = if *head == SuperblockPair::Blank { "no superblock (all zeros)" } else { "a damaged superblock" };
+    let found = match head {
+        SuperblockPair::Blank if member.bytes == 0 => "no file, or an empty one",
+        SuperblockPair::Blank => "no superblock (all zeros)",
+        _ => "a damaged superblock",
+    };
     Error::store(
         member.path,
         found,
         format!("a member of store {}, which another path holds", Hex(&whole.uuid)),
         format!("bring back the file or device that belongs here, {START_EMPTY}"),
     )
+}
+
+fn check_count(member: &Found<'_>, superblock: &Superblock, config: &Config) -> Result<()> {
+    if usize::from(superblock.members) == config.disk.paths.len() {
+        return Ok(());
+    }
+    let found = format!("a store of {} members", superblock.members);
+    let expected = format!("one of {}, as many as `disks` has paths", config.disk.paths.len());
+    Err(Error::store(member.path, found, expected, put_back()))
 }
 
 fn check_family(
@@ -158,20 +177,15 @@ fn check_family(
     index: usize,
     config: &Config,
 ) -> Result<()> {
-    let put_back = format!("list the store's own paths in `disks` in their first order, {START_EMPTY}");
     if superblock.uuid != whole.uuid {
         let found = format!("a member of store {}", Hex(&superblock.uuid));
         let expected = format!("a member of store {}, like the other paths", Hex(&whole.uuid));
-        return Err(Error::store(member.path, found, expected, put_back));
+        return Err(Error::store(member.path, found, expected, put_back()));
     }
-    if usize::from(superblock.members) != config.disk.paths.len() {
-        let found = format!("a store of {} members", superblock.members);
-        let expected = format!("one of {}, as many as `disks` has paths", config.disk.paths.len());
-        return Err(Error::store(member.path, found, expected, put_back));
-    }
+    check_count(member, superblock, config)?;
     if usize::from(superblock.member) != index {
         let found = format!("member {} of the store", superblock.member);
-        return Err(Error::store(member.path, found, format!("member {index}, its place in `disks`"), put_back));
+        return Err(Error::store(member.path, found, format!("member {index}, its place in `disks`"), put_back()));
     }
     Ok(())
 }
@@ -327,6 +341,9 @@ mod tests {
             let text = refusal(survey_members(&c, &[whole(&c, 1, 0), second]));
             assert!(text.contains(words) && text.starts_with("disk1: found "), "{words:?} is not in: {text}");
         }
+        // A path more than the store has, in front of its own.
+        let text = refusal(survey_members(&c, &[blank(), whole(&config(&[6]), 1, 0)]));
+        assert!(text.starts_with("disk1: found a store of 1 members, expected one of 2"), "{text}");
     }
 
     #[test]

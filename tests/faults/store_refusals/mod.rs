@@ -265,7 +265,8 @@ fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
         (&a, changed(&|c| c.disk.paths.swap(0, 1)), ""),
         (&a, config(&[&a]), "a store of 2 members"),
         (&c, config(&[&a, &c]), "a member of store"),
-        (&missing, config(&[&a, &missing]), "no superblock (all zeros)"),
+        (&missing, config(&[&a, &missing]), "no file"),
+        (&c, config(&[&missing, &c]), "a store of 1 members"),
     ];
     for (path, config, words) in cases {
         let swapped = config.disk.paths.first().is_some_and(|disk| disk.path == b);
