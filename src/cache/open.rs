@@ -17,7 +17,7 @@ use crate::{
     block::{FileId, Tier},
     config::{Config, HeldFile},
     device::{self, AnyCopy, CopyEngine, DevicePool, Memcpy},
-    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
+    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads, Unkept},
     error::{Error, Result},
     fork::HomeBound,
     index::Index,
@@ -159,7 +159,7 @@ pub(super) struct Parts<S, C> {
 }
 
 async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<Files, AnyCopy>> {
-    // The memory first: a file that had to be created is left behind by what fails after it.
+    // The memory first: where it is refused, no file is touched.
     let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
     exported::describe();
     let metrics = Metrics::new(&config.namespace, config.block_bytes);
@@ -176,8 +176,10 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
     let device::Opened { pool, gpu, copy, gdr } = device::open(&config, &arena, &metrics.copies, host_copies).await?;
+    let mut unkept = None;
     if !config.disk.paths.is_empty() {
-        *files = disk::open_files(&config)?;
+        let (opened, new) = disk::open_files_unkept(&config)?;
+        (*files, unkept) = (opened, Some(new));
         exported::export_wear(&config);
     }
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
@@ -204,6 +206,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let started = assemble(config, arena, parts).await?;
     // The files are a store by now, which libcufile can be tried on.
     started.mover.open_cufile(device_in_use, handles, direct_io).await?;
+    unkept.map_or(Ok(()), Unkept::keep)?;
     Ok(started)
 }
 

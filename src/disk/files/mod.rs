@@ -70,6 +70,24 @@ pub struct StoreFile {
 /// [`Error::Config`] for invalid settings; [`Error::Store`] if a path is not a member of this store and must not become
 /// one; [`Error::Io`] if a system call fails. After an error nothing has changed.
 pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
+    let (files, unkept) = open_files_unkept(config)?;
+    unkept.keep()?;
+    Ok(files)
+}
+
+/// The files of an open that can still fail. Dropped without [`keep`](Self::keep), those that the open created are
+/// removed, and those that were empty are empty again.
+pub(crate) struct Unkept(Vec<Opened>);
+
+impl Unkept {
+    /// Keeps the files: the cache is open.
+    pub(crate) fn keep(self) -> Result<()> {
+        self.0.into_iter().try_for_each(Opened::keep)
+    }
+}
+
+/// As [`open_files`]; the caller is to keep the files once nothing more can fail.
+pub(crate) fn open_files_unkept(config: &Config) -> Result<(Vec<StoreFile>, Unkept)> {
     config.validate()?;
     let stripe = Stripe::new(config);
     let mut opened = Vec::with_capacity(config.disk.paths.len());
@@ -88,10 +106,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     for (opening, geometry) in opened.iter_mut().zip(stripe.members()) {
         files.push(opening.prepare(geometry.bytes, fresh, config.disk.direct_io)?);
     }
-    for opening in opened {
-        opening.opened.keep()?;
-    }
-    Ok(files)
+    Ok((files, Unkept(opened.into_iter().map(|opening| opening.opened).collect())))
 }
 
 impl StoreFile {

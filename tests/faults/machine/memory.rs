@@ -156,12 +156,11 @@ fn an_open_that_runs_out_of_memory_is_an_error_and_no_abort() {
     }
     let dir = directory();
     let path = dir.path().join("store");
-    let path = path.display();
     // By value the index has more tables, and reserves them last.
     for policy in ["write_through", "by_value"] {
         let (mut opened, mut refused) = (false, 0);
         for mib in (0..).step_by(6) {
-            let (status, said) = run_case(NAME, &format!("{policy} {mib} {path}"));
+            let (status, said) = run_case(NAME, &format!("{policy} {mib} {}", path.display()));
             assert_eq!(status.signal(), None, "{policy} with {mib} MiB: {said}");
             assert!(status.success(), "{policy} with {mib} MiB: {said}");
             if said.contains("opened") {
@@ -169,9 +168,11 @@ fn an_open_that_runs_out_of_memory_is_an_error_and_no_abort() {
                 break;
             }
             refused += 1;
+            assert!(!path.exists(), "{policy} with {mib} MiB: a file is left behind: {said}");
             assert!(mib < 1024, "an open does not need that much: {said}");
         }
         assert!(opened && refused > 3, "{policy}: {refused} refusals");
+        std::fs::remove_file(&path).expect("a store");
     }
 }
 
