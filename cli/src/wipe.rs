@@ -77,7 +77,7 @@ fn describe(shape: Option<&Shape>, paths: &[PathBuf], gone: &[&Path]) -> String 
         return format!("the rest of a store, at {} (gone already: {})", paths.join(", "), gone.join(", "));
     }
     let what = shape.map_or_else(
-        || "a damaged store".to_owned(),
+        || "a damaged or unfinished store".to_owned(),
         |shape| {
             let (namespace, block) = (plain(&shape.namespace), show_bytes(shape.block_bytes));
             format!("store {} of namespace {namespace}, {} slots of {block}", uuid(shape), shape.slots)

@@ -13,9 +13,9 @@ use crate::{
         format::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
             pair::SuperblockPair,
-            stripe::{SLOTS_MAX, Stripe},
+            stripe::{MemberGeometry, SLOTS_MAX, Stripe},
             superblock::{StoreState, Superblock, SuperblockError, VERSION},
-            survey::{Found, Hex, OpenPlan, survey},
+            survey::{Found, Hex, survey},
         },
         open_read_only,
         recovery::Member,
@@ -25,6 +25,13 @@ use crate::{
 
 /// The fix in refusals: without settings, only the paths can be wrong.
 const ACTION: &str = "name every path of one store, each once; symbolic links are not followed";
+
+/// The fix where an open was killed while it created the store.
+const FINISH: &str = "no block was ever stored here: open it again with the same settings, or `kvhoist wipe` it";
+
+/// The fix where a file of zeros has another name than a store's.
+const ZEROS: &str = "name every path of one store, each once; if an open was killed while it created this file, open it \
+                     again with the same settings, or delete the file";
 
 /// A store's identity and geometry, from its superblocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,19 +84,31 @@ pub(super) enum Opened {
     },
 }
 
+/// What is left of a store.
+pub(super) enum Rest {
+    Opened(Opened),
+    /// Files and devices of which an open that was killed had begun to make a store: no block was ever stored there.
+    Unfinished(Vec<ReadOnlyFile>),
+}
+
 /// Opens the store at `paths`, in any order.
 ///
 /// # Errors
 /// [`Error::Store`] if they are not the members of one store, or a cache has it open; [`Error::Io`].
 pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
-    open_rest(paths, 0, options)
+    match open_rest(paths, 0, options)? {
+        Rest::Opened(opened) => Ok(opened),
+        Rest::Unfinished(files) => {
+            Err(Error::store(&files[0].path, "a store whose creation was cut off", "a whole store", FINISH))
+        }
+    }
 }
 
 /// Opens what is left of a store of which so many members are `gone`: [`Opened::Lost`] if any is.
 ///
 /// # Errors
 /// As those of [`open`].
-pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Result<Opened> {
+pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Result<Rest> {
     if paths.is_empty() {
         let expected = "the files, directories or devices of one store";
         return Err(Error::argument("paths", "no path", expected));
@@ -98,7 +117,7 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
     let files: Vec<ReadOnlyFile> = paths.iter().map(open).collect::<Result<_>>().map_err(reword)?;
     let mut members = Vec::with_capacity(files.len());
     let mut faults = Vec::new();
-    let mut lost = Vec::new();
+    let (mut lost, mut blank) = (Vec::new(), Vec::new());
     for file in files {
         match SuperblockPair::decode(file.head()) {
             SuperblockPair::Valid { superblock, .. } => {
@@ -110,7 +129,11 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
                 faults.push(fault(&file, 0, FaultKind::Superblocks));
                 lost.push(file);
             }
-            SuperblockPair::Blank => return Err(refuse(&file.path, "no store (zeros)", "a store")),
+            SuperblockPair::Blank if file.is_blank()? => blank.push(file),
+            SuperblockPair::Blank => {
+                let action = if file.device { ACTION } else { ZEROS };
+                return Err(Error::store(&file.path, "no store (zeros)", "a store", action));
+            }
             SuperblockPair::Bad(SuperblockError::Foreign | SuperblockError::Blank) => {
                 let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
                 return Err(refuse(&file.path, found, "a store"));
@@ -122,10 +145,15 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
         }
     }
     members.sort_by_key(|(superblock, _)| superblock.member);
-    check_complete(&members, lost.len() + gone)?;
+    if !members.iter().any(|(superblock, _)| superblock.state == StoreState::Whole) {
+        return unfinished(members, blank, lost, faults);
+    }
+    check_complete(&members, lost.len() + blank.len() + gone)?;
+    faults.extend(blank.iter().map(|file| fault(file, 0, FaultKind::Superblocks)));
+    lost.extend(blank);
     if lost.len() + gone > 0 {
         lost.extend(members.into_iter().map(|(_, file)| file));
-        return Ok(Opened::Lost { files: lost, faults });
+        return Ok(Rest::Opened(Opened::Lost { files: lost, faults }));
     }
     let config = settings(&members)?;
     let stripe = Stripe::new(&config);
@@ -133,13 +161,10 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
     let (superblocks, files): (Vec<Superblock>, Vec<ReadOnlyFile>) = members.into_iter().unzip();
     if !cut.is_empty() {
         faults.extend(cut);
-        return Ok(Opened::Lost { files, faults });
+        return Ok(Rest::Opened(Opened::Lost { files, faults }));
     }
     let found: Vec<Found<'_>> = files.iter().map(ReadOnlyFile::found).collect();
-    if survey(&found, &config).map_err(reword)? == OpenPlan::Create {
-        let found = "a store whose creation was cut off; it never held a block";
-        return Err(refuse(&files[0].path, found, "a whole store"));
-    }
+    survey(&found, &config).map_err(reword)?;
     let first = &superblocks[0];
     let shape = Shape {
         version: first.version,
@@ -149,7 +174,33 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
         slot_bytes: first.slot_bytes,
         slots: stripe.slots(),
     };
-    Ok(Opened::Store(Box::new(OpenStore { files, superblocks, config, stripe, shape, faults })))
+    Ok(Rest::Opened(Opened::Store(Box::new(OpenStore { files, superblocks, config, stripe, shape, faults }))))
+}
+
+/// What files without a whole superblock are: a creation that was cut off, unless one is damaged or has records.
+fn unfinished(
+    members: Vec<(Superblock, ReadOnlyFile)>,
+    blank: Vec<ReadOnlyFile>,
+    lost: Vec<ReadOnlyFile>,
+    mut faults: Vec<Fault>,
+) -> Result<Rest> {
+    let mut is_lost = !lost.is_empty();
+    let mut files = lost;
+    for (superblock, file) in members {
+        if file.has_records(geometry(&superblock).table_bytes())? {
+            faults.push(fault(&file, 0, FaultKind::Superblocks));
+            is_lost = true;
+        }
+        files.push(file);
+    }
+    files.extend(blank);
+    Ok(if is_lost { Rest::Opened(Opened::Lost { files, faults }) } else { Rest::Unfinished(files) })
+}
+
+/// The sizes of a member, by its superblock.
+pub(super) fn geometry(superblock: &Superblock) -> MemberGeometry {
+    let slots = u32::try_from(superblock.slots).expect("a superblock with more slots is refused");
+    MemberGeometry::of(slots, superblock.slot_bytes)
 }
 
 fn refuse(path: &Path, found: impl ToString, expected: impl Into<String>) -> Error {

@@ -14,13 +14,13 @@ use rustix::{
 
 use super::{
     Options, Store,
-    open::{Opened, Shape, open_rest},
+    open::{Opened, Rest, Shape, geometry, open_rest},
 };
 use crate::{
     config::DirectIo,
     disk::{
         ReadOnlyFile, cannot_open,
-        format::{HEAD_BYTES, is_zero, pair::SuperblockPair, stripe::MemberGeometry},
+        format::{HEAD_BYTES, is_zero, pair::SuperblockPair},
         is_missing, open_read_only,
     },
     error::{Error, Result},
@@ -36,12 +36,12 @@ impl Store {
     /// Removes the store if `confirm` returns true: deletes its files, and zeros its superblocks, records and blocks on
     /// its devices; what lies behind them on a device stays. Returns whether it did.
     ///
-    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened, or in part gone),
-    /// its files and devices, and those paths that are gone already, as after a wipe that was cut off: they have no
-    /// file, or hold zeros, and stay as they are. Other content of a directory stays. No process can open the store
-    /// meanwhile. `progress` gets the bytes of devices that are zeroed, and those of all: a device that cannot zero
-    /// itself is written. How the store would be read ([`allow_in_use`](Self::allow_in_use) and the rest) does not
-    /// matter here.
+    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened, in part gone, or what
+    /// an open left that was killed while it created the store), its files and devices, and those paths that are gone
+    /// already, as after a wipe that was cut off: they have no file, or are devices of zeros, and stay as they are.
+    /// Other content of a directory stays. No process can open the store meanwhile. `progress` gets the bytes of
+    /// devices that are zeroed, and those of all: a device that cannot zero itself is written. How the store would be
+    /// read ([`allow_in_use`](Self::allow_in_use) and the rest) does not matter here.
     ///
     /// # Errors
     /// [`Error::Store`] if the paths are not exactly those of one store, or nothing is left of it, or a process has it
@@ -56,12 +56,14 @@ impl Store {
         let (gone, rest): (Vec<_>, Vec<_>) = self.paths().into_iter().partition(|path| is_gone(path));
         // Where nothing is left, the open says what there is.
         let (gone, rest) = if rest.is_empty() { (rest, gone) } else { (gone, rest) };
-        let (shape, files) = match open_rest(&rest, gone.len(), &Options::default()).map_err(close_it)? {
-            Opened::Store(store) => (Some(store.shape), store.files),
-            Opened::Lost { files, .. } => (None, files),
+        let rest = open_rest(&rest, gone.len(), &Options::default()).map_err(close_it)?;
+        let is_unfinished = matches!(rest, Rest::Unfinished(_));
+        let (shape, files) = match rest {
+            Rest::Opened(Opened::Store(store)) => (Some(store.shape), store.files),
+            Rest::Opened(Opened::Lost { files, .. }) | Rest::Unfinished(files) => (None, files),
         };
         let _locks = files.iter().map(lock).collect::<Result<Vec<_>>>()?;
-        let extents = files.iter().filter(|file| file.device).map(|file| Ok((file, extent(file)?)));
+        let extents = files.iter().filter(|file| file.device).map(|file| Ok((file, extent(file, is_unfinished)?)));
         let extents = extents.collect::<Result<Vec<_>>>()?;
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         if !confirm(shape.as_ref(), &paths, &gone) {
@@ -87,7 +89,8 @@ impl Store {
     }
 }
 
-/// Whether nothing is left at a path: no file, or zeros. Anything else is the open's to accept or to refuse.
+/// Whether nothing is left at a path: no file, or a device of zeros. Anything else is the open's to accept or to refuse,
+/// such as a file of zeros of which a killed open was about to make a store.
 fn is_gone(path: &Path) -> bool {
     if is_missing(path).unwrap_or(false) {
         return true;
@@ -96,7 +99,7 @@ fn is_gone(path: &Path) -> bool {
     let mut bytes = Vec::new();
     // Not by the descriptor that is open already, whose direct I/O wants aligned memory.
     let read = File::open(&file.path).and_then(|file| file.take(FOREIGN_BYTES).read_to_end(&mut bytes));
-    !file.in_use && read.is_ok() && is_zero(&bytes)
+    file.device && !file.in_use && read.is_ok() && is_zero(&bytes)
 }
 
 /// Takes the exclusive lock, which also excludes readers, and returns the descriptor that has it.
@@ -120,8 +123,9 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
     }
 }
 
-/// Bytes from the start of a device that are the store's. What follows them may be somebody else's.
-fn extent(file: &ReadOnlyFile) -> Result<u64> {
+/// Bytes from the start of a device that are the store's; what follows them may be somebody else's. Of an `unfinished`
+/// store only the superblocks were written: its record table is zeros.
+fn extent(file: &ReadOnlyFile, unfinished: bool) -> Result<u64> {
     let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(file.head()) else {
         return Err(Error::store(
             &file.path,
@@ -131,8 +135,8 @@ fn extent(file: &ReadOnlyFile) -> Result<u64> {
              path too",
         ));
     };
-    let slots = u32::try_from(superblock.slots).expect("a superblock with more slots is refused");
-    Ok(MemberGeometry::of(slots, superblock.slot_bytes).bytes.min(file.bytes))
+    let bytes = if unfinished { HEAD_BYTES as u64 } else { geometry(&superblock).bytes };
+    Ok(bytes.min(file.bytes))
 }
 
 /// Opens a device that nobody else has: a lock is that of a node of it, of which a container may have its own.

@@ -3,6 +3,7 @@
 //! Existing content changes only once the whole store has been accepted. A file that a failed open created is removed
 //! again.
 
+mod blank;
 mod lock;
 mod path;
 mod read_only;
@@ -22,7 +23,7 @@ use std::{
 
 use super::{
     format::{
-        DATA_ALIGN, HEAD_BYTES, PAGE_BYTES, TABLE_OFFSET, is_zero,
+        HEAD_BYTES, PAGE_BYTES, is_zero,
         stripe::Stripe,
         survey::{Found, OpenPlan, survey},
     },
@@ -209,47 +210,35 @@ impl Opening {
         Ok(())
     }
 
-    /// Refuses a file with data behind zeros. Zeros at the start do not prove that a device is empty: some file systems
-    /// and volume managers leave the first sectors unused, others keep metadata at the end.
+    /// Refuses a file with data behind zeros.
     fn check_blank(&self) -> Result<()> {
         if self.bytes == 0 || !is_zero(&self.head) {
             return Ok(());
         }
-        let ends = [0, self.bytes.saturating_sub(DATA_ALIGN) / PAGE_BYTES as u64 * PAGE_BYTES as u64];
-        let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize + PAGE_BYTES);
-        for start in ends {
-            let read = read_up_to(&self.opened.file, &mut buf, start).map_err(self.io("read"))?;
-            if let Some(at) = buf[..read].iter().position(|&byte| byte != 0) {
-                return Err(Error::store(
-                    self.opened.path.clone(),
-                    format!("zeros at its start, but data at byte {}", start + at as u64),
-                    "a store, or nothing but zeros",
-                    "choose another path in `disks`, or zero it (blkdiscard --zeroout) if its data is not needed",
-                ));
-            }
-        }
-        Ok(())
+        let data = blank::data_at_ends(&self.opened.file, self.bytes).map_err(self.io("read"))?;
+        data.map_or(Ok(()), |at| {
+            Err(Error::store(
+                self.opened.path.clone(),
+                format!("zeros at its start, but data at byte {at}"),
+                "a store, or nothing but zeros",
+                "choose another path in `disks`, or zero it (blkdiscard --zeroout) if its data is not needed",
+            ))
+        })
     }
 
     /// Refuses a file with records. A creation clears the record table before it writes the first superblock, so
     /// records behind blank superblocks, or behind those of an interrupted creation, belong to a store with damaged
     /// superblocks.
     fn check_no_records(&self, table_bytes: u64) -> Result<()> {
-        let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize);
-        for start in (0..table_bytes.min(self.bytes)).step_by(buf.len()) {
-            let part = &mut buf[..(table_bytes - start).min(DATA_ALIGN) as usize];
-            let read = read_up_to(&self.opened.file, part, TABLE_OFFSET + start).map_err(self.io("read"))?;
-            if let Some(at) = part[..read].iter().position(|&byte| byte != 0) {
-                let at = TABLE_OFFSET + start + at as u64;
-                return Err(Error::store(
-                    self.opened.path.clone(),
-                    format!("records of blocks (data at byte {at}), but no valid superblock (damaged or zeroed)"),
-                    "a sound superblock, or no record at all",
-                    "check the disk, or remove the store's files (wipe its devices) to start empty",
-                ));
-            }
-        }
-        Ok(())
+        let record = blank::record(&self.opened.file, table_bytes, self.bytes).map_err(self.io("read"))?;
+        record.map_or(Ok(()), |at| {
+            Err(Error::store(
+                self.opened.path.clone(),
+                format!("records of blocks (data at byte {at}), but no valid superblock (damaged or zeroed)"),
+                "a sound superblock, or no record at all",
+                "check the disk, or remove the store's files (wipe its devices) to start empty",
+            ))
+        })
     }
 
     /// Refuses sizes above `RLIMIT_FSIZE`: a write past that limit would end the process with SIGXFSZ.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    Opening,
+    FILE_NAME, Opening, blank,
     lock::{self, Lock},
     path,
 };
@@ -73,6 +73,20 @@ impl ReadOnlyFile {
     /// The first bytes of the file, padded with zeros.
     pub(crate) fn head(&self) -> &[u8; HEAD_BYTES] {
         self.head.first_chunk().expect("the buffer has the length of a head")
+    }
+
+    /// Whether it is what an open that was killed before it wrote a superblock leaves: a file of the store's name, as
+    /// empty as an open wants one.
+    pub(crate) fn is_blank(&self) -> Result<bool> {
+        let is_named = self.path.file_name().is_some_and(|name| name == FILE_NAME);
+        let data = || blank::data_at_ends(&self.file, self.bytes).map_err(|error| Error::io("read", &self.path, error));
+        Ok(!self.device && is_named && data()?.is_none())
+    }
+
+    /// Whether a record table of so many bytes has a record.
+    pub(crate) fn has_records(&self, table_bytes: u64) -> Result<bool> {
+        let record = blank::record(&self.file, table_bytes, self.bytes);
+        Ok(record.map_err(|error| Error::io("read", &self.path, error))?.is_some())
     }
 
     /// The file, as the survey needs it.

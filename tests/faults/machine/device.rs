@@ -99,6 +99,30 @@ fn a_device_whose_superblocks_do_not_say_where_the_store_ends_is_not_wiped() {
 }
 
 #[test]
+fn of_a_device_whose_creation_was_cut_off_only_superblocks_are_zeroed() {
+    let dir = directory();
+    let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
+    let cache = block_on(Cache::open(config_at(device.path(), StorageKind::Auto, 512))).expect("open");
+    block_on(cache.close()).expect("close");
+    let file = OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    let mut head = vec![0; 8192];
+    file.read_exact_at(&mut head, 0).expect("its superblocks");
+    head[12] = 1;
+    let crc = kvhoist::internals::checksum::checksum(&head[..504]);
+    head[504..512].copy_from_slice(&crc.to_le_bytes());
+    head[4096..].fill(0);
+    file.write_all_at(&head, 0).expect("forming");
+    // An open looks at the first and the last MiB only.
+    file.write_all_at(&[0xEE; 4096], 2 << 20).and_then(|()| file.sync_all()).expect("somebody's data");
+    assert!(matches!(Store::at([device.path()]).inspect(), Err(Error::Store { .. })));
+    assert!(Store::at([device.path()]).wipe(|_, _, _| true, |_, _| {}).expect("it is unfinished"));
+    let mut bytes = Vec::new();
+    File::open(device.path()).and_then(|mut file| file.read_to_end(&mut bytes)).expect("readable");
+    let data = (2 << 20)..(2 << 20) + 4096;
+    assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if data.contains(&at) { 0xEE } else { 0 }));
+}
+
+#[test]
 fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
     let dirs = [directory(), directory()];
     let [Some(a), Some(b)] = dirs.each_ref().map(|dir| device(dir.path())) else { skip!("no loop devices here") };
