@@ -208,10 +208,12 @@ fn refuse(path: &Path, found: impl ToString, expected: impl Into<String>) -> Err
 }
 
 /// Rewords refusals that mention settings of a cache.
-fn reword(error: Error) -> Error {
+pub(super) fn reword(error: Error) -> Error {
     match error {
         Error::Store { path, found, expected, action } if action.contains("disks") || action.contains("remove") => {
-            Error::store(path, found, expected, ACTION)
+            // What else there is to do needs no setting.
+            let action = action.strip_suffix(", or choose another path in `disks`").unwrap_or(ACTION);
+            Error::store(path, found, expected, action)
         }
         other => other,
     }

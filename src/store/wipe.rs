@@ -14,14 +14,14 @@ use rustix::{
 
 use super::{
     Options, Store,
-    open::{Opened, Rest, Shape, geometry, open_rest},
+    open::{Opened, Rest, Shape, geometry, open_rest, reword},
 };
 use crate::{
     config::DirectIo,
     disk::{
         ReadOnlyFile, cannot_open,
         format::{HEAD_BYTES, is_zero, pair::SuperblockPair},
-        is_missing, open_read_only,
+        is_held, is_missing, open_read_only,
     },
     error::{Error, Result},
 };
@@ -108,17 +108,15 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
     // NFS and CIFS lock exclusively by a descriptor that is open for writing only.
     let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
     let writable = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&file.path);
-    let writable = writable.map_err(|error| cannot_open(&file.path, error))?;
+    let writable = writable.map_err(|error| reword(cannot_open(&file.path, error)))?;
     // The readers' lock of this process would be in the way.
     file.file.unlock().map_err(failed)?;
     match writable.try_lock() {
         Ok(()) => Ok(writable),
-        Err(TryLockError::WouldBlock) => Err(close_it(Error::store(
-            file.path.clone(),
-            "a lock on it: another process is reading the store",
-            "a store that is not open",
-            String::new(),
-        ))),
+        Err(TryLockError::WouldBlock) => {
+            let found = "a lock on it: another process is reading the store";
+            Err(Error::store(&file.path, found, "a store that is not open", CLOSE))
+        }
         Err(TryLockError::Error(error)) => Err(failed(error)),
     }
 }
@@ -143,7 +141,7 @@ fn extent(file: &ReadOnlyFile, unfinished: bool) -> Result<u64> {
 fn claim(file: &ReadOnlyFile) -> Result<File> {
     let flags = libc::O_EXCL | libc::O_NOFOLLOW | libc::O_CLOEXEC;
     let device = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&file.path);
-    let device = device.map_err(|error| cannot_open(&file.path, error))?;
+    let device = device.map_err(|error| reword(cannot_open(&file.path, error)))?;
     let mut head = [0; HEAD_BYTES];
     device.read_exact_at(&mut head, 0).map_err(|error| Error::io("read", &file.path, error))?;
     if head != *file.head() {
@@ -187,12 +185,14 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     File::open(parent).and_then(|parent| parent.sync_all()).map_err(failed("fsync the directory of"))
 }
 
+/// The fix where a store is in use.
+const CLOSE: &str = "close what has it open first (lsof names it)";
+
 /// Rewords the refusal of a store in use.
 fn close_it(error: Error) -> Error {
+    let is_held = is_held(&error);
     match error {
-        Error::Store { path, found, expected, .. } if found.contains("lock") => {
-            Error::store(path, found, expected, "close what has it open first (lsof names it)")
-        }
+        Error::Store { path, found, expected, .. } if is_held => Error::store(path, found, expected, CLOSE),
         other => other,
     }
 }
@@ -213,5 +213,32 @@ mod tests {
         assert!(matches!(other.try_lock_shared(), Err(TryLockError::WouldBlock)), "it excludes readers");
         drop(locked);
         other.try_lock_shared().expect("the lock was that descriptor's");
+        // A look that has begun meanwhile.
+        let refused = lock(&file).expect_err("another has it");
+        assert!(refused.to_string().contains("reading the store") && refused.to_string().ends_with(CLOSE), "{refused}");
+    }
+
+    #[test]
+    fn only_a_store_in_use_is_to_be_closed() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("kvhoist.store");
+        fs::write(&path, [0; HEAD_BYTES]).expect("written");
+        let held = File::open(&path).expect("open");
+        held.lock().expect("nobody has it");
+        let wipe = || Store::at([&path]).wipe(|_, _, _| panic!("nobody is asked"), |_, _| {});
+        let refused = wipe().expect_err("it is locked").to_string();
+        assert!(refused.ends_with(CLOSE), "{refused}");
+        let other = Error::store(&path, "a store with block_bytes = 4096", "block_bytes = 8192", "name every path");
+        assert!(close_it(other).to_string().ends_with("; name every path"));
+    }
+
+    #[test]
+    fn a_refusal_names_no_setting_of_a_cache() {
+        let refused = |errno| reword(cannot_open(Path::new("a"), io::Error::from_raw_os_error(errno))).to_string();
+        for errno in [libc::EROFS, libc::EACCES, libc::EBUSY, libc::ENOSPC] {
+            let refused = refused(errno);
+            assert!(!refused.contains("disks"), "{refused}");
+        }
+        assert!(refused(libc::EROFS).contains("; remount it for writing"), "{}", refused(libc::EROFS));
     }
 }

@@ -17,6 +17,14 @@ use crate::error::{Error, Result};
 const WAIT: Duration = Duration::from_secs(1);
 pub(super) const POLL: Duration = Duration::from_millis(5);
 
+/// What is found where the store is open elsewhere.
+const HELD: &str = "a lock on it: the store is open in another process, or a second time in this one";
+
+/// Whether an open was refused because the store is open elsewhere.
+pub(crate) fn is_held(error: &Error) -> bool {
+    matches!(error, Error::Store { found, .. } if found == HELD)
+}
+
 /// A lock on an open file, held until this is dropped.
 ///
 /// `flock` locks the open file description, which a forked child shares: closing only the parent's descriptor would
@@ -77,7 +85,7 @@ fn take(
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::store(
                     opened.path.clone(),
-                    "a lock on it: the store is open in another process, or a second time in this one",
+                    HELD,
                     "a store that is not open",
                     "close the other cache first, or choose another path in `disks`",
                 ));

@@ -9,6 +9,7 @@ mod path;
 mod read_only;
 mod sys;
 
+pub(crate) use lock::is_held;
 pub(crate) use path::is_missing;
 pub use path::{FILE_NAME, cannot_open};
 pub use read_only::{ReadOnlyFile, open_read_only};

@@ -60,8 +60,9 @@ pub fn open_read_only(configured: &Path, direct_io: DirectIo, allow_in_use: bool
 
 /// Rewords the lock error for a reader.
 fn in_use_error(error: Error) -> Error {
+    let is_held = lock::is_held(&error);
     match error {
-        Error::Store { path, found, expected, .. } => {
+        Error::Store { path, found, expected, .. } if is_held => {
             let action = "close the cache that has it open, or allow a store in use (--allow-in-use)";
             Error::store(path, found, expected, action)
         }
@@ -97,5 +98,23 @@ impl ReadOnlyFile {
     /// The file, as the pass over the record tables needs it.
     pub(crate) fn member(&self) -> Member {
         Member { path: self.path.clone(), bytes: self.bytes, device: self.device, zeroed: false }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_refusal_of_a_lock_is_about_a_store_in_use() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join(FILE_NAME);
+        std::fs::write(&path, [0; HEAD_BYTES]).expect("written");
+        let held = File::open(&path).expect("open");
+        held.lock().expect("nobody has it");
+        let Err(refused) = open_read_only(&path, DirectIo::Prefer, false) else { panic!("it is locked") };
+        assert!(lock::is_held(&refused) && refused.to_string().contains("--allow-in-use"), "{refused}");
+        let replaced = in_use_error(Error::store(&path, "a file that was replaced", "a file", "open again"));
+        assert!(replaced.to_string().ends_with("; open again"), "{replaced}");
     }
 }
