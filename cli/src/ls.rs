@@ -1,16 +1,20 @@
 //! `kvhoist ls`: the stores below some paths.
 
 use std::{
-    collections::BTreeMap,
-    fs,
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
     io::Write,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
 
 use kvhoist::{
     DirectIo,
-    internals::disk::FILE_NAME as STORE,
+    internals::disk::{
+        FILE_NAME as STORE,
+        format::{HEAD_BYTES, pair::SuperblockPair, superblock::Superblock},
+    },
     store::{Inspection, Store},
 };
 use serde_json::{Value, json};
@@ -40,10 +44,10 @@ pub struct Args {
     json: bool,
 }
 
-/// A store: its folders, and what is in it or why that cannot be told.
+/// A store: its folders, and what is in it, or in what state it is and why nothing else can be told.
 struct Listed {
     folders: Vec<PathBuf>,
-    found: Result<Inspection, kvhoist::Error>,
+    found: Result<Inspection, (&'static str, kvhoist::Error)>,
     written: Option<SystemTime>,
 }
 
@@ -53,7 +57,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         return Err(Failure::usage(format!("{}: found no folder, expected one with stores below it", shown(path))));
     }
     let Below { stores, unread, is_cut } = below(&args.paths, FOLDERS_MAX);
-    let stores: Vec<Listed> = stores.into_values().map(look).collect();
+    let stores: Vec<Listed> = stores.into_values().flat_map(apart).map(look).collect();
     emit(&match (args.json, stores.is_empty()) {
         (true, _) => format!("{:#}\n", Value::Array(stores.iter().map(object).collect())),
         (false, true) => "no stores\n".into(),
@@ -75,7 +79,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 
 /// What lies below some paths.
 struct Below {
-    /// The folders with a store, by where they lie below: a store has the same place below each path.
+    /// The folders with a store's file, each once, by where they lie below: a store has the same place below each path.
     stores: BTreeMap<PathBuf, Vec<PathBuf>>,
     /// Folders that were not looked into, and why.
     unread: Vec<(PathBuf, String)>,
@@ -86,11 +90,13 @@ struct Below {
 /// Looks into at most so many folders below each path.
 fn below(paths: &[PathBuf], folders_max: usize) -> Below {
     let mut found = Below { stores: BTreeMap::new(), unread: Vec::new(), is_cut: false };
+    let mut seen = BTreeSet::new();
     for root in paths {
         let (mut folders, mut looked_at) = (vec![(root.clone(), 0)], 0);
         while let Some((folder, depth)) = folders.pop() {
             looked_at += 1;
-            if folder.join(STORE).is_file() {
+            if folder.join(STORE).is_file() && seen.insert(fs::canonicalize(&folder).unwrap_or_else(|_| folder.clone()))
+            {
                 let place = folder.strip_prefix(root).unwrap_or(Path::new("")).to_owned();
                 found.stores.entry(place).or_default().push(folder.clone());
             }
@@ -138,10 +144,43 @@ pub fn refuse_what_is_above(paths: &[PathBuf]) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Tells apart the stores that have one place below several paths, by the ids in their superblocks. Files without a
+/// superblock are those that a store lacks, or of one store that is damaged or unfinished.
+fn apart(folders: Vec<PathBuf>) -> Vec<Vec<PathBuf>> {
+    let (mut by_id, mut others) = (BTreeMap::<_, (usize, Vec<PathBuf>)>::new(), Vec::new());
+    for folder in folders {
+        match superblock(&folder) {
+            Some(superblock) => {
+                let (members, folders) = by_id.entry(superblock.uuid).or_default();
+                *members = usize::from(superblock.members);
+                folders.push(folder);
+            }
+            None => others.push(folder),
+        }
+    }
+    let mut lacking: Vec<_> = by_id.values_mut().filter(|(members, folders)| folders.len() < *members).collect();
+    if let [(_, folders)] = &mut lacking[..] {
+        folders.append(&mut others);
+    }
+    let mut stores: Vec<Vec<PathBuf>> = by_id.into_values().map(|(_, folders)| folders).collect();
+    stores.extend((!others.is_empty()).then_some(others));
+    stores.sort();
+    stores
+}
+
+fn superblock(folder: &Path) -> Option<Superblock> {
+    let mut head = [0; HEAD_BYTES];
+    File::open(folder.join(STORE)).and_then(|file| file.read_exact_at(&mut head, 0)).ok()?;
+    match SuperblockPair::decode(&head) {
+        SuperblockPair::Valid { superblock, .. } => Some(superblock),
+        _ => None,
+    }
+}
+
 fn look(folders: Vec<PathBuf>) -> Listed {
     let written = |folder: &PathBuf| fs::metadata(folder.join(STORE)).and_then(|found| found.modified()).ok();
     let store = Store::at(&folders).direct_io(DirectIo::Prefer).allow_in_use(true);
-    Listed { written: folders.iter().filter_map(written).max(), found: store.inspect(), folders }
+    Listed { written: folders.iter().filter_map(written).max(), found: store.inspect_or_state(), folders }
 }
 
 fn lines(store: &Listed) -> String {
@@ -154,7 +193,7 @@ fn lines(store: &Listed) -> String {
             let name = plain(&found.shape.namespace);
             format!("{:>11}{:>7.1}%  {written:16}{in_use:8}{name}\n", show_bytes(size), full)
         }
-        Err(error) => format!("{:>11}{:>8}  {}\n", "damaged", "", plain(&error.to_string())),
+        Err((state, error)) => format!("{state:>11}{:>8}  {}\n", "", plain(&error.to_string())),
     };
     for folder in &store.folders {
         let of = if folder.join(SPACE).is_file() { " (a service's space)" } else { "" };
@@ -178,7 +217,10 @@ fn object(store: &Listed) -> Value {
             object["full"] = found.full.into();
             object["in_use"] = found.in_use.into();
         }
-        Err(error) => object["error"] = error.to_string().into(),
+        Err((state, error)) => {
+            object["state"] = (*state).into();
+            object["error"] = error.to_string().into();
+        }
     }
     object
 }

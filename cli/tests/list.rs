@@ -67,6 +67,57 @@ fn stores_are_listed_by_model_and_rank_with_their_folders() {
     assert_eq!(kvhoist(&["ls", "/nonexistent"]).status.code(), Some(2));
 }
 
+/// A store in the folder `store` below each of some drives, closed; every member has a slot.
+fn store_below(drives: &[&Path]) -> Vec<PathBuf> {
+    let folders: Vec<PathBuf> = drives.iter().map(|drive| drive.join("store")).collect();
+    folders.iter().for_each(|folder| fs::create_dir_all(folder).expect("made"));
+    let disks = folders.iter().map(|folder| DiskPath::with_blocks(folder, 10)).collect();
+    let config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(4).disks(disks).direct_io(DirectIo::Prefer);
+    let cache = block_on(Cache::open(config)).expect("a cache");
+    block_on(cache.close()).expect("closed");
+    folders.iter().map(|folder| folder.join("kvhoist.store")).collect()
+}
+
+/// What each store is said to be, and in how many folders it lies.
+fn states(args: &[&Path]) -> Vec<(String, usize)> {
+    let args: Vec<&str> = args.iter().map(|path| shown(path)).collect();
+    let output = kvhoist(&[&["ls", "--json"][..], &args].concat());
+    let list: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let of = |store: &Value| {
+        let state = store["state"].as_str().unwrap_or("sound").to_owned();
+        (state, store["paths"].as_array().expect("a list").len())
+    };
+    list.as_array().expect("a list").iter().map(of).collect()
+}
+
+#[test]
+fn a_sound_store_is_listed_as_one_whatever_lies_beside_it() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let drives = ["a", "b", "c"].map(|name| dir.path().join(name));
+    let [a, b, c] = drives.each_ref().map(PathBuf::as_path);
+    let said = |state: &str, folders| (state.to_owned(), folders);
+    let one = store_below(&[a]).remove(0);
+    assert_eq!(states(&[a, a]), [said("sound", 1)], "named twice");
+    // Independent stores at the same place below their drives.
+    let two = store_below(&[b, c]);
+    assert_eq!(states(&[a, b, c]), [said("sound", 1), said("sound", 2)]);
+    assert_eq!(states(&[a, b]), [said("sound", 1), said("incomplete", 1)]);
+    // A member without a superblock is that of the store that lacks one.
+    let bytes = fs::read(&two[1]).expect("a store");
+    let mut damaged = bytes.clone();
+    [100, 4196].into_iter().for_each(|at| damaged[at] ^= 1);
+    fs::write(&two[1], &damaged).expect("written");
+    assert_eq!(states(&[a, b, c]), [said("sound", 1), said("damaged", 2)]);
+    fs::write(&two[1], &bytes).expect("written");
+    // A creation that was cut off.
+    fs::write(&one, vec![0; fs::read(&one).expect("a store").len()]).expect("written");
+    assert_eq!(states(&[a, b, c]), [said("unfinished", 1), said("sound", 2)]);
+    fs::write(&one, "not a store").expect("written");
+    assert_eq!(states(&[a, b, c]), [said("unreadable", 1), said("sound", 2)]);
+    let table = kvhoist(&["ls", shown(a)]);
+    assert!(text(&table.stdout).contains(" unreadable ") && !text(&table.stdout).contains("damaged"));
+}
+
 #[test]
 fn the_commands_of_the_page_on_sizes_work_on_the_folders_of_an_engine() {
     let (_dir, roots, folders) = engine();

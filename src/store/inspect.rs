@@ -7,7 +7,7 @@ use super::{
     Options, Store,
     engine::on_a_runtime,
     fault::{Fault, FaultKind, Faults},
-    open::{OpenStore, Opened, Shape, open},
+    open::{OpenStore, Opened, Refused, Shape, open},
     tables::{Tables, group_by_key},
 };
 use crate::{
@@ -82,19 +82,33 @@ impl Store {
     /// [`Error::Store`] if the paths are not exactly those of one store, if the store is too damaged to be opened, or
     /// if a cache has it open; [`Error::Argument`]; [`Error::Io`] if a system call fails.
     pub fn inspect(&self) -> Result<Inspection> {
+        self.look().map_err(Error::from)
+    }
+
+    /// As [`inspect`](Self::inspect), for a list of stores: an error comes with a word for what it makes of the store,
+    /// `damaged`, `unfinished`, `incomplete` or `unreadable`.
+    #[doc(hidden)]
+    pub fn inspect_or_state(&self) -> Result<Inspection, (&'static str, Error)> {
+        self.look().map_err(|Refused { state, error }| (state, error))
+    }
+
+    fn look(&self) -> Result<Inspection, Refused> {
         self.validate()?;
         let options = &self.options;
         match open(&self.paths(), options)? {
-            Opened::Store(store) => on_a_runtime(&store, options, async |storage| read(&store, storage, options).await),
+            Opened::Store(store) => {
+                Ok(on_a_runtime(&store, options, async |storage| read(&store, storage, options).await)?)
+            }
             Opened::Lost { faults, .. } => {
                 let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
                 let fault = fault.expect("a store is lost for a reason");
-                Err(Error::store(
+                let error = Error::store(
                     &fault.path,
                     fault.to_string(),
                     "a store that can be opened",
                     "check the disk; a cache cannot open this store either",
-                ))
+                );
+                Err(Refused { state: "damaged", error })
             }
         }
     }

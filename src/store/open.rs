@@ -91,15 +91,38 @@ pub(super) enum Rest {
     Unfinished(Vec<ReadOnlyFile>),
 }
 
+/// A refusal of a store, and what that makes of it in a word.
+pub(super) struct Refused {
+    pub state: &'static str,
+    pub error: Error,
+}
+
+impl From<Error> for Refused {
+    fn from(error: Error) -> Self {
+        Refused { state: "unreadable", error }
+    }
+}
+
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        refused.error
+    }
+}
+
 /// Opens the store at `paths`, in any order.
 ///
 /// # Errors
 /// [`Error::Store`] if they are not the members of one store, or a cache has it open; [`Error::Io`].
-pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
+pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened, Refused> {
     match open_rest(paths, 0, options)? {
         Rest::Opened(opened) => Ok(opened),
         Rest::Unfinished(files) => {
-            Err(Error::store(&files[0].path, "a store whose creation was cut off", "a whole store", FINISH))
+            let (found, action) = match files.iter().any(|file| file.in_use) {
+                true => ("a store that is being created", "look again once it is open"),
+                false => ("a store whose creation was cut off", FINISH),
+            };
+            let error = Error::store(&files[0].path, found, "a whole store", action);
+            Err(Refused { state: "unfinished", error })
         }
     }
 }
@@ -108,10 +131,10 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
 ///
 /// # Errors
 /// As those of [`open`].
-pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Result<Rest> {
+pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Result<Rest, Refused> {
     if paths.is_empty() {
         let expected = "the files, directories or devices of one store";
-        return Err(Error::argument("paths", "no path", expected));
+        return Err(Error::argument("paths", "no path", expected).into());
     }
     let open = |path: &&Path| open_read_only(path, options.direct_io, options.allow_in_use);
     let files: Vec<ReadOnlyFile> = paths.iter().map(open).collect::<Result<_>>().map_err(reword)?;
@@ -132,23 +155,24 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
             SuperblockPair::Blank if file.is_blank()? => blank.push(file),
             SuperblockPair::Blank => {
                 let action = if file.device { ACTION } else { ZEROS };
-                return Err(Error::store(&file.path, "no store (zeros)", "a store", action));
+                return Err(Error::store(&file.path, "no store (zeros)", "a store", action).into());
             }
             SuperblockPair::Bad(SuperblockError::Foreign | SuperblockError::Blank) => {
                 let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
-                return Err(refuse(&file.path, found, "a store"));
+                return Err(refuse(&file.path, found, "a store").into());
             }
             SuperblockPair::Bad(SuperblockError::Newer(version)) => {
                 let found = format!("a store of format version {version}");
-                return Err(refuse(&file.path, found, format!("format version {VERSION}")));
+                return Err(refuse(&file.path, found, format!("format version {VERSION}")).into());
             }
         }
     }
     members.sort_by_key(|(superblock, _)| superblock.member);
     if !members.iter().any(|(superblock, _)| superblock.state == StoreState::Whole) {
-        return unfinished(members, blank, lost, faults);
+        return Ok(unfinished(members, blank, lost, faults)?);
     }
-    check_complete(&members, lost.len() + blank.len() + gone)?;
+    check_complete(&members, lost.len() + blank.len() + gone)
+        .map_err(|error| Refused { state: "incomplete", error })?;
     faults.extend(blank.iter().map(|file| fault(file, 0, FaultKind::Superblocks)));
     lost.extend(blank);
     if lost.len() + gone > 0 {

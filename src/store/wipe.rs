@@ -56,7 +56,8 @@ impl Store {
         let (gone, rest): (Vec<_>, Vec<_>) = self.paths().into_iter().partition(|path| is_gone(path));
         // Where nothing is left, the open says what there is.
         let (gone, rest) = if rest.is_empty() { (rest, gone) } else { (gone, rest) };
-        let rest = open_rest(&rest, gone.len(), &Options::default()).map_err(close_it)?;
+        let rest = open_rest(&rest, gone.len(), &Options::default());
+        let rest = rest.map_err(|refused| close_it(refused.error))?;
         let is_unfinished = matches!(rest, Rest::Unfinished(_));
         let (shape, files) = match rest {
             Rest::Opened(Opened::Store(store)) => (Some(store.shape), store.files),
@@ -96,10 +97,13 @@ fn is_gone(path: &Path) -> bool {
         return true;
     }
     let Ok(file) = open_read_only(path, DirectIo::Prefer, true) else { return false };
+    if !file.device || file.in_use {
+        return false;
+    }
     let mut bytes = Vec::new();
     // Not by the descriptor that is open already, whose direct I/O wants aligned memory.
     let read = File::open(&file.path).and_then(|file| file.take(FOREIGN_BYTES).read_to_end(&mut bytes));
-    file.device && !file.in_use && read.is_ok() && is_zero(&bytes)
+    read.is_ok() && is_zero(&bytes)
 }
 
 /// Takes the exclusive lock, which also excludes readers, and returns the descriptor that has it.
