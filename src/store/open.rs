@@ -30,8 +30,8 @@ const ACTION: &str = "name every path of one store, each once; symbolic links ar
 const FINISH: &str = "no block was ever stored here: open it again with the same settings, or `kvhoist wipe` it";
 
 /// The fix where a file of zeros has another name than a store's.
-const ZEROS: &str = "name every path of one store, each once; if an open was killed while it created this file, open it \
-                     again with the same settings, or delete the file";
+const ZEROS: &str = "name every path of one store, each once; if an open was killed while it created this file, open \
+                     it again with the same settings, or delete the file";
 
 /// A store's identity and geometry, from its superblocks.
 #[derive(Debug, Clone, PartialEq, Eq)]

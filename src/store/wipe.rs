@@ -19,7 +19,7 @@ use super::{
 use crate::{
     config::DirectIo,
     disk::{
-        ReadOnlyFile, cannot_open,
+        ReadOnlyFile, cannot_change, cannot_open, check_writable,
         format::{HEAD_BYTES, is_zero, pair::SuperblockPair},
         is_held, is_missing, open_read_only,
     },
@@ -36,10 +36,10 @@ impl Store {
     /// Removes the store if `confirm` returns true: deletes its files, and zeros its superblocks, records and blocks on
     /// its devices; what lies behind them on a device stays. Returns whether it did.
     ///
-    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened, in part gone, or what
-    /// an open left that was killed while it created the store), its files and devices, and those paths that are gone
-    /// already, as after a wipe that was cut off: they have no file, or are devices of zeros, and stay as they are.
-    /// Other content of a directory stays. No process can open the store meanwhile. `progress` gets the bytes of
+    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened, in part gone, or
+    /// what an open left that was killed while it created the store), its files and devices, and those paths that are
+    /// gone already, as after a wipe that was cut off: they have no file, or are devices of zeros, and stay as they
+    /// are. Other content of a directory stays. No process can open the store meanwhile. `progress` gets the bytes of
     /// devices that are zeroed, and those of all: a device that cannot zero itself is written. How the store would be
     /// read ([`allow_in_use`](Self::allow_in_use) and the rest) does not matter here.
     ///
@@ -79,19 +79,19 @@ impl Store {
                 done += bytes;
                 progress(done, total);
             };
-            zero(device, *extent, part).map_err(|error| Error::io("zero", &file.path, error))?;
+            zero(device, *extent, part).map_err(|error| reword(cannot_change("zero", &file.path, error)))?;
         }
         for (file, _, device) in &devices {
             let cleared = device.write_all_at(&[0; HEAD_BYTES], 0).and_then(|()| device.sync_all());
-            cleared.map_err(|error| Error::io("write", &file.path, error))?;
+            cleared.map_err(|error| reword(cannot_change("write", &file.path, error)))?;
         }
         files.iter().filter(|file| !file.device).try_for_each(remove)?;
         Ok(true)
     }
 }
 
-/// Whether nothing is left at a path: no file, or a device of zeros. Anything else is the open's to accept or to refuse,
-/// such as a file of zeros of which a killed open was about to make a store.
+/// Whether nothing is left at a path: no file, or a device of zeros. Anything else is the open's to accept or to
+/// refuse, such as a file of zeros of which a killed open was about to make a store.
 fn is_gone(path: &Path) -> bool {
     if is_missing(path).unwrap_or(false) {
         return true;
@@ -113,6 +113,8 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
     let writable = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&file.path);
     let writable = writable.map_err(|error| reword(cannot_open(&file.path, error)))?;
+    let metadata = writable.metadata().map_err(|error| Error::io("stat", &file.path, error))?;
+    check_writable(&file.path, &metadata).map_err(reword)?;
     // The readers' lock of this process would be in the way.
     file.file.unlock().map_err(failed)?;
     match writable.try_lock() {
@@ -184,7 +186,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     if (now.dev(), now.ino()) != (ours.dev(), ours.ino()) {
         return Err(changed(path, "another file than a moment ago"));
     }
-    fs::remove_file(path).map_err(failed("remove"))?;
+    fs::remove_file(path).map_err(|error| reword(cannot_change("remove", path, error)))?;
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(parent).and_then(|parent| parent.sync_all()).map_err(failed("fsync the directory of"))
 }

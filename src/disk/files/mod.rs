@@ -10,8 +10,8 @@ mod read_only;
 mod sys;
 
 pub(crate) use lock::is_held;
-pub(crate) use path::is_missing;
 pub use path::{FILE_NAME, cannot_open};
+pub(crate) use path::{cannot_change, check_writable, is_missing};
 pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{
@@ -348,10 +348,11 @@ impl Opening {
         match probe(&self.opened.file) {
             Err(error) if self.direct && error.raw_os_error() == Some(libc::EINVAL) => {
                 self.without_direct(wanted, &error.to_string())?;
-                probe(&self.opened.file).map_err(self.io("write"))
+                probe(&self.opened.file)
             }
-            result => result.map_err(self.io("write")),
+            result => result,
         }
+        .map_err(|error| cannot_change("write", &self.opened.path, error))
     }
 }
 

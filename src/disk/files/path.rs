@@ -153,11 +153,13 @@ pub(super) fn open(configured: &Path, give_up: Instant) -> Result<Option<Opened>
             Err(error) => return Err(cannot_open(&path, error)),
         }
     };
-    let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
+    let metadata = file.metadata().map_err(|error| Error::io("stat", &path, error))?;
+    let now = metadata.file_type();
     check_type(&path, now)?;
     if now != before {
         return Err(Error::store(&path, "a path that changed while it was opened", "a stable path", "open again"));
     }
+    check_writable(&path, &metadata)?;
     Ok(Some(Opened::new(path, file, now.is_block_device(), false)))
 }
 
@@ -280,8 +282,32 @@ fn check_type(path: &Path, kind: FileType) -> Result<()> {
     Err(Error::store(path, name, "a regular file or a block device", action))
 }
 
+/// Refuses a device that the kernel does not write.
+pub(crate) fn check_writable(path: &Path, metadata: &Metadata) -> Result<()> {
+    if !metadata.file_type().is_block_device() || !sys::is_read_only(metadata.rdev()) {
+        return Ok(());
+    }
+    let action = "make it writable (blockdev --setrw) if it is the right one, or choose another path in `disks`";
+    Err(Error::store(path, "a read-only device", "a device that can be written", action))
+}
+
+/// Why a file or a device of a store could not be written or removed, and what to do where that was denied.
+pub(crate) fn cannot_change(op: &'static str, path: &Path, error: io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(libc::EROFS | libc::EACCES | libc::EPERM) => cannot_open(path, error),
+        _ => Error::io(op, path, error),
+    }
+}
+
 /// Why a file or a device of a store could not be opened, and what to do.
 pub fn cannot_open(path: &Path, error: io::Error) -> Error {
+    let is_denied = matches!(error.raw_os_error(), Some(libc::EROFS | libc::EACCES | libc::EPERM));
+    if is_denied
+        && let Ok(metadata) = fs::symlink_metadata(path)
+        && let Err(refused) = check_writable(path, &metadata)
+    {
+        return refused;
+    }
     match error.raw_os_error() {
         // A link that appeared between the check and the open.
         Some(libc::ELOOP) => Error::store(path, "a symbolic link", "a regular file or a block device", "open again"),
@@ -295,7 +321,8 @@ pub fn cannot_open(path: &Path, error: io::Error) -> Error {
             path,
             format!("no permission ({error})"),
             "a path that this process may create, read and write",
-            "run as the user who owns it, or change its owner or mode",
+            "run as the user who owns it, or change its owner, its mode, or the attribute `i` of it or its folder, \
+             which makes it immutable (lsattr, chattr -i)",
         ),
         Some(libc::EBUSY) => Error::store(
             path,

@@ -63,6 +63,13 @@ pub(super) fn available_bytes(file: &File) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize).saturating_add(file.metadata()?.blocks() * 512))
 }
 
+/// Whether the block device of this number is read-only: it can be opened for writing, and then every write fails.
+/// False where sysfs does not say.
+pub(super) fn is_read_only(device: u64) -> bool {
+    let said = format!("/sys/dev/block/{}:{}/ro", fs::major(device), fs::minor(device));
+    std::fs::read_to_string(said).is_ok_and(|text| text.trim() == "1")
+}
+
 /// Name of the file's file system, for messages.
 pub(super) fn file_system(file: &File) -> String {
     let Ok(stat) = fs::fstatfs(file) else { return "an unknown file system".into() };

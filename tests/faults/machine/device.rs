@@ -15,7 +15,7 @@ use kvhoist::{
 };
 
 use super::{
-    apart::LoopDevice,
+    apart::{LoopDevice, run},
     common::{self, directory},
     config_at, serves, skip,
 };
@@ -150,6 +150,35 @@ fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
     of(&b).read_to_end(&mut bytes).expect("readable");
     assert!(bytes.iter().all(|byte| *byte == 0));
     assert!(matches!(wipe(), Err(Error::Store { .. })), "nothing is left");
+}
+
+#[test]
+fn a_read_only_device_is_refused_before_anything_is_written() {
+    let dir = directory();
+    let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
+    let settings = || config_at(device.path(), StorageKind::Auto, 512);
+    let path = device.path().display().to_string();
+    let set = |mode: &str| assert!(run("blockdev", &[mode, &path]), "blockdev {mode}");
+    let refused = |error: Option<Error>| match error {
+        Some(Error::Store { found, action, .. }) => {
+            assert!(found == "a read-only device" && action.contains("blockdev --setrw"), "{found}; {action}");
+            action
+        }
+        other => panic!("{other:?}"),
+    };
+    for whole in [false, true] {
+        set("--setro");
+        let action = refused(block_on(Cache::open(settings())).err());
+        assert!(action.contains("`disks`"), "{action}");
+        if whole {
+            assert_eq!(Store::at([device.path()]).inspect().expect("it can be read").full, 40);
+            let wipe = Store::at([device.path()]).wipe(|_, _, _| panic!("nobody is asked"), |_, _| {});
+            let action = refused(wipe.err());
+            assert!(!action.contains("`disks`"), "{action}");
+        }
+        set("--setrw");
+        serves(&block_on(Cache::open(settings())).expect("it can be written"));
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use kvhoist::{Cache, Config, DirectIo, Error, StorageKind, block_on};
+use kvhoist::{Cache, Config, DirectIo, Error, StorageKind, block_on, store::Store};
 
 use super::{
     apart::{apart, is_root, limit, mount, mount_ext4, private_mounts, run},
@@ -171,6 +171,27 @@ fn a_limit_on_the_size_of_files_that_comes_after_the_open_fails_writes_only() {
             limit(libc::RLIMIT_FSIZE, libc::RLIM_INFINITY);
         }
     });
+}
+
+#[test]
+fn a_store_in_an_immutable_folder_is_not_wiped_and_the_refusal_says_why() {
+    let (dir, settings) = (directory(), |dir: &_| config(dir, StorageKind::Auto, 8, 64));
+    serves(&block_on(Cache::open(settings(&dir))).expect("open"));
+    let path = dir.path().display().to_string();
+    if !run("chattr", &["+i", &path]) {
+        skip!("making a folder immutable needs root, chattr and a file system with it");
+    }
+    let wiped = Store::at([dir.path()]).wipe(|_, _, _| true, |_, _| {});
+    fs::rename(store_file(&dir), dir.path().join("elsewhere")).expect_err("the folder is immutable");
+    assert!(run("chattr", &["-i", &path]));
+    match wiped {
+        Err(Error::Store { path, found, action, .. }) => {
+            assert!(path == store_file(&dir) && found.contains("no permission"), "{found}");
+            assert!(action.contains("immutable (lsattr, chattr -i)"), "{action}");
+        }
+        other => panic!("{other:?}"),
+    }
+    serves(&block_on(Cache::open(settings(&dir))).expect("it is still a store"));
 }
 
 #[test]
