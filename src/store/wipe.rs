@@ -19,7 +19,7 @@ use super::{
 use crate::{
     config::DirectIo,
     disk::{
-        ReadOnlyFile, cannot_change, cannot_open, check_writable,
+        ReadOnlyFile, cannot_change, cannot_open, check_one_name, check_writable,
         format::{HEAD_BYTES, is_zero, pair::SuperblockPair},
         is_held, is_missing, open_read_only,
     },
@@ -45,9 +45,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Store`] if the paths are not exactly those of one store, or nothing is left of it, or a process has it
-    /// open, or if both superblocks of a device are damaged: they say where the store ends on it; [`Error::Io`], after
-    /// which a part of the store may already be gone. It can be repeated with the same paths until all is gone:
-    /// superblocks go last.
+    /// open; if a file has a second hard link, under which its data would stay; if both superblocks of a device are
+    /// damaged, which say where the store ends on it. [`Error::Io`], after which a part of the store may already be
+    /// gone. It can be repeated with the same paths until all is gone: superblocks go last.
     pub fn wipe(
         &self,
         confirm: impl FnOnce(Option<&Shape>, &[PathBuf], &[&Path]) -> bool,
@@ -115,6 +115,7 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
     let writable = writable.map_err(|error| reword(cannot_open(&file.path, error)))?;
     let metadata = writable.metadata().map_err(|error| Error::io("stat", &file.path, error))?;
     check_writable(&file.path, &metadata).map_err(reword)?;
+    check_one_name(&file.path, &metadata).map_err(reword)?;
     // The readers' lock of this process would be in the way.
     file.file.unlock().map_err(failed)?;
     match writable.try_lock() {
@@ -186,6 +187,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     if (now.dev(), now.ino()) != (ours.dev(), ours.ino()) {
         return Err(changed(path, "another file than a moment ago"));
     }
+    check_one_name(path, &now).map_err(reword)?;
     fs::remove_file(path).map_err(|error| reword(cannot_change("remove", path, error)))?;
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(parent).and_then(|parent| parent.sync_all()).map_err(failed("fsync the directory of"))

@@ -196,3 +196,19 @@ fn a_file_of_a_stores_name_with_data_behind_zeros_is_not_wiped() {
         assert!(fs::read(&path).expect("it stays") == bytes && folders[1].join("kvhoist.store").exists());
     }
 }
+
+#[test]
+fn a_store_with_a_second_name_is_not_called_removed() {
+    let dir = directory();
+    stored(dir.path());
+    let (a, b, other) = (dir.path().join("a"), dir.path().join("b"), dir.path().join("other"));
+    fs::hard_link(&b, &other).expect("linked");
+    let both = ["wipe", "--yes", shown(&a), shown(&b)];
+    let output = kvhoist(&both);
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), a.exists(), b.exists()), (Some(2), true, true), "{said}");
+    assert!(said.contains("2 hard links") && said.contains("remove its other names (find -inum"), "{said}");
+    assert!(!said.contains("--path"), "{said}");
+    fs::remove_file(&other).expect("removed");
+    assert!(kvhoist(&both).status.success() && !a.exists() && !b.exists());
+}

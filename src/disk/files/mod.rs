@@ -11,7 +11,7 @@ mod sys;
 
 pub(crate) use lock::is_held;
 pub use path::{FILE_NAME, cannot_open};
-pub(crate) use path::{cannot_change, check_writable, is_missing};
+pub(crate) use path::{cannot_change, check_one_name, check_writable, is_missing};
 pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{

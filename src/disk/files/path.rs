@@ -211,15 +211,20 @@ fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
              another path in `disks`",
         ));
     }
-    if metadata.nlink() != 1 {
-        return Err(Error::store(
-            path,
-            format!("a file with {} hard links", metadata.nlink()),
-            "a file with one name",
-            format!("remove its other names (find -inum {}), or choose another path in `disks`", metadata.ino()),
-        ));
+    check_one_name(path, metadata)
+}
+
+/// Refuses a file with several names: it would stay under the others, whatever happens to this one.
+pub(crate) fn check_one_name(path: &Path, metadata: &Metadata) -> Result<()> {
+    if metadata.file_type().is_block_device() || metadata.nlink() == 1 {
+        return Ok(());
     }
-    Ok(())
+    Err(Error::store(
+        path,
+        format!("a file with {} hard links", metadata.nlink()),
+        "a file with one name",
+        format!("remove its other names (find -inum {}), or choose another path in `disks`", metadata.ino()),
+    ))
 }
 
 /// Resolves a configured path to a file or device.
