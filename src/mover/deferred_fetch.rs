@@ -15,6 +15,10 @@ use crate::{
     state::{Class, DeferredWork, Locked, LookedUp, Outcome, Room},
 };
 
+/// What the holder of the lock found, with the movement that has begun, from which tier. Without one the caller looks the
+/// block up itself.
+type FoundFor = LookedUp<Option<(Tier, Begun<Room>)>>;
+
 /// A fetch of a block to host memory, for the holder of the lock.
 struct DeferredFetch {
     submitter: Arc<Submitter>,
@@ -22,7 +26,7 @@ struct DeferredFetch {
     /// `None` once a movement has it, or it is answered.
     waiter: Option<oneshot::Sender<Outcome>>,
     /// The result of the look-up, without a waiter that a movement has.
-    found: Option<Result<LookedUp<Option<(Tier, Begun<Room>)>>>>,
+    found: Option<Result<FoundFor>>,
 }
 
 impl Submitter {

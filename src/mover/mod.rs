@@ -378,7 +378,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let ended = caught_future(part).await;
             if ended.is_none() {
                 log(|| {
-                    tracing::error!("a task panicked, which is a defect: the cache ends; the panic message says where")
+                    tracing::error!("a task panicked, which is a defect: the cache ends; the panic message says where");
                 });
                 this.defect.notify_one();
             }

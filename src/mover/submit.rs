@@ -42,7 +42,6 @@ pub(super) struct Ends {
 }
 
 /// A flight that has begun, and who carries its movement out.
-#[expect(clippy::large_enum_variant, reason = "mostly it is the large one, and a box would be freed by another thread")]
 pub(crate) enum Begun<P> {
     /// An I/O thread, once the read is [submitted](Submitter::submit).
     Read(Submission),

@@ -21,6 +21,9 @@ pub(crate) enum LookedUp<N> {
     Nowhere,
 }
 
+/// The lock under which a block was not found in a tier, and its entry if it has one.
+pub(crate) type WithLock<'a> = (Locked<'a>, Option<EntryId>);
+
 /// A pin of the entry in a slot, counted in the index and as a lease.
 #[must_use = "without an owner nobody ends it"]
 pub(crate) struct CountedPin {
@@ -87,7 +90,7 @@ impl Shared {
         key: &BlockKey,
         tier: Tier,
         if_taken: IfTaken,
-    ) -> Result<Option<LookedUp<(Locked<'_>, Option<EntryId>)>>> {
+    ) -> Result<Option<LookedUp<WithLock<'_>>>> {
         let counted = {
             let Some(guard) = self.guard(if_taken) else { return Ok(None) };
             let mut state = self.locked(guard);

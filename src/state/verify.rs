@@ -148,7 +148,7 @@ impl Shared {
                     count,
                     "a block on disk was given up: its memory was changed while it was stored from there, or the \
                  drive lost it before it was first read; wait for the end of a store before its memory is used again"
-                )
+                );
             });
         } else {
             log(|| tracing::debug!(name, slot, count, "a block on disk was given up: wrong when it was first read"));
@@ -176,7 +176,7 @@ impl Shared {
                     why,
                     quarantined = quarantined.is_some(),
                     "a block on disk was given up; the next ones of this path are counted, and logged at level DEBUG"
-                )
+                );
             });
         } else {
             log(|| tracing::debug!(slot, why, quarantined = quarantined.is_some(), "a block on disk was given up"));

@@ -128,7 +128,7 @@ pub async fn fetch_to_device(caller: &mut Caller, cancel: Cancel) -> End {
 pub fn check_found(caller: &Caller, began: Began, found: bool) {
     let context = &caller.context;
     let claims = context.claims(&caller.cache, &caller.world);
-    let mut model = context.model.borrow_mut();
+    let model = context.model.borrow_mut();
     context.check(model.answered(began, found, claims));
     let mut report = context.report.borrow_mut();
     match found {
