@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Few, Filling, Finished, Joined, Locked, Outcome, PendingWrite, Pin, Shared, State};
+use super::{Class, Few, Filling, Finished, Locked, NoWait, Outcome, PendingWrite, Pin, Shared, State, Waiters};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Eviction,
@@ -212,30 +212,55 @@ impl Locked<'_> {
         class: Class,
         waiters_max: u32,
     ) -> Result<Committed> {
-        let joined = match self.flights.entry(key, Tier::Disk) {
-            Some(entry) if entry == id => self.join(key, Tier::Disk, class, waiters_max),
-            // The write of a removed block of this key. The write of this block follows, with or without waiters.
-            Some(_) => {
-                self.set_dirty(id, key);
-                self.join_next(key, Tier::Disk, class, waiters_max)
+        let (sender, receiver) = oneshot::channel();
+        match self.write_for(id, key, class, Few::from([sender]), waiters_max) {
+            Ok(Some(write)) => Ok(Committed::Write(write, receiver)),
+            Ok(None) => Ok(Committed::Wait(receiver)),
+            // It is in no memory from which it could be written.
+            Err((NoWait::Absent, _)) => Ok(Committed::Done),
+            Err((NoWait::Full, _)) => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Err((NoWait::Overdue, _)) => Err(self.timeout("a movement of the block that is overdue")),
+        }
+    }
+
+    /// Has waiters wait for the write of a block that is not on disk; returns the write if it begins. Gives waiters back
+    /// that cannot wait.
+    ///
+    /// | In flight | The block | Its write |
+    /// |---|---|---|
+    /// | to disk: this entry | | is in flight |
+    /// | to disk: a removed entry of this key | | follows, with or without waiters |
+    /// | nothing to disk | in memory from which it can be written | begins |
+    /// | to host memory | else, as on its way from the device | follows, with or without waiters |
+    /// | nothing | else | there is none |
+    fn write_for(
+        &mut self,
+        id: EntryId,
+        key: &BlockKey,
+        class: Class,
+        waiters: Waiters,
+        waiters_max: u32,
+    ) -> std::result::Result<Option<PendingWrite>, (NoWait, Waiters)> {
+        let in_flight = match self.flights.entry(key, Tier::Disk) {
+            Some(entry) => {
+                if entry != id {
+                    self.set_dirty(id, key);
+                }
+                Tier::Disk
             }
             None => match self.pin_source(id, key) {
                 Some(pin) => {
-                    let (sender, receiver) = oneshot::channel();
-                    self.flights.begin((key, Tier::Disk), id, class, Few::from([sender]), true);
-                    return Ok(Committed::Write(self.pending_write(key, pin, class), receiver));
+                    self.flights.begin((key, Tier::Disk), id, class, waiters, true);
+                    return Ok(Some(self.pending_write(key, pin, class)));
                 }
-                // It is being copied from the device: the write follows.
-                None => self.join_next(key, Tier::Host, class, waiters_max),
+                None => Tier::Host,
             },
         };
-        match joined {
-            Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
-            // It is in no memory from which it could be written, or it comes from disk.
-            Joined::None => Ok(Committed::Done),
-            Joined::Full => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
-            Joined::Overdue => Err(self.timeout("a movement of the block that is overdue")),
+        self.flights.wait_for_write((key, in_flight), id, waiters, waiters_max)?;
+        if class == Class::Awaited {
+            self.raise(key, in_flight);
         }
+        Ok(None)
     }
 
     /// Pins a block in memory from which it can be written to disk.
@@ -287,35 +312,24 @@ impl Locked<'_> {
         if let Some(id) = self.index.find(key)
             && self.index.slot(id, Tier::Disk).is_none()
         {
-            let awaited = !self.shared().config.writes_back() || !next.is_empty();
-            if !awaited && self.index.slot(id, Tier::Host).is_some() {
+            let class = if next.is_empty() { Class::Background } else { Class::Awaited };
+            let writes_back = self.shared().config.writes_back() && class == Class::Background;
+            if writes_back && self.index.slot(id, Tier::Host).is_some() {
                 self.must_be_written(id, key);
                 return (answers, None);
             }
-            if let Some(entry) = self.flights.entry(key, Tier::Disk) {
-                // The block was removed and stored again during this flight, and that store writes it.
-                if entry != id {
-                    self.set_dirty(id, key);
-                }
-                let is_awaited = !next.is_empty();
-                match self.flights.pass_to_write(key, id, next) {
-                    Ok(()) => {
-                        if is_awaited {
-                            self.raise(key, Tier::Disk);
-                        }
-                        return (answers, None);
+            match self.write_for(id, key, class, next, u32::MAX) {
+                Ok(write) => return (answers, write.map(Box::new)),
+                Err((why, waiters)) => {
+                    next = waiters;
+                    if why == NoWait::Overdue {
+                        missed = Err(self.timeout("a movement of the block that is overdue"));
+                    } else if let (Tier::Host, Some(error)) = (tier, failed) {
+                        // It did not arrive in host memory, from which it would be written.
+                        self.note_refused(key, error.clone());
+                        missed = Err(error);
                     }
-                    Err(waiters) => next = waiters,
                 }
-                missed = Err(self.timeout("a movement of the block that is overdue"));
-            } else if let Some(pin) = self.pin_source(id, key) {
-                let class = if next.is_empty() { Class::Background } else { Class::Awaited };
-                self.flights.begin((key, Tier::Disk), id, class, next, true);
-                return (answers, Some(Box::new(self.pending_write(key, pin, class))));
-            } else if let (Tier::Host, Some(error)) = (tier, failed) {
-                // It did not arrive in host memory, from which it would be written.
-                self.note_refused(key, error.clone());
-                missed = Err(error);
             }
         }
         answers.extend(next.into_iter().map(|waiter| (waiter, missed.clone().map(|()| None))));

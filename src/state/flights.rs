@@ -99,6 +99,17 @@ pub(crate) enum Joined<M> {
     Overdue,
 }
 
+/// Why waiters do not wait for a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoWait {
+    /// No movement is in flight.
+    Absent,
+    /// It has the largest permitted number of waiters.
+    Full,
+    /// It is overdue.
+    Overdue,
+}
+
 impl<M> Flight<M> {
     /// True if a write to disk follows it.
     pub(crate) fn is_followed(&self) -> bool {
@@ -162,28 +173,29 @@ impl<M> Flights<M> {
         wait(&mut flight.waiters, waiters_max, &mut self.gone)
     }
 
-    /// Requests a write of the block that `key` names when the movement in flight ends, and waits for that write. The
-    /// write follows whatever this returns, unless no movement is in flight or it comes from disk.
-    pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
-        let Some(flight) = self.by_target.get_mut(key, tier) else { return Joined::None };
-        let next = flight.next.get_or_insert_default();
-        if flight.overdue { Joined::Overdue } else { wait(next, waiters_max, &mut self.gone) }
-    }
-
-    /// Has waiters of a write of `entry` wait for the one in flight, or for the one that follows the write of a removed
-    /// entry. Gives them back where no write is in flight, or it is overdue.
-    pub(crate) fn pass_to_write(
+    /// Has waiters wait for a write of `entry`: for the movement in flight, if that is one, else for the write that
+    /// follows it, which is of the block that `key` names when it ends. That follows whatever this returns, unless no
+    /// movement is in flight. Gives waiters back that cannot wait.
+    pub(crate) fn wait_for_write(
         &mut self,
-        key: &BlockKey,
+        (key, tier): (&BlockKey, Tier),
         entry: EntryId,
         waiters: Waiters<M>,
-    ) -> std::result::Result<(), Waiters<M>> {
-        let Some(flight) = self.by_target.get_mut(key, Tier::Disk) else { return Err(waiters) };
-        let of_entry = if flight.entry == entry { &mut flight.waiters } else { flight.next.get_or_insert_default() };
+        waiters_max: u32,
+    ) -> Result<(), (NoWait, Waiters<M>)> {
+        let Some(flight) = self.by_target.get_mut(key, tier) else { return Err((NoWait::Absent, waiters)) };
+        let is_of_entry = tier == Tier::Disk && flight.entry == entry;
+        let others = if is_of_entry { &mut flight.waiters } else { flight.next.get_or_insert_default() };
         if flight.overdue {
-            return Err(waiters);
+            return Err((NoWait::Overdue, waiters));
         }
-        of_entry.extend(waiters);
+        if others.len() + waiters.len() > waiters_max as usize {
+            prune(others, &mut self.gone);
+        }
+        if others.len() + waiters.len() > waiters_max as usize {
+            return Err((NoWait::Full, waiters));
+        }
+        others.extend(waiters);
         Ok(())
     }
 

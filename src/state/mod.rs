@@ -37,7 +37,7 @@ pub(crate) use commit::{BegunStore, Committed, FlightEnd, Known};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
-pub(crate) use flights::{Class, Raised};
+pub(crate) use flights::{Class, NoWait, Raised};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use in_flight::{InFlight, Permit};
 pub(crate) use lenders::{Lender, Lenders};
@@ -80,6 +80,8 @@ pub(crate) type Few<T> = smallvec::SmallVec<[T; 1]>;
 pub(crate) type Flights = flights::Flights<Outcome>;
 /// The result of joining a movement.
 pub(crate) type Joined = flights::Joined<Outcome>;
+/// The waiters of one movement.
+pub(crate) type Waiters = flights::Waiters<Outcome>;
 /// The waiters that a movement leaves when it ends.
 pub(crate) type Finished = flights::Finished<Outcome>;
 
@@ -297,21 +299,10 @@ impl State {
     /// Waits for the movement of `key` to `tier`, if one is in flight, which is awaited from now on if `class` is.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
         let joined = self.flights.join(key, tier, waiters_max);
-        self.raise_joined(key, tier, class, &joined);
-        joined
-    }
-
-    /// Waits for the write that follows the movement of `key` to `tier`, which is awaited from now on if `class` is.
-    pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
-        let joined = self.flights.join_next(key, tier, waiters_max);
-        self.raise_joined(key, tier, class, &joined);
-        joined
-    }
-
-    fn raise_joined(&mut self, key: &BlockKey, tier: Tier, class: Class, joined: &Joined) {
         if class == Class::Awaited && matches!(joined, Joined::Waiting(_)) {
             self.raise(key, tier);
         }
+        joined
     }
 
     /// Free slots of a tier.

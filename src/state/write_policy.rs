@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Class, Committed, Locked, PendingWrite, Shared};
+use super::{Class, Committed, Few, Locked, PendingWrite, Shared};
 use crate::{
     block::{BlockKey, Tier},
     config::WritePolicy,
@@ -98,7 +98,7 @@ impl Locked<'_> {
     pub(super) fn must_be_written(&mut self, id: EntryId, key: &BlockKey) {
         if self.index.slot(id, Tier::Host).is_none() {
             // It is being copied from the device: the write follows.
-            self.flights.join_next(key, Tier::Host, 0);
+            _ = self.flights.wait_for_write((key, Tier::Host), id, Few::default(), u32::MAX);
             return;
         }
         if let Err(error) = self.disk_service.check_writes("disk") {

@@ -33,20 +33,25 @@ fn nobody_joins_a_movement_that_is_overdue() {
     assert_eq!(flights.overdue(), 1);
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::Overdue));
     let (sender, _receiver) = oneshot::channel();
-    let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), Few::from([sender]));
-    assert_eq!(refused.expect_err("it is overdue").len(), 1, "they are given back");
+    let refused = flights.wait_for_write((&KEY, Tier::Disk), EntryId::from_u32(1), Few::from([sender]), 9);
+    let (why, waiters) = refused.expect_err("it is overdue");
+    assert_eq!((why, waiters.len()), (NoWait::Overdue, 1), "they are given back");
     flights.finish(&KEY, Tier::Disk);
     assert_eq!(flights.overdue(), 0);
     assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::None));
 }
 
 #[test]
-fn waiters_are_passed_to_the_write_of_their_entry_or_to_the_one_that_follows() {
-    for (entry, follows) in [(1, false), (2, true)] {
-        let (mut flights, _first) = in_flight(Tier::Disk, 1);
+fn waiters_wait_for_the_write_of_their_entry_or_for_the_one_that_follows() {
+    for (tier, entry, follows) in [(Tier::Disk, 1, false), (Tier::Disk, 2, true), (Tier::Host, 1, true)] {
+        let (mut flights, _first) = in_flight(tier, 1);
+        let entry = EntryId::from_u32(entry);
         let (sender, _receiver) = oneshot::channel();
-        flights.pass_to_write(&KEY, EntryId::from_u32(entry), Few::from([sender])).expect("a write is in flight");
-        let Finished { waiters, next } = flights.finish(&KEY, Tier::Disk);
+        flights.wait_for_write((&KEY, tier), entry, Few::from([sender]), 9).expect("a movement is in flight");
+        let (sender, _other) = oneshot::channel();
+        let refused = flights.wait_for_write((&KEY, tier), entry, Few::from([sender]), 2 - u32::from(follows));
+        assert!(matches!(refused, Err((NoWait::Full, waiters)) if waiters.len() == 1), "they are given back");
+        let Finished { waiters, next } = flights.finish(&KEY, tier);
         assert_eq!((waiters.len(), next.map(|next| next.len())), (2 - usize::from(follows), follows.then_some(1)));
     }
 }
