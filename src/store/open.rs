@@ -138,7 +138,24 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
     }
     let open = |path: &&Path| open_read_only(path, options.direct_io, options.allow_in_use);
     let files: Vec<ReadOnlyFile> = paths.iter().map(open).collect::<Result<_>>().map_err(reword)?;
-    let Heads { mut members, blank, mut lost, mut faults } = heads(files)?;
+    let mut members = Vec::with_capacity(files.len());
+    let mut faults = Vec::new();
+    let (mut lost, mut blank) = (Vec::new(), Vec::new());
+    for file in files {
+        match SuperblockPair::decode(file.head()) {
+            SuperblockPair::Valid { superblock, .. } => {
+                faults.extend(damaged_copies(&file, &superblock));
+                members.push((superblock, file));
+            }
+            // A torn head is an interrupted creation, or a store whose superblocks are damaged.
+            SuperblockPair::Torn | SuperblockPair::Bad(SuperblockError::Damaged | SuperblockError::Field(_)) => {
+                faults.push(fault(&file, 0, FaultKind::Superblocks));
+                lost.push(file);
+            }
+            SuperblockPair::Blank if file.is_blank()? => blank.push(file),
+            head @ (SuperblockPair::Blank | SuperblockPair::Bad(_)) => return Err(no_store(&file, &head).into()),
+        }
+    }
     members.sort_by_key(|(superblock, _)| superblock.member);
     if !members.iter().any(|(superblock, _)| superblock.state == StoreState::Whole) {
         return Ok(unfinished(members, blank, lost, faults)?);
@@ -173,47 +190,21 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
     Ok(Rest::Opened(Opened::Store(Box::new(OpenStore { files, superblocks, config, stripe, shape, faults }))))
 }
 
-/// Files by what their superblocks say.
-#[derive(Default)]
-struct Heads {
-    members: Vec<(Superblock, ReadOnlyFile)>,
-    /// Zeros, as a creation leaves that was cut off.
-    blank: Vec<ReadOnlyFile>,
-    lost: Vec<ReadOnlyFile>,
-    faults: Vec<Fault>,
-}
-
-/// Reads the superblocks of files.
-fn heads(files: Vec<ReadOnlyFile>) -> Result<Heads, Refused> {
-    let mut heads = Heads::default();
-    let Heads { members, blank, lost, faults } = &mut heads;
-    for file in files {
-        match SuperblockPair::decode(file.head()) {
-            SuperblockPair::Valid { superblock, .. } => {
-                faults.extend(damaged_copies(&file, &superblock));
-                members.push((superblock, file));
-            }
-            // A torn head is an interrupted creation, or a store whose superblocks are damaged.
-            SuperblockPair::Torn | SuperblockPair::Bad(SuperblockError::Damaged | SuperblockError::Field(_)) => {
-                faults.push(fault(&file, 0, FaultKind::Superblocks));
-                lost.push(file);
-            }
-            SuperblockPair::Blank if file.is_blank()? => blank.push(file),
-            SuperblockPair::Blank => {
-                let action = if file.device { ACTION } else { ZEROS };
-                return Err(Error::store(&file.path, "no store (zeros)", "a store", action).into());
-            }
-            SuperblockPair::Bad(SuperblockError::Foreign | SuperblockError::Blank) => {
-                let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
-                return Err(refuse(&file.path, found, "a store").into());
-            }
-            SuperblockPair::Bad(SuperblockError::Newer(version)) => {
-                let found = format!("a store of format version {version}");
-                return Err(refuse(&file.path, found, format!("format version {VERSION}")).into());
-            }
+/// Refuses a file that begins with none of this program's superblocks.
+fn no_store(file: &ReadOnlyFile, head: &SuperblockPair) -> Error {
+    match head {
+        SuperblockPair::Blank => {
+            Error::store(&file.path, "no store (zeros)", "a store", if file.device { ACTION } else { ZEROS })
+        }
+        SuperblockPair::Bad(SuperblockError::Newer(version)) => {
+            let found = format!("a store of format version {version}");
+            refuse(&file.path, found, format!("format version {VERSION}"))
+        }
+        _ => {
+            let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
+            refuse(&file.path, found, "a store")
         }
     }
-    Ok(heads)
 }
 
 /// What files without a whole superblock are: a creation that was cut off, unless one is damaged or has records.

@@ -257,7 +257,7 @@ mod tests {
         let (end, ends) = mpsc::channel::<()>();
         let ends = std::sync::Mutex::new(ends);
         let hangs = move || {
-            drop(ends.lock().expect("no panic").recv());
+            _ = ends.lock().expect("no panic").recv();
             Vec::new()
         };
         let drives = Asked::new("the drives", hangs).patience(Duration::from_millis(10));
