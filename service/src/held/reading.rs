@@ -21,6 +21,8 @@ use super::memory::{Filling, NEVER};
 /// one keeps a processor in the kernel, which clears pages for it, and whoever is to run there waits.
 const THREADS: usize = 4;
 const PIECE_BYTES: usize = 512 << 10;
+/// What is read to wait for a write that is under way.
+const FIRST_BYTES: u64 = 4096;
 /// How often those who wait for the other files of a drive are told that it reads: well within a client's patience.
 const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 /// How soon a file that nobody wants any more is noticed.
@@ -110,18 +112,26 @@ fn lower_priority() {
 }
 
 /// Reads all of a file, and tells how far it is, and `heartbeat` that it gets on. One that changes meanwhile is an
-/// error: its readers look too.
+/// error: its readers look too. A change after that gives the file another identity, whoever makes it.
 fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn()) -> Result<(), Error> {
     let (size, start) = (file.size(), filling.start().as_ptr() as usize);
     let ranges = (0..size).step_by(PIECE_BYTES).map(|offset| {
         let len = PIECE_BYTES.min((size - offset) as usize);
         Range { file: 0, offset, len, address: start + offset as usize }
     });
+    let ranges: Vec<Range> = ranges.collect();
     let mut options = Options::default();
     (options.threads, options.piece_bytes) = (Some(THREADS), Some(PIECE_BYTES));
     // SAFETY: the mapping, which readers of its memory look at only as far as they were told, and which outlives the
     // transfer: that is dropped before `filling`, also by a panic.
-    let transfer = unsafe { read(vec![file.clone()], ranges.collect(), Memory::Host, &options) }?;
+    let begin = |ranges, options: &Options| unsafe { read(vec![file.clone()], ranges, Memory::Host, options) };
+    // A store into a page that is dirty has no time of its own.
+    file.sync()?;
+    // A write has the time of its begin: one that is under way is over when a direct read is.
+    let (mut past_cache, len) = (options.clone(), size.min(FIRST_BYTES) as usize);
+    past_cache.page_cache = false;
+    begin(vec![Range { file: 0, offset: 0, len, address: start }], &past_cache)?.wait()?;
+    let transfer = begin(ranges, &options)?;
     let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
     let mut first_missing = 0;
     let mut told: Option<Instant> = None;
@@ -147,7 +157,9 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn())
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::unix::fs::FileExt, path::Path};
+    use std::{fs::File, os::unix::fs::FileExt, path::Path, ptr::null_mut, slice};
+
+    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
     use super::{
         super::memory::{HEARTBEAT_BYTES, arrived_at},
@@ -174,7 +186,7 @@ mod tests {
     }
 
     fn job(file: SourceFile) -> (Job, File, Arc<Fate>) {
-        let (filling, memory) = Filling::new(BYTES).expect("a memfd");
+        let (filling, memory) = Filling::new(file.size()).expect("a memfd");
         let fate = Arc::<Fate>::default();
         (Job { file, filling, fate: Arc::clone(&fate) }, File::from(memory), fate)
     }
@@ -230,5 +242,58 @@ mod tests {
         let mut found = vec![0; BYTES as usize];
         good.read_exact_at(&mut found, 0).expect("the memory stays");
         assert!(found.iter().all(|byte| *byte == b'g'));
+    }
+
+    /// Reads a file as a service does, has it changed, and sees that its next readers are given no other bytes than it
+    /// has. Returns whether it was read.
+    fn serve(path: &Path, change: impl FnOnce()) -> bool {
+        let source = SourceFile::open(path).expect("it is there");
+        let (Job { file, filling, fate }, memory, _) = job(source.clone());
+        let is_read = fill(&file, &filling, &fate, || ()).is_ok();
+        change();
+        if is_read && SourceFile::open(path).expect("it is there").identity() == source.identity() {
+            let mut found = vec![0; source.size() as usize];
+            memory.read_exact_at(&mut found, 0).expect("the memory stays");
+            assert!(found == std::fs::read(path).expect("it is there"), "bytes that the file has no more");
+        }
+        is_read
+    }
+
+    /// A mapping whose pages are dirty, and a file that its system keeps in memory.
+    #[test]
+    fn a_store_through_a_mapping_makes_another_version_of_the_file() {
+        for (parent, can_be_read) in [(env!("CARGO_MANIFEST_DIR"), true), ("/dev/shm", false)] {
+            let folder = tempfile::tempdir_in(parent).expect("a folder");
+            let path = made(folder.path(), "mapped").path().to_owned();
+            let file = File::options().read(true).write(true).open(&path).expect("it is there");
+            let (len, prot) = (BYTES as usize, ProtFlags::READ | ProtFlags::WRITE);
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            let start = unsafe { mmap(null_mut(), len, prot, MapFlags::SHARED, &file, 0) }.expect("a mapping");
+            // SAFETY: the mapping, which only this test writes to.
+            let mapped = unsafe { slice::from_raw_parts_mut(start.cast::<u8>(), len) };
+            mapped.fill(1);
+            assert_eq!(serve(&path, || mapped.fill(2)), can_be_read, "{parent}");
+            // SAFETY: the mapping, which nobody uses any more.
+            unsafe { munmap(start, len) }.expect("a mapping");
+        }
+    }
+
+    /// The time of a write is that of its begin.
+    #[test]
+    fn a_file_in_the_middle_of_a_long_write_is_read_after_it() {
+        const LEN: usize = 96 << 20;
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let path = folder.path().join("file");
+        std::fs::write(&path, vec![1; LEN]).expect("room");
+        let file = File::options().write(true).open(&path).expect("it is there");
+        file.sync_all().expect("room");
+        let modified = || std::fs::metadata(&path).and_then(|found| found.modified()).expect("a time");
+        let new = vec![2; LEN];
+        let before = modified();
+        let writer = thread::spawn(move || file.write_all_at(&new, 0));
+        while modified() == before {
+            thread::yield_now();
+        }
+        assert!(serve(&path, || writer.join().expect("no panic").expect("room")));
     }
 }
