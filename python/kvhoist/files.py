@@ -129,9 +129,18 @@ def _is_buffer(memory: Any) -> bool:
     return True
 
 
-def unresolved(tensor: Any) -> str | None:
-    """Of a tensor that torch conjugates or negates when it is read, whose memory has other values: what it is, and what
-    to do."""
+def unready(tensor: Any) -> str | None:
+    """Of a tensor whose memory does not have its values, one behind the other: what it is, and what to do."""
+    try:
+        if not tensor.is_contiguous():
+            return f"a tensor with strides {tensor.stride()}, expected a contiguous one"
+        return _unresolved(tensor) or _memoryless(tensor)
+    except (RuntimeError, TypeError) as error:  # A kind without strides or an address: sparse, fake, ...
+        return f"a {type(tensor).__name__} ({error}), expected a dense tensor with memory of its own"
+
+
+def _unresolved(tensor: Any) -> str | None:
+    """Of a tensor that torch conjugates or negates when it is read: its memory has other values."""
     expected = "expected one whose memory has its values"
     if tensor.is_conj():
         return f"a tensor that is conjugated when it is read, {expected}; resolve_conj() first"
@@ -140,13 +149,23 @@ def unresolved(tensor: Any) -> str | None:
     return None
 
 
+def _memoryless(tensor: Any) -> str | None:
+    """Of a tensor without memory for all of its values: a subclass of others that have it, or memory that was freed."""
+    nbytes = math.prod(tensor.shape) * tensor.element_size()  # A nested tensor refuses to tell its shape.
+    end = tensor.storage_offset() * tensor.element_size() + nbytes
+    if nbytes == 0 or (tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes()):
+        return None
+    return (
+        f"a {type(tensor).__name__} without memory of its own, expected one whose memory has its values;"
+        " of a DTensor give the local tensor, to_local(); freed memory has none"
+    )
+
+
 def _tensor_place(tensor: Any) -> Place:
-    if not tensor.is_contiguous():
-        raise ArgumentError(f"memory: found a tensor with strides {tensor.stride()}, expected a contiguous one")
-    if (lazy := unresolved(tensor)) is not None:
-        raise ArgumentError(f"memory: found {lazy}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"memory: found a tensor on {tensor.device}, expected one on a CPU or a CUDA device")
+    if (problem := unready(tensor)) is not None:
+        raise ArgumentError(f"memory: found {problem}")
     nbytes = tensor.numel() * tensor.element_size()
     device = None
     if tensor.device.type == "cuda":

@@ -53,10 +53,8 @@ def _serialized(
             raise ArgumentError("found a tensor called __metadata__, which the format has for metadata, expected another name")
         if tensor.dtype not in names:
             raise ArgumentError(f"found the tensor {name} of type {tensor.dtype}, expected a type of the format")
-        if not tensor.is_contiguous():
-            raise ArgumentError(f"found the tensor {name} with strides {tensor.stride()}, expected a contiguous one")
-        if (lazy := _files.unresolved(tensor)) is not None:
-            raise ArgumentError(f"{name}: found {lazy}")
+        if (problem := _files.unready(tensor)) is not None:
+            raise ArgumentError(f"{name}: found {problem}")
         shape = list(tensor.shape)
         if names[tensor.dtype] == "F4":
             if not shape:

@@ -245,6 +245,48 @@ def test_tensors_that_are_conjugated_or_negated_when_they_are_read_are_neither_w
     assert torch.equal(load_file(tmp_path / "file")["values"], values.conj())
 
 
+class Wrapper(torch.Tensor):
+    """A tensor whose values are those of another, as a DTensor's."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, call, types, args=(), kwargs=None):
+        return call(*[one.inner if isinstance(one, Wrapper) else one for one in args], **(kwargs or {}))
+
+
+def freed():
+    tensor = torch.ones(100_000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Wrapper(torch.arange(100_000)), freed, lambda: torch.eye(4).to_sparse(),
+        lambda: torch._efficientzerotensor((1000,)),
+        lambda: torch.nested.nested_tensor([torch.arange(3.0), torch.arange(5.0)]),
+    ],
+    ids=["wrapper", "freed", "sparse", "zero", "nested"],
+)  # fmt: skip
+def test_tensors_without_memory_of_their_own_are_neither_written_nor_filled(tmp_path, make):
+    (tmp_path / "file").write_bytes(bytes(800_000))
+    tensor = make()
+    with pytest.raises(ArgumentError, match="one.weight: found .* expected"):
+        save_file({"one.weight": tensor}, tmp_path / "other")
+    with pytest.raises(ArgumentError, match="memory: found .* expected"):
+        files.write(tmp_path / "other", [tensor])
+    with pytest.raises(ArgumentError, match="memory: found .* expected"):
+        files.open(tmp_path / "file").read_into(tensor)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_tensors_that_their_file_does_not_align_are_copied(tmp_path):
     """Other writers put a wide type behind a narrow one, and give the header any length."""
     header, content, wanted, at = {}, b"", {}, 0
