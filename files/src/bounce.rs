@@ -2,12 +2,12 @@
 //!
 //! A process keeps those that it needed at once: mapping and pinning one costs as much as reading it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use crate::{Error, Memory, Result, cuda, memory::Copies, pages::Pages};
+use crate::{Error, Memory, Result, cuda, memory::Copies, pages::Pages, process::PerProcess};
 
 /// Buffers that nobody uses.
-static IDLE: Mutex<Vec<Buffers>> = Mutex::new(Vec::new());
+static IDLE: PerProcess<Vec<Buffers>> = PerProcess::new();
 
 /// Memory that a thread of a transfer has, in two halves.
 struct Buffers {
@@ -26,7 +26,7 @@ impl Bounce {
     /// Buffers of at least so many bytes each, pinned for the device of `memory`, for the calling thread.
     pub(crate) fn take(bytes: usize, memory: Memory) -> Result<Self> {
         let fits = |buffers: &Buffers| buffers.memory == memory && buffers.half() >= bytes;
-        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = IDLE.lock();
         if let Some(at) = idle.iter().position(fits) {
             let found = Bounce(Some(idle.swap_remove(at)));
             drop(idle);
@@ -75,7 +75,7 @@ impl Drop for Bounce {
         let buffers = self.0.take().expect("taken here only");
         // A device that fails says nothing of copies under way: the buffers are nobody's then, and stay.
         match buffers.copies.iter().try_for_each(Copies::finish) {
-            Ok(()) => IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(buffers),
+            Ok(()) => IDLE.lock().push(buffers),
             Err(_) => std::mem::forget(buffers),
         }
     }

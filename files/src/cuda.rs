@@ -6,7 +6,7 @@ use std::{
     fmt, hint,
     ptr::{NonNull, null_mut},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU32, Ordering},
     },
     thread,
@@ -19,10 +19,10 @@ use kvhoist::internals::{
     gpu::{Gpu, HostPin},
 };
 
-use crate::{Error, Result, pages::Pages};
+use crate::{Error, Result, pages::Pages, process::PerProcess};
 
 /// The streams of each device.
-static STREAMS: Mutex<BTreeMap<u32, Vec<Arc<Stream>>>> = Mutex::new(BTreeMap::new());
+static STREAMS: PerProcess<BTreeMap<u32, Vec<Arc<Stream>>>> = PerProcess::new();
 
 /// Streams of a device that all copies of this process to and from it are on: one copies while the other tells of its
 /// last copy. A device with many more turns from one to another for as long as a copy takes.
@@ -89,7 +89,7 @@ fn check(call: &'static str, code: CUresult) -> Result<()> {
 impl Stream {
     /// The one of a device's streams that the fewest copiers have.
     fn of(ordinal: u32) -> Result<Arc<Self>> {
-        let mut streams = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut streams = STREAMS.lock();
         let streams = streams.entry(ordinal).or_default();
         if streams.len() < STREAMS_OF_A_DEVICE {
             let gpu = open(ordinal)?;

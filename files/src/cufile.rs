@@ -3,11 +3,11 @@
 use std::{
     collections::BTreeMap,
     path::Path,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 
-use crate::{Mode, SourceFile, cuda::Reader, file::Way, memory::Copies};
+use crate::{Mode, SourceFile, cuda::Reader, file::Way, memory::Copies, process::PerProcess};
 
 /// What libcufile wants offsets, lengths and addresses to be multiples of, to go straight.
 pub(crate) const ALIGN: u64 = 4096;
@@ -19,7 +19,7 @@ const OPEN_MAX: Duration = Duration::from_secs(10);
 const PROBE_BYTES_MAX: usize = 64 << 10;
 
 /// Whether the way from a drive to a device was proven, by the drive's number and the device's.
-static PROVEN: Mutex<BTreeMap<(u64, u32), bool>> = Mutex::new(BTreeMap::new());
+static PROVEN: PerProcess<BTreeMap<(u64, u32), bool>> = PerProcess::new();
 
 /// The ways of a transfer's files to a device.
 pub(crate) struct Routes {
@@ -75,7 +75,7 @@ impl Routes {
     /// As of [`read`](Self::read).
     unsafe fn open(&self, file: &SourceFile, copies: &Copies, target: Target) -> Option<Reader> {
         let (direct, drive) = file.direct()?;
-        let mut proven = PROVEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut proven = PROVEN.lock();
         if proven.get(&(drive, self.ordinal)) == Some(&false) {
             return None;
         }

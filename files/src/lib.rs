@@ -43,6 +43,7 @@ pub mod internals;
 mod memory;
 mod pages;
 mod plan;
+mod process;
 mod queues;
 pub mod safetensors;
 mod shared;
