@@ -7,7 +7,7 @@ use std::{
         fd::AsRawFd,
         unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     },
-    path::{Path, PathBuf},
+    path::{Path, PathBuf, absolute},
     sync::{Arc, atomic::AtomicBool},
     thread,
     time::Duration,
@@ -102,7 +102,9 @@ impl SourceFile {
         let mut end = &cached;
         let size = if found.is_file() { found.len() } else { end.seek(SeekFrom::End(0)).map_err(fail)? };
         let direct = reopen(&cached, OpenOptions::new().read(true));
-        let (path, drive, inode, version) = (path.to_owned(), found.dev(), found.ino(), Version::of(&found));
+        // Where it was found, wherever the process works later.
+        let path = absolute(path).unwrap_or_else(|_| path.to_owned());
+        let (drive, inode, version) = (found.dev(), found.ino(), Version::of(&found));
         Ok(SourceFile::of(Inner { path, size, drive, inode, version, cached, direct }))
     }
 
@@ -123,7 +125,7 @@ impl SourceFile {
         FileIdentity { device: *drive, inode: *inode, size: *size, changed_s, changed_ns }
     }
 
-    /// The path that it was opened by.
+    /// The path that it was opened by, from the root on.
     pub fn path(&self) -> &Path {
         &self.inner.path
     }
@@ -137,6 +139,13 @@ impl SourceFile {
     /// offset agree up to it is read without a copy. `None` without direct I/O.
     pub fn direct_align(&self) -> Option<u64> {
         self.inner.direct.as_ref().map(|direct| direct.align)
+    }
+
+    /// The same file, for writing too. By its descriptor: another may have its path by now.
+    pub(crate) fn reopen_to_write(&self) -> Result<File> {
+        let path = descriptor_path(&self.inner.cached);
+        let opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
+        opened.map_err(|error| Error::io("open to write", self.path(), error))
     }
 
     /// The device that it is on.
@@ -202,8 +211,8 @@ impl SourceFile {
         if self.inner.version.lasts_until(&Version::of(&now)) { Ok(()) } else { Err(self.changed()) }
     }
 
-    /// Writes what the page cache alone has to the drive, so that any later change, a store through a mapping too, gives
-    /// the file another [`identity`](Self::identity): a store into a page that was dirty before does not.
+    /// Writes what the page cache alone has to the drive, so that any later change, also a store through a mapping,
+    /// gives the file another [`identity`](Self::identity): a store into a page that was dirty before does not.
     ///
     /// # Errors
     /// [`Error::Io`], also for a file whose changes are not all stamped: on tmpfs, or a block device.
@@ -273,10 +282,14 @@ pub(crate) fn refuse_other_kinds(path: &Path, found: &Metadata) -> Result<()> {
     Err(Error::NoFile { path: path.to_owned(), found })
 }
 
+/// A path that names an open file, whatever has its own.
+fn descriptor_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
 /// The same file with direct I/O, if it takes that. By its descriptor: another file may have its path by now.
 pub(crate) fn reopen(file: &File, options: &mut OpenOptions) -> Option<Direct> {
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let direct = options.custom_flags(libc::O_DIRECT).open(path).ok()?;
+    let direct = options.custom_flags(libc::O_DIRECT).open(descriptor_path(file)).ok()?;
     let found = statx(&direct, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
     let said = found.filter(|found| found.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
     let align = match said {

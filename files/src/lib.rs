@@ -2,7 +2,8 @@
 //!
 //! [`read`] takes a list of ranges (file, offset, length, target) and returns a [`Transfer`], which threads carry out
 //! in the order of each drive's files: it can be waited for, awaited, watched range by range, and cancelled.
-//! [`write`](fn@write) writes a whole file from pieces of memory, or nothing; [`write_at`] changes ranges in place.
+//! [`write`](fn@write) writes a whole file from pieces of memory, or nothing; [`write_at`] and [`write_into`] change
+//! ranges in place.
 //!
 //! Neighboring ranges are read together, in pieces of [`Options::piece_bytes`]. What the page cache has is copied from
 //! there; the rest is read with direct I/O, which leaves the page cache alone, straight into host memory that is
@@ -58,7 +59,7 @@ pub use memory::Memory;
 pub use plan::Range;
 pub use shared::{Progress, Report};
 pub use transfer::{Canceller, Mode, Options, Transfer, read};
-pub use write::{write, write_at};
+pub use write::{write, write_at, write_into};
 
 /// Results of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

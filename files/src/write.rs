@@ -16,7 +16,7 @@ use std::{
 use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::{
-    Error, Memory, Options, Range, Result, Transfer,
+    Error, Memory, Options, Range, Result, SourceFile, Transfer,
     file::{self, Direct, Way},
     plan::Piece,
     shared::Shared,
@@ -138,14 +138,31 @@ pub unsafe fn write_at(
     options: &Options,
 ) -> Result<Transfer> {
     let path = path.as_ref();
-    if ranges.iter().any(|range| range.file != 0 || range.offset.checked_add(range.len as u64).is_none()) {
-        return Err(Error::Argument("found a range of another file, or past 16 EiB, expected ranges of file 0".into()));
-    }
+    check_ranges(ranges)?;
     let cached = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
     let cached = cached.map_err(|error| Error::io("open", path, error))?;
     let found = cached.metadata().map_err(|error| Error::io("open", path, error))?;
     file::refuse_other_kinds(path, &found)?;
     start(ranges, memory, options, Writes::of(path.to_owned(), None, cached))
+}
+
+/// As [`write_at`], to the file that is open, whatever its path names by now.
+///
+/// # Safety
+/// As of [`write_at`].
+///
+/// # Errors
+/// [`Error::Io`].
+pub unsafe fn write_into(file: &SourceFile, ranges: &[Range], memory: Memory, options: &Options) -> Result<Transfer> {
+    check_ranges(ranges)?;
+    start(ranges, memory, options, Writes::of(file.path().to_owned(), None, file.reopen_to_write()?))
+}
+
+fn check_ranges(ranges: &[Range]) -> Result<()> {
+    if ranges.iter().any(|range| range.file != 0 || range.offset.checked_add(range.len as u64).is_none()) {
+        return Err(Error::Argument("found a range of another file, or past 16 EiB, expected ranges of file 0".into()));
+    }
+    Ok(())
 }
 
 fn start(ranges: &[Range], memory: Memory, options: &Options, writes: Writes) -> Result<Transfer> {

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist_files::{Error, Memory, Options, Range, Report, SourceFile, read, write, write_at};
+use kvhoist_files::{Error, Memory, Options, Range, Report, SourceFile, read, write, write_at, write_into};
 use proptest::prelude::*;
 
 const FILE_BYTES: usize = 300_001;
@@ -208,6 +208,31 @@ fn a_file_that_is_replaced_meanwhile_is_read_as_it_was() {
     let transfer = unsafe { read(opened, vec![range], Memory::Host, &Options::default()) };
     transfer.expect("it is in the file").wait().expect("nothing fails");
     assert!(target == old);
+}
+
+/// By a name that another file has by now, and that of a folder where the process no longer works.
+#[test]
+fn the_file_that_is_open_is_written_to_and_no_other() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let paths = files(folder.path(), 2);
+    let (opened, other) = (open(&paths[..1]), fs::read(&paths[1]).expect("it is there"));
+    let mut expected = fs::read(&paths[0]).expect("it is there");
+    let link = folder.path().join("link");
+    fs::hard_link(&paths[0], &link).expect("one folder");
+    fs::rename(&paths[1], &paths[0]).expect("it takes the name");
+    let range = Range { file: 0, offset: 7, len: 5, address: b"other".as_ptr() as usize };
+    // SAFETY: the bytes stay as they are.
+    let transfer = unsafe { write_into(&opened[0], &[range], Memory::Host, &Options::default()) };
+    transfer.expect("it may be written to").wait().expect("in place");
+    expected[7..12].copy_from_slice(b"other");
+    assert!(fs::read(&link).expect("it is there") == expected && fs::read(&paths[0]).expect("it is there") == other);
+}
+
+#[test]
+fn a_file_is_told_by_its_path_from_the_root_on() {
+    let here = std::env::current_dir().expect("a folder");
+    let file = SourceFile::open("Cargo.toml").expect("the package's own");
+    assert_eq!(file.path(), here.join("Cargo.toml"));
 }
 
 /// Wakes a thread that sleeps.

@@ -81,7 +81,7 @@ def files_write(
     path: str, pieces: Sequence[tuple[int, int]], device: int | None, settings: _FileSettings, kept: object
 ) -> FileTransfer: ...
 def files_write_at(
-    path: str, ranges: Sequence[_Range], device: int | None, settings: _FileSettings, kept: object
+    file: FileSource, ranges: Sequence[_Range], device: int | None, settings: _FileSettings, kept: object
 ) -> FileTransfer: ...
 @final
 class FileMemory:

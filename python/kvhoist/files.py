@@ -239,8 +239,8 @@ class File:
         return await read_many_async([(self, offset, target)], **settings)
 
     def write_from(self, source: Any, offset: int = 0, **settings: Any) -> Result:
-        """Writes in place, and flushes: after a crash in the middle some bytes are new and some are old. A file as a
-        whole is written by :func:`write`, all or nothing."""
+        """Writes in place, to the file that was opened, and flushes: after a crash in the middle some bytes are new and
+        some are old. A file as a whole is written by :func:`write`, all or nothing."""
         return finish(self._start_write(source, offset, settings), settings)
 
     async def write_from_async(self, source: Any, offset: int = 0, **settings: Any) -> Result:
@@ -250,7 +250,7 @@ class File:
     def _start_write(self, source: Any, offset: int, settings: dict[str, Any]) -> _native.FileTransfer:
         place = place_of(source, writable=False)
         ranges = [(0, _offset(offset), place.address, place.nbytes)]
-        return _native.files_write_at(self.path, ranges, place.device, _settings(settings), place)
+        return _native.files_write_at(self._source, ranges, place.device, _settings(settings), place)
 
     def __repr__(self) -> str:
         return f"<kvhoist.files.File {self.path} of {self.size} bytes>"

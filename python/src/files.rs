@@ -226,11 +226,11 @@ pub fn files_write(
     FileTransfer::of(py, transfer, kept)
 }
 
-/// Starts to write ranges of a file in place.
+/// Starts to write ranges of an open file in place.
 #[pyfunction]
 pub fn files_write_at(
     py: Python<'_>,
-    path: PathBuf,
+    file: &FileSource,
     ranges: Vec<RawRange>,
     device: Option<u32>,
     settings: Settings,
@@ -238,7 +238,7 @@ pub fn files_write_at(
 ) -> PyResult<FileTransfer> {
     let (ranges, options) = (to_ranges(ranges), options(py, settings)?);
     // SAFETY: as in `files_read`.
-    let transfer = py.detach(|| unsafe { kvhoist_files::write_at(path, &ranges, memory(device), &options) });
+    let transfer = py.detach(|| unsafe { kvhoist_files::write_into(&file.0, &ranges, memory(device), &options) });
     FileTransfer::of(py, transfer, kept)
 }
 

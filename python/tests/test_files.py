@@ -118,6 +118,17 @@ def test_asyncio_writes(path, tmp_path):
     assert path[0].read_bytes() == path[1][:7] + b"three" + path[1][12:]
 
 
+def test_the_file_that_was_opened_is_written_to(path, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "data").write_bytes(b"another file")
+    monkeypatch.chdir(tmp_path)
+    file = files.open("data")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.write_from(b"three", 7)
+    assert (tmp_path / "elsewhere" / "data").read_bytes() == b"another file"
+    assert path[0].read_bytes() == path[1][:7] + b"three" + path[1][12:]
+
+
 def test_a_cancelled_write_leaves_the_file_as_it_was(path, tmp_path):
     source = bytearray(64 << 20)
 
