@@ -40,10 +40,8 @@ def load_files(
     afterwards. A tensor that several files have is an error, and so is one that the index says a file has and that is
     not there.
     """
-    target = to_device(device)
-
     def read() -> tuple[_Loaded, list[tuple[str, int, int]]]:
-        return _read_part(paths, target, shard, Holder(service, keep), settings)
+        return _read_part(paths, to_device(device), shard, Holder(service, keep), settings)
 
     if shard is None or shard[1] == 1:
         loaded, _ = read()

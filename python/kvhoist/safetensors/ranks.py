@@ -35,7 +35,8 @@ def on_all_ranks(read: Callable[[], tuple[Found, Any]], shard: tuple[int, int], 
     if not dist.is_initialized() or dist.get_world_size(group) != world:
         size = dist.get_world_size(group) if dist.is_initialized() else "no"
         raise ArgumentError(f"shard: found {size} processes in torch.distributed's group, expected {world}")
-    found, same, failure = None, None, None
+    found, same = None, None
+    failure: BaseException | None = None
     told: list[Any] = [None] * world
     with _talk(group) as talk:
         try:
@@ -43,7 +44,7 @@ def on_all_ranks(read: Callable[[], tuple[Found, Any]], shard: tuple[int, int], 
                 number = dist.get_rank(group)
                 raise ArgumentError(f"shard: found {shard} in rank {number} of the group, expected its own number")
             found, same = read()
-        except Exception as error:
+        except BaseException as error:  # An interrupted rank may live on: the others need not wait for its end.
             failure = error
         try:
             dist.all_gather_object(told, (failure and f"{type(failure).__name__}: {failure}", same), talk)

@@ -58,6 +58,27 @@ def die_in_one_rank(rank, world, folder, answers, seems_nccl, step):
         answers.put((rank, f"{type(error).__name__}: {error}"))
 
 
+def interrupt_one_rank(rank, world, folder, answers):
+    meet(rank, world, folder, seems_nccl=False)
+    found = []
+    if rank == 1:
+        read, loading._read_part = loading._read_part, interrupted
+    for device in ["cpu", "cpu" if rank == 0 else "meta"]:
+        try:
+            load_files(f"{folder}/file.safetensors", device, shard=(rank, world))
+        except BaseException as error:
+            found.append(f"{type(error).__name__}: {error}")
+        if rank == 1:
+            loading._read_part = read
+    answers.put((rank, found))
+    # It lives on, until it is killed.
+    signal.pause()
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt("by hand")
+
+
 def fail_in_one_rank(rank, world, folder, answers):
     import torch.distributed as dist
 

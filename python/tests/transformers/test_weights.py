@@ -522,6 +522,16 @@ def test_a_rank_that_dies_is_an_error_of_the_others_at_once(tmp_path, step, seem
     assert rank == 0 and error.startswith("IoError: rank 0 of 2: another rank has ended"), error
 
 
+def test_a_rank_that_is_interrupted_and_lives_on_is_an_error_of_the_others_at_once(tmp_path):
+    save_file({"one": torch.arange(1_000_000)}, tmp_path / "file.safetensors")
+    with ranks_of(2, sharded.interrupt_one_rank, os.fspath(tmp_path)) as answers:
+        # Not after the 200 s of their group.
+        found = dict(answers.get(timeout=180) for _ in range(2))
+    (interrupted, device), others = found[1], found[0]
+    assert interrupted == "KeyboardInterrupt: by hand" and device.startswith("ArgumentError: device: found 'meta'")
+    assert others == [f"IoError: rank 1 of 2 has not read its part: {problem}" for problem in (interrupted, device)]
+
+
 def test_a_rank_that_fails_is_an_error_of_all_that_names_it(tmp_path):
     save_file({"one": torch.arange(100_000)}, tmp_path / "file")
     save_file({"one": torch.arange(100_001)}, tmp_path / "other")
