@@ -31,6 +31,8 @@ struct Writes {
     /// The name that it has, and the one that it gets.
     path: PathBuf,
     becomes: Option<PathBuf>,
+    /// The folder of the name that it gets.
+    folder: Option<File>,
     cached: File,
     direct: Option<Direct>,
     is_finished: AtomicBool,
@@ -47,8 +49,9 @@ struct Writes {
 /// leaked before.
 ///
 /// # Errors
-/// [`Error::Io`], also for want of room, and [`Error::NoFile`] where `path` is something else, before anything is
-/// written.
+/// [`Error::Io`], also for want of room and for a folder that may not be listed, and [`Error::NoFile`] where `path` is
+/// something else, before anything is written. One that says so comes from the flush of the folder, when the file has
+/// its name.
 ///
 /// # Cancel safety
 /// Dropping the transfer cancels it: the file is then as before, unless the transfer was over.
@@ -81,9 +84,13 @@ pub unsafe fn write(
             });
         }
     }
+    // While the path is as it was: a folder that may not be listed does not open.
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = File::open(folder).map_err(|error| Error::io("open the folder", folder, error))?;
     let (temporary, cached) = make_temporary(path, name)?;
     // From here on the temporary file is removed unless it takes the name.
-    let writes = Writes::of(temporary, Some(path.to_owned()), cached);
+    let mut writes = Writes::of(temporary, Some(path.to_owned()), cached);
+    writes.folder = Some(folder);
     if let Some(found) = replaced {
         let mode = Permissions::from_mode(found.permissions().mode());
         writes.cached.set_permissions(mode).map_err(|error| writes.failed("change the permissions of", error))?;
@@ -173,7 +180,7 @@ fn start(ranges: &[Range], memory: Memory, options: &Options, writes: Writes) ->
 impl Writes {
     fn of(path: PathBuf, becomes: Option<PathBuf>, cached: File) -> Self {
         let direct = file::reopen(&cached, OpenOptions::new().write(true));
-        Writes { path, becomes, cached, direct, is_finished: AtomicBool::new(false) }
+        Writes { path, becomes, folder: None, cached, direct, is_finished: AtomicBool::new(false) }
     }
 
     fn failed(&self, op: &'static str, error: impl Into<io::Error>) -> Error {
@@ -208,9 +215,9 @@ impl Carry for Writes {
         if let Some(becomes) = &self.becomes {
             fs::rename(&self.path, becomes).map_err(|error| self.failed("name", error))?;
             self.is_finished.store(true, Ordering::Relaxed);
-            let folder = becomes.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            let flushed = File::open(folder).and_then(|folder| folder.sync_all());
-            flushed.map_err(|error| Error::io("flush", folder, error))?;
+            let flushed = self.folder.as_ref().map_or(Ok(()), File::sync_all);
+            flushed
+                .map_err(|error| self.failed("flush the folder of the new file, which has its name by now,", error))?;
         }
         Ok(())
     }

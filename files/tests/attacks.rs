@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     io::{Seek, SeekFrom, Write},
-    os::unix::fs::{FileExt, symlink},
+    os::unix::fs::{FileExt, PermissionsExt, chown, symlink},
     path::Path,
     time::Duration,
 };
@@ -237,6 +237,41 @@ fn a_link_that_is_written_to_stays_and_its_file_is_replaced() {
     for one in [&folder, &elsewhere] {
         assert_eq!(fs::read_dir(one.path()).expect("a folder").count(), 1, "a temporary file stays");
     }
+}
+
+/// The folder is flushed after the file has its name: one that does not open may not be an error of a write that is done.
+#[test]
+fn a_folder_that_may_not_be_listed_is_an_error_before_the_file_changes() {
+    const NOBODY: u32 = 65_534;
+    let folder = tempfile::tempdir_in("/dev/shm").expect("it is there");
+    let path = folder.path().join("file");
+    fs::write(&path, b"old").expect("a small file");
+    // SAFETY: a question.
+    let is_root = unsafe { libc::getuid() } == 0;
+    if is_root {
+        chown(folder.path(), Some(NOBODY), None).expect("by root");
+    }
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o300)).expect("its owner may");
+    let source = bytes(5000);
+    // SAFETY: the child does nothing but what is to be tried, and ends without the parent's handlers.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: an alarm, another user and an exit; `source` stays as it is.
+        unsafe {
+            libc::alarm(20);
+            let is_other = !is_root || libc::setuid(NOBODY) == 0;
+            let pieces = [(source.as_ptr() as usize, source.len())];
+            let found = write(&path, &pieces, Memory::Host, &Options::default()).and_then(|transfer| transfer.wait());
+            let is_refused = matches!(found, Err(Error::Io { op: "open the folder", .. }));
+            libc::_exit(if is_other && is_refused { 0 } else { 1 });
+        }
+    }
+    let mut status = 0;
+    // SAFETY: this process's child.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("its owner may");
+    assert_eq!((status, fs::read(&path).expect("it is there")), (0, b"old".to_vec()));
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "a temporary file stays");
 }
 
 fn make_pipe(path: &Path) {
