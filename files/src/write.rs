@@ -4,7 +4,10 @@ use std::{
     ffi::{OsStr, OsString},
     fs::{self, File, OpenOptions, Permissions},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileExt, OpenOptionsExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     process,
     sync::{
@@ -25,6 +28,9 @@ use crate::{
 
 /// Numbers temporary files of this process.
 static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// The longest name of a file that Linux takes.
+const NAME_BYTES_MAX: usize = 255;
 
 /// A file that is written.
 struct Writes {
@@ -109,9 +115,11 @@ pub unsafe fn write(
 fn make_temporary(path: &Path, name: &OsStr) -> Result<(PathBuf, File)> {
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let end = format!(".{}-{number}.tmp", process::id());
+        let shown = &name.as_bytes()[..name.len().min(NAME_BYTES_MAX - 1 - end.len())];
         let mut hidden = OsString::from(".");
-        hidden.push(name);
-        hidden.push(format!(".{}-{number}.tmp", process::id()));
+        hidden.push(OsStr::from_bytes(shown));
+        hidden.push(end);
         let temporary = path.with_file_name(hidden);
         match OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(&temporary) {
             Ok(file) => return Ok((temporary, file)),

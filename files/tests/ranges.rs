@@ -304,6 +304,21 @@ fn options_out_of_range_are_refused() {
     }
 }
 
+#[test]
+fn a_name_may_be_as_long_as_the_system_takes() {
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+    let content = bytes(9, 5000);
+    for name in ["n".repeat(230), "n".repeat(255), format!("n{}", "é".repeat(127))] {
+        let path = folder.path().join(name);
+        let pieces = [(content.as_ptr() as usize, content.len())];
+        // SAFETY: nothing writes to the content.
+        let transfer = unsafe { write(&path, &pieces, Memory::Host, &Options::default()) };
+        transfer.expect("it begins").wait().expect("written");
+        assert_eq!(fs::read(&path).expect("there"), content);
+    }
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3, "a temporary file stays");
+}
+
 /// In a container each process has the number of the one before, and counts its files from 0 again.
 #[test]
 fn temporary_files_of_killed_processes_hold_up_no_write() {
