@@ -47,33 +47,51 @@ impl FileMemory {
 
 /// A file to be read.
 #[pyclass(frozen, module = "kvhoist._native")]
-pub struct FileSource(SourceFile);
+pub struct FileSource(Option<SourceFile>);
+
+impl FileSource {
+    fn of(file: SourceFile) -> Self {
+        FileSource(Some(file))
+    }
+
+    fn file(&self) -> &SourceFile {
+        self.0.as_ref().expect("taken only by the drop")
+    }
+}
+
+impl Drop for FileSource {
+    fn drop(&mut self) {
+        let file = self.0.take();
+        // One that a service holds is let go of, which waits for another request to it: others need not wait for that.
+        _ = Python::try_attach(|py| py.detach(|| drop(file)));
+    }
+}
 
 #[pymethods]
 impl FileSource {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        py.detach(|| SourceFile::open(path)).map(FileSource).map_err(|error| to_python(py, &error))
+        py.detach(|| SourceFile::open(path)).map(FileSource::of).map_err(|error| to_python(py, &error))
     }
 
     /// Its length in bytes when it was opened.
     #[getter]
     fn size(&self) -> u64 {
-        self.0.size()
+        self.file().size()
     }
 
     /// What changes with another file, or another version of it, in its place: the inode, the length, and the last
     /// change in seconds and nanoseconds. The device is left out: processes in containers number it in other ways.
     #[getter]
     fn version(&self) -> (u64, u64, i64, i64) {
-        let identity = self.0.identity();
+        let identity = self.file().identity();
         (identity.inode, identity.size, identity.changed_s, identity.changed_ns)
     }
 
     /// As [`SourceFile::direct_align`].
     #[getter]
     fn direct_align(&self) -> Option<u64> {
-        self.0.direct_align()
+        self.file().direct_align()
     }
 
     /// The header of a safetensors file: tensors as (name, type, shape, first byte, bytes), what the file says of
@@ -83,7 +101,7 @@ impl FileSource {
         &self,
         py: Python<'_>,
     ) -> PyResult<(Vec<(String, String, Vec<usize>, u64, usize)>, Vec<(String, String)>, u64)> {
-        let header = py.detach(|| safetensors::header(&self.0)).map_err(|error| to_python(py, &error))?;
+        let header = py.detach(|| safetensors::header(self.file())).map_err(|error| to_python(py, &error))?;
         let tensors = header.tensors.into_iter().map(|one| (one.name, one.dtype, one.shape, one.offset, one.len));
         Ok((tensors.collect(), header.metadata, header.data_offset))
     }
@@ -102,8 +120,8 @@ impl FileService {
 
     /// The file, whose bytes come from the service's memory as far as they are there.
     fn hold(&self, py: Python<'_>, file: &FileSource, keep: bool) -> PyResult<FileSource> {
-        let held = py.detach(|| self.0.hold(&file.0, keep));
-        held.map(FileSource).map_err(|error| errors::to_python(py, &error))
+        let held = py.detach(|| self.0.hold(file.file(), keep));
+        held.map(FileSource::of).map_err(|error| errors::to_python(py, &error))
     }
 }
 
@@ -203,7 +221,7 @@ pub fn files_read(
     settings: Settings,
     kept: Py<PyAny>,
 ) -> PyResult<FileTransfer> {
-    let files = files.iter().map(|file| file.0.clone()).collect();
+    let files = files.iter().map(|file| file.file().clone()).collect();
     let (ranges, memory, options) = (to_ranges(ranges), memory(device), options(py, settings)?);
     // SAFETY: `kept` keeps the memory, and is dropped after the transfer.
     let transfer = py.detach(|| unsafe { kvhoist_files::read(files, ranges, memory, &options) });
@@ -238,7 +256,7 @@ pub fn files_write_at(
 ) -> PyResult<FileTransfer> {
     let (ranges, options) = (to_ranges(ranges), options(py, settings)?);
     // SAFETY: as in `files_read`.
-    let transfer = py.detach(|| unsafe { kvhoist_files::write_into(&file.0, &ranges, memory(device), &options) });
+    let transfer = py.detach(|| unsafe { kvhoist_files::write_into(file.file(), &ranges, memory(device), &options) });
     FileTransfer::of(py, transfer, kept)
 }
 

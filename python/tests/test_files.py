@@ -1,10 +1,12 @@
 """Ranges of files, beside Python's own."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import nodes
@@ -225,6 +227,36 @@ def test_a_service_holds_a_file_for_all_who_read_it(path, tmp_path):
         service.hold(file)
     with pytest.raises(kvhoist.UnavailableError, match="kvhoist serve"):
         files.Service(tmp_path / "nobody")
+
+
+def test_a_held_file_that_is_dropped_while_the_service_hangs_stops_no_other_thread(path, tmp_path):
+    node = nodes.Node(tmp_path / "store")
+    service = files.Service(node.socket)
+    held, errors, ticks, over = service.hold(files.open(path[0])), [], [], threading.Event()
+
+    def ask():
+        try:
+            service.hold(files.open(path[0]))
+        except kvhoist.Error as error:
+            errors.append(error)
+
+    def tick():
+        while not over.wait(0.01):
+            ticks.append(time.monotonic())
+
+    threads = [threading.Thread(target=ask), threading.Thread(target=tick)]
+    with node.hanging():
+        for thread in threads:
+            thread.start()
+        nodes.await_(lambda: len(ticks) > 50, "the other thread to ask")
+        # Waits for the one request before its own.
+        del held
+        over.set()
+        for thread in threads:
+            thread.join()
+    node.kill()
+    assert isinstance(errors[0], kvhoist.DeadlineError)
+    assert max(later - one for one, later in itertools.pairwise(ticks)) < 5
 
 
 def test_ctrl_c_ends_a_read(tmp_path):
