@@ -6,7 +6,7 @@ import logging
 import os
 
 from .. import files as _files
-from ..errors import Error
+from ..errors import DeadlineError, Error, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ class Holder:
             return file
         try:
             return self._service.hold(file, keep=self._keep)
+        except (DeadlineError, UnavailableError) as error:
+            # It is gone, or would keep each further file waiting as long.
+            self._service = None
+            logger.warning("kvhoist: %s and the files after it are read from their drives: %s", file.path, error)
         except Error as error:
             logger.warning("kvhoist: %s is read from its drive: %s", file.path, error)
-            return file
+        return file

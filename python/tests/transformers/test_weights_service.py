@@ -19,7 +19,8 @@ import torch  # noqa: E402
 from nodes import Node, await_  # noqa: E402
 
 import kvhoist  # noqa: E402
-from kvhoist import load_bench  # noqa: E402
+from kvhoist import DeadlineError, StoreError, UnavailableError, load_bench  # noqa: E402
+from kvhoist.safetensors import held as through_service  # noqa: E402
 from kvhoist.safetensors import iterate, load_files, save_file  # noqa: E402
 
 
@@ -84,6 +85,28 @@ def test_without_a_service_and_without_room_there_drives_are_read(tmp_path, chec
         assert "is read from its drive" in caplog.text
     finally:
         small.kill()
+
+
+@pytest.mark.parametrize("error, asked", [(DeadlineError, 1), (UnavailableError, 1), (StoreError, 3)])
+def test_a_service_that_hangs_or_is_gone_is_asked_once_and_one_without_room_for_each_file(
+    checkpoint, monkeypatch, error, asked
+):
+    folder, wanted = checkpoint
+    calls = []
+
+    class Service:
+        def __init__(self, socket):
+            pass
+
+        def hold(self, file, *, keep):
+            calls.append(file.path)
+            raise error("no")
+
+    monkeypatch.setattr(through_service._files, "Service", Service)
+    for load in (load_files, lambda *more, **settings: dict(iterate(*more, **settings))):
+        calls.clear()
+        assert same(load(folder, service="socket"), wanted)
+        assert len(calls) == asked
 
 
 def test_the_command_compares_loaders(checkpoint, capsys, monkeypatch):
