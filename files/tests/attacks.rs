@@ -239,7 +239,7 @@ fn a_link_that_is_written_to_stays_and_its_file_is_replaced() {
     }
 }
 
-/// The folder is flushed after the file has its name: one that does not open may not be an error of a write that is done.
+/// The folder is flushed after the file has its name: one that does not open is no error of a write that is done.
 #[test]
 fn a_folder_that_may_not_be_listed_is_an_error_before_the_file_changes() {
     const NOBODY: u32 = 65_534;
@@ -261,7 +261,8 @@ fn a_folder_that_may_not_be_listed_is_an_error_before_the_file_changes() {
             libc::alarm(20);
             let is_other = !is_root || libc::setuid(NOBODY) == 0;
             let pieces = [(source.as_ptr() as usize, source.len())];
-            let found = write(&path, &pieces, Memory::Host, &Options::default()).and_then(|transfer| transfer.wait());
+            let found =
+                write(&path, &pieces, Memory::Host, &Options::default()).and_then(kvhoist_files::Transfer::wait);
             let is_refused = matches!(found, Err(Error::Io { op: "open the folder", .. }));
             libc::_exit(if is_other && is_refused { 0 } else { 1 });
         }

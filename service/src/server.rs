@@ -65,8 +65,8 @@ impl Server {
     pub fn start(config: ServerConfig) -> Result<Server> {
         config.validate()?;
         let made = folders::prepare(&config)?;
-        // Held for the life of the service, and released by the kernel however it ends. Dropped before the folders: their
-        // files are in these.
+        // Held for the life of the service, and released by the kernel however it ends. Dropped before the folders:
+        // their files are in these.
         let (mut locks, mut trouble) = (Vec::new(), None);
         let of_socket = config.socket.with_added_extension("lock");
         locks.extend(ServiceLock::take(of_socket, &config.socket, &config.socket, true)?);

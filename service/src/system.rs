@@ -40,8 +40,8 @@ pub trait System {
     /// [`Error::Io`].
     fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>>;
 
-    /// Makes those folders of a space that are missing, and a file with `text` in the first, if there are any: where the
-    /// file is missing, and that of a new space anew. It is complete or absent after a crash at any moment.
+    /// Makes those folders of a space that are missing, and a file with `text` in the first, if there are any: where
+    /// the file is missing, and that of a new space anew. It is complete or absent after a crash at any moment.
     ///
     /// # Errors
     /// [`Error::Io`].

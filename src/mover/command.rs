@@ -1,10 +1,11 @@
-//! What callers ask of the reactor.
+//! What callers ask of the reactor, and what it begins then.
 
-use std::sync::Arc;
+use std::{rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
 use super::{
+    Mover,
     load::Numbered,
     progress::LayerJobs,
     region::RegionUse,
@@ -14,9 +15,9 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Tier},
-    device::cuda::Gpu,
+    device::{CopyEngine, cuda::Gpu},
     error::Result,
-    io::Summed,
+    io::{Storage, Summed},
     state::{PendingWrite, Pin, Room},
 };
 
@@ -78,3 +79,59 @@ pub(crate) struct DeviceRead {
 
 /// One result per block, in the order of the request, to the caller.
 pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) + Send>;
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Begins what a command asks for.
+    pub(super) fn start(self: &Rc<Self>, command: Command) {
+        let this = Rc::clone(self);
+        match command {
+            Command::Promote { key, to: Tier::Host } => self.spawn(this.promote_to_host(key)),
+            Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
+            Command::Promote { to: Tier::Disk | Tier::Remote, .. } => unreachable!("copies to disk are writes"),
+            Command::Load { jobs, results } => self.spawn(this.load(jobs, results)),
+            Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
+            Command::StoreFrom { jobs, call } => self.spawn(this.store_from(jobs, call)),
+            // If its caller is gone, the memory may be unmapped.
+            Command::Register { reply, .. } if reply.is_closed() => {}
+            Command::Register { region, reply } => {
+                self.register(&region);
+                let _ = reply.send(region.is_fixed() && self.storage.registered());
+            }
+            Command::AddGpu { gpu, reply } => drop(reply.send(self.copy.add_gpu(&gpu))),
+            Command::Forget { key, reply } => self.spawn(async move {
+                drop(reply.send(this.forget_records(key.as_ref()).await));
+            }),
+            Command::Flush { reply } => self.spawn(async move {
+                drop(reply.send(this.flush().await));
+            }),
+            Command::Sync { reply } => self.spawn(async move {
+                drop(reply.send(this.sync().await));
+            }),
+        }
+    }
+
+    pub(super) fn start_urgent(self: &Rc<Self>, request: Urgent) {
+        let this = Rc::clone(self);
+        match request {
+            Urgent::Write(write) => self.spawn(this.write(write)),
+            Urgent::GiveBack { region } => self.spawn(async move {
+                this.unregister(&region);
+                if let Some(known) = region.lasting {
+                    this.copy.forget(&known).await;
+                }
+                drop(region);
+            }),
+            Urgent::ReadDevice(DeviceRead { pin, buf, room, reply }) => self.spawn(async move {
+                let result = this.read_device(pin, buf).await;
+                drop(room);
+                drop(reply.send(result));
+            }),
+            Urgent::Load { jobs, results } => self.spawn(this.load(jobs, results)),
+            Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
+            Urgent::EndStores { call, group } => self.spawn(this.end_stores(call, group)),
+            Urgent::EndStore { call, store } => self.spawn(this.end_store(call, store)),
+            // It is already closing.
+            Urgent::Close => {}
+        }
+    }
+}

@@ -15,8 +15,8 @@ use crate::{
     state::{Class, DeferredWork, Locked, LookedUp, Outcome, Room},
 };
 
-/// What the holder of the lock found, with the movement that has begun, from which tier. Without one the caller looks the
-/// block up itself.
+/// What the holder of the lock found, with the movement that has begun, from which tier. Without one the caller looks
+/// the block up itself.
 type FoundFor = LookedUp<Option<(Tier, Begun<Room>)>>;
 
 /// A fetch of a block to host memory, for the holder of the lock.

@@ -223,8 +223,8 @@ impl Locked<'_> {
         }
     }
 
-    /// Has waiters wait for the write of a block that is not on disk; returns the write if it begins. Gives waiters back
-    /// that cannot wait.
+    /// Has waiters wait for the write of a block that is not on disk; returns the write if it begins. Gives waiters
+    /// back that cannot wait.
     ///
     /// | In flight | The block | Its write |
     /// |---|---|---|

@@ -225,8 +225,8 @@ impl Locked<'_> {
         shared.metrics.hit_locked(tier, hit_route(tier), self);
     }
 
-    /// Looks `key` up for a fetch to `tier`, and pins it if it is resident there. Counts the use, the hit and the lease,
-    /// or the miss.
+    /// Looks `key` up for a fetch to `tier`, and pins it if it is resident there. Counts the use, the hit and the
+    /// lease, or the miss.
     #[inline(always)] // each hit pays for it
     fn find_used(&mut self, key: &BlockKey, tier: Tier) -> Result<LookedUp<Option<EntryId>>> {
         self.check_open()?;

@@ -33,7 +33,12 @@ impl<T: Send + 'static> Asked<T> {
         let asked = async {
             let question = Arc::clone(&self.question).lock_owned().await;
             // Held by the thread that asks: a connection may be closed before it has its answer.
-            spawn_blocking(move || question()).await
+            spawn_blocking(move || {
+                let answer = question();
+                drop(question);
+                answer
+            })
+            .await
         };
         match timeout(self.patience, asked).await {
             Ok(answered) => answered.map_err(|error| format!("{error}\n")),

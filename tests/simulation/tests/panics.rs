@@ -41,6 +41,9 @@ fn log(panics: bool, events: &Arc<AtomicU64>) -> impl Subscriber + Send + Sync {
 /// What calls come to whose movements write to the log.
 type Results = Vec<String>;
 
+/// A case, by name.
+type Scene = (&'static str, Pin<Box<dyn Future<Output = Results>>>);
+
 fn note<T: Debug>(results: &mut Results, result: &T) {
     results.push(format!("{result:?}"));
 }
@@ -183,7 +186,7 @@ async fn of_a_page() -> Results {
 #[test]
 fn what_a_log_throws_changes_no_result() {
     use {OpKind::*, WritePolicy::*};
-    let scenes = || -> [(&str, Pin<Box<dyn Future<Output = Results>>>); 9] {
+    let scenes = || -> [Scene; 9] {
         [
             ("a store's write fails", Box::pin(of_an_error(WriteThrough, Write))),
             ("a fetch's read fails", Box::pin(of_an_error(WriteThrough, Read))),

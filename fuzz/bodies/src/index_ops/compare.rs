@@ -43,7 +43,7 @@ impl Pair {
         assert_eq!(index.evictable(tier), evictable.len(), "{tier}");
         // Where no leaf may go the search leaves marks: it is made by `Op::Evict`, and not after every operation.
         let victim = (!evictable.is_empty()).then(|| index.victim(tier)).flatten();
-        self.coldest(self.index.demotable(tier), &demotable);
+        self.coldest(self.index.demotable(tier).next(), &demotable);
         if !evictable.is_empty() {
             self.check_leaf(tier, victim, &evictable);
         }
