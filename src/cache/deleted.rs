@@ -15,13 +15,15 @@ use crate::{
     state::Shared,
 };
 
-/// The files of a cache. Weak, because their lock lasts as long as they are open.
+/// The files of a cache, by the number of their path. Weak, because their lock lasts as long as they are open. Without
+/// devices, whose nodes may be made anew.
 #[derive(Default)]
-pub(super) struct Names(Vec<Weak<File>>);
+pub(super) struct Names(Vec<(usize, Weak<File>)>);
 
 impl Names {
     pub(super) fn of(files: &[StoreFile]) -> Self {
-        Names(files.iter().map(|file| Arc::downgrade(&file.file)).collect())
+        let files = files.iter().enumerate().filter(|(_, file)| !file.device);
+        Names(files.map(|(at, file)| (at, Arc::downgrade(&file.file))).collect())
     }
 
     /// Whether each file still has a name. If not, the disk tier takes no more blocks. Costs a system call for each
@@ -39,11 +41,11 @@ impl Names {
 
     /// As [`check`](Self::check), at the end of the cache.
     pub(super) fn check_all(&self, paths: &[DiskPath]) -> Result<()> {
-        let is_deleted = |file: &Weak<File>| {
+        let is_deleted = |(_, file): &&(usize, Weak<File>)| {
             let metadata = file.upgrade().and_then(|file| file.metadata().ok());
             metadata.is_some_and(|metadata| metadata.nlink() == 0)
         };
-        let Some(at) = self.0.iter().position(is_deleted) else { return Ok(()) };
+        let Some(&(at, _)) = self.0.iter().find(is_deleted) else { return Ok(()) };
         let reason = format!(
             "found the store file of {} deleted while it is open, expected it to stay until the cache is closed: its \
              blocks are lost then; restart to begin a new store",

@@ -27,7 +27,7 @@ use crate::{
 const ACTION: &str = "name every path of one store, each once; symbolic links are not followed";
 
 /// The fix where an open was killed while it created the store.
-const FINISH: &str = "no block was ever stored here: open it again with the same settings, or `kvhoist wipe` it";
+const FINISH: &str = "its first and last MiB hold no block: open it again with the same settings, or `kvhoist wipe` it";
 
 /// The fix where a file of zeros has another name than a store's.
 const ZEROS: &str = "name every path of one store, each once; if an open was killed while it created this file, open \

@@ -73,18 +73,18 @@ pub struct StoreFile {
 /// one; [`Error::Io`] if a system call fails. After an error nothing has changed.
 pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     let (files, unkept) = open_files_unkept(config)?;
-    unkept.keep()?;
+    unkept.keep();
     Ok(files)
 }
 
 /// The files of an open that can still fail. Dropped without [`keep`](Self::keep), those that the open created are
-/// removed, and those that were empty are empty again.
+/// removed, and those that were empty are empty again, but for those that have a superblock by then.
 pub(crate) struct Unkept(Vec<Opened>);
 
 impl Unkept {
     /// Keeps the files: the cache is open.
-    pub(crate) fn keep(self) -> Result<()> {
-        self.0.into_iter().try_for_each(Opened::keep)
+    pub(crate) fn keep(self) {
+        self.0.into_iter().for_each(Opened::keep);
     }
 }
 
@@ -108,6 +108,8 @@ pub(crate) fn open_files_unkept(config: &Config) -> Result<(Vec<StoreFile>, Unke
     for (opening, geometry) in opened.iter_mut().zip(stripe.members()) {
         files.push(opening.prepare(geometry.bytes, fresh, config.disk.direct_io)?);
     }
+    // Before any of them is a store's.
+    opened.iter().try_for_each(|opening| opening.opened.flush_name())?;
     Ok((files, Unkept(opened.into_iter().map(|opening| opening.opened).collect())))
 }
 

@@ -15,10 +15,12 @@ use std::{
 
 use super::{
     lock::{Lock, POLL},
-    sync_directory, sys,
+    read_up_to, sync_directory, sys,
 };
 use crate::{
+    disk::format::{HEAD_BYTES, is_zero},
     error::{Error, Result},
+    memory::AlignedBuf,
     shield::log,
 };
 
@@ -97,13 +99,21 @@ impl Opened {
         }
     }
 
+    /// Has the name of a file that this call created survive a power cut.
+    pub fn flush_name(&self) -> Result<()> {
+        if self.undo == Undo::Remove { sync_directory(&self.path) } else { Ok(()) }
+    }
+
     /// Keeps the file: the store was accepted.
-    pub fn keep(mut self) -> Result<()> {
-        if self.undo == Undo::Remove {
-            sync_directory(&self.path)?;
-        }
+    pub fn keep(mut self) {
         self.undo = Undo::Nothing;
-        Ok(())
+    }
+
+    /// Whether a superblock was written, or nobody can tell: then every other member has one too, or may have, and a
+    /// later open finishes the creation.
+    fn has_superblock(&self) -> bool {
+        let mut head = AlignedBuf::zeroed(HEAD_BYTES);
+        !matches!(read_up_to(&self.file, &mut head, 0), Ok(read) if is_zero(&head[..read]))
     }
 }
 
@@ -111,6 +121,7 @@ impl Drop for Opened {
     fn drop(&mut self) {
         let undone = match self.undo {
             Undo::Nothing => return,
+            _ if self.has_superblock() => return,
             Undo::Truncate => self.file.set_len(0),
             // The path may name another process's file by now.
             Undo::Remove if !self.is_in_place().unwrap_or(false) => return,
