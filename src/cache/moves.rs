@@ -21,7 +21,8 @@ impl Cache {
     /// # Errors
     /// [`Error::Argument`] before anything moved: lengths, a segment outside every region, or more than
     /// [`Config::movements_max`](crate::Config::movements_max) blocks. [`Error::Closed`]. A block's own error is in its
-    /// result, [`Error::Closed`] too if the cache is closed meanwhile; its segments then hold anything.
+    /// result, [`Error::Closed`] too if the cache is closed meanwhile; its segments then hold anything, and stay in use
+    /// until [`unregister`](Cache::unregister) resolves if the cache has ended by a panic of its own.
     ///
     /// # Cancel safety
     /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.

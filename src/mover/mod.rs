@@ -195,7 +195,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ///
     /// # Errors
     /// [`Error::Closed`] after a panic of a task, which is a defect: what it has left undone nobody knows. All waiters
-    /// get that error too. The memory of what is in flight stays with the operations.
+    /// get that error too. The memory of what is in flight stays with the operations, also past the deadline.
     pub(crate) async fn run(
         self: Rc<Self>,
         mut commands: mpsc::UnboundedReceiver<QueuedCommand>,
@@ -216,7 +216,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         // The defect first: what has lost a part must not pass for whole.
         let result = match select(pin!(self.defect.notified()), pin!(served)).await {
-            Either::Left(_) => Err(Error::Closed),
+            Either::Left(_) => {
+                self.end_by_defect().await;
+                Err(Error::Closed)
+            }
             Either::Right((result, _)) => result,
         };
         shutdown::drop_all(&mut commands).await;

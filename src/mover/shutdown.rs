@@ -1,9 +1,9 @@
-//! The ordered end: no new work, finish movements in flight, write dirty blocks, flush.
+//! The ordered end: no new work, finish movements in flight, write dirty blocks, flush. And the end by a defect.
 
 use std::{future::poll_fn, pin::pin, rc::Rc, task::Poll};
 
 use futures_util::{FutureExt, future::select};
-use tokio::sync::mpsc;
+use tokio::{sync::mpsc, time::timeout};
 
 use super::{Mover, Next, QueuedCommand, Urgent};
 use crate::{device::CopyEngine, disk::PageId, error::Result, index::EntryId, io::Storage};
@@ -65,6 +65,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.settled.notified().await;
         }
         result.and_then(|()| refusals.report())
+    }
+
+    /// Answers all waiters after a panic of a task, then waits for calls that move blocks to their callers' memory:
+    /// they are answered when it is no longer in use, or past the deadline.
+    pub(super) async fn end_by_defect(&self) {
+        if !self.shared.is_broken() {
+            // What operators look at.
+            self.shared.retire_disk("a task of the cache has panicked, which is a defect: restart".into());
+            self.shared.close();
+            let flights = self.shared.lock().flights.finish_all();
+            drop(flights);
+        }
+        let ended = async {
+            while self.active.get() > 0 {
+                self.settled.notified().await;
+            }
+        };
+        drop(timeout(self.shared.deadline(), ended).await);
     }
 
     /// Marks the record pages of blocks that were used in this run as stale: the next run starts with the use order of

@@ -237,6 +237,8 @@ fn a_defect_ends_the_cache_and_answers_all_who_wait() {
             assert!(matches!(called.expect("answered"), Err(Error::Closed)) && after < DEADLINE, "after {after:?}");
             let fetched = in_flight.await.expect("no panic").expect("answered");
             assert!(matches!(fetched, Err(Error::Closed)), "{fetched:?}");
+            let reason = cache.stats().disk_retired.expect("operators see it");
+            assert!(reason.contains("panicked"), "{reason}");
             let loaded = cache.load_into(&[key(9)], &pool.places).await;
             let later =
                 [store(&cache, 31).await, fetch(&cache, 15).await.map(drop), loaded.map(drop), cache.sync().await];
