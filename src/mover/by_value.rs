@@ -112,14 +112,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let mut chain = state.index.unwritten_chain(id, CHAIN_MAX, |above| known.contains(above));
         let mut wanted = Vec::new();
-        chain.retain(|&id| {
-            let above = state.index.key(id);
+        chain.retain(|&above_id| {
+            let above = state.index.key(above_id);
             let is_decided = state.dirty.is_queued(&above);
             if is_decided {
                 wanted.push(above);
             }
-            // The budget is charged once for each block.
-            !is_decided && state.flights.entry(&above, Tier::Disk) != Some(id)
+            // The budget is charged once for each block. Only a sync decides on one whose key a removed block had that
+            // is being written, and has it written after that.
+            !is_decided && (above_id == id || !state.flights.contains(&above, Tier::Disk))
         });
         let taken = match &self.write_budget {
             Some(write_budget) => {

@@ -32,7 +32,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let state = self.shared.lock();
             // Of a removed block whose key was stored anew the new one counts, if it is to be written.
             let is_of_key = |key: &BlockKey| {
-                state.flights.entry(key, Tier::Disk).is_none_or(|id| state.index.find(key) == Some(id))
+                let entry = state.flights.entry(key, Tier::Disk);
+                entry.is_none_or(|id| state.index.find(key) == Some(id)) || state.flights.is_followed(key)
             };
             state.flights.writes().filter(is_of_key).collect()
         };

@@ -19,15 +19,15 @@ impl Shared {
 
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.
     pub(crate) fn give_up_overdue(self: &Arc<Self>, begun: u64) -> bool {
-        let (waiters, overdue, held) = {
+        let (waiters, any, held) = {
             let mut state = self.lock();
-            let (held, before) = (Tier::ALL.map(|tier| self.held_slots(tier)), state.flights.overdue());
+            let (held, before) = (Tier::ALL.map(|tier| self.held_slots(tier)), state.flights.overdue(Tier::Disk));
             let waiters = state.flights.take_overdue(begun);
-            if state.flights.overdue() > before {
+            if state.flights.overdue(Tier::Disk) > before {
                 // Of write-backs others begin in their place.
                 self.write_back.notify_one();
             }
-            (waiters, state.flights.overdue(), held)
+            (waiters, state.flights.any_overdue(), held)
         };
         if !waiters.is_empty() {
             log(|| {
@@ -41,7 +41,7 @@ impl Shared {
             };
             drop(waiter.send(Err(error)));
         }
-        overdue > 0
+        any
     }
 
     /// Whether the clock is to be watched on: while a movement `is_active` on the reactor, a flight is in flight, or a

@@ -67,7 +67,7 @@ pub(crate) struct Flights<M> {
     /// The last number that was given. Read without the lock, by the task that watches the clock.
     begun: Arc<AtomicU64>,
     /// Overdue movements in flight.
-    overdue: usize,
+    overdue: [usize; Tier::COUNT],
     /// Reads to callers' memory that I/O threads make, or will be given: they have no waiters, and are not in the
     /// table.
     pub(super) loads: usize,
@@ -124,7 +124,7 @@ impl<M> Flights<M> {
             by_target: Table::new(hasher),
             by_age: VecDeque::new(),
             begun,
-            overdue: 0,
+            overdue: [0; Tier::COUNT],
             loads: 0,
             gone: Vec::new(),
         }
@@ -149,8 +149,12 @@ impl<M> Flights<M> {
 
     /// True if the block of `key` is being written, or will be when the movement in flight ends.
     pub(crate) fn is_written(&self, key: &BlockKey) -> bool {
-        let followed = self.by_target.get(key, Tier::Host).is_some_and(Flight::is_followed);
-        followed || self.contains(key, Tier::Disk)
+        self.is_followed(key) || self.contains(key, Tier::Disk)
+    }
+
+    /// Whether a write follows the movement of `key` to host memory.
+    pub(crate) fn is_followed(&self, key: &BlockKey) -> bool {
+        self.by_target.get(key, Tier::Host).is_some_and(Flight::is_followed)
     }
 
     /// Keys of the blocks that are being written, or will be when the movement in flight ends. In no order.
@@ -274,7 +278,7 @@ impl<M> Flights<M> {
     pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished<M> {
         let Flights { by_target, overdue, .. } = self;
         let finished = by_target.remove(key, tier, |flight| {
-            *overdue -= usize::from(flight.overdue);
+            overdue[tier as usize] -= usize::from(flight.overdue);
             Finished { waiters: std::mem::take(&mut flight.waiters), next: flight.next.take() }
         });
         finished.unwrap_or(Finished { waiters: Few::default(), next: None })
@@ -293,7 +297,7 @@ impl<M> Flights<M> {
             let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&key, tier)?.slot_wanted);
             let flight = self.by_target.get_mut(&key, tier).expect("it is there");
             flight.overdue = true;
-            self.overdue += 1;
+            self.overdue[tier as usize] += 1;
             let next = flight.next.iter_mut().flat_map(std::mem::take);
             let told = std::mem::take(&mut flight.waiters).into_iter().chain(next);
             waiters.extend(told.map(|waiter| (waiter, slot_wanted)));
@@ -301,15 +305,20 @@ impl<M> Flights<M> {
         waiters
     }
 
-    /// Number of movements in flight that are overdue.
-    pub(crate) fn overdue(&self) -> usize {
-        self.overdue
+    /// Number of movements to a tier that are in flight and overdue.
+    pub(crate) fn overdue(&self, tier: Tier) -> usize {
+        self.overdue[tier as usize]
+    }
+
+    /// True while a movement in flight is overdue.
+    pub(crate) fn any_overdue(&self) -> bool {
+        self.overdue != [0; Tier::COUNT]
     }
 
     /// Ends all movements.
     pub(crate) fn finish_all(&mut self) -> Vec<Flight<M>> {
         self.by_age.clear();
-        self.overdue = 0;
+        self.overdue = [0; Tier::COUNT];
         self.by_target.drain().collect()
     }
 

@@ -279,7 +279,7 @@ impl Locked<'_> {
             free + evictable
         };
         // The end of one that is overdue may be far.
-        let available = available + (demoting as usize).saturating_sub(self.flights.overdue());
+        let available = available + (demoting as usize).saturating_sub(self.flights.overdue(Tier::Disk));
         // At least one, so that a tiny tier is never stuck with dirty blocks only.
         let wanted = (f64::from(self.shared().host_slots()) * watermark).ceil().max(1.0);
         (available as f64) < wanted
