@@ -18,8 +18,8 @@ pub fn check_prompt(caller: &Caller, block: usize, asked: Instant) {
     let reads = match plan.transfers_max {
         // A block that is removed while it is read may be read again.
         None => 3,
-        // A transfer in flight, and the reads that all callers wait for.
-        Some(_) => plan.callers as u32 + 2,
+        // A transfer in flight, and the reads that all callers wait for: stores of what earlier runs wrote read too.
+        Some(_) => 2 * plan.callers as u32 + 2,
     };
     // Timers round up.
     let most = reads * plan.disk_latency_max + 2 * plan.copy_latency_max + Duration::from_millis(10);

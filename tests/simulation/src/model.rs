@@ -29,6 +29,9 @@ struct State {
     removes_begun: u64,
     /// A store was dropped in this life: its write may end at any time.
     write_loose: bool,
+    /// A life before was cut off, and may have left a record of the block whose payload is torn. A store finds out; a
+    /// sync does not.
+    doubtful: bool,
     present: bool,
     absent: bool,
     /// Absent, and the remove said that its record is written.
@@ -57,6 +60,8 @@ pub struct Began {
     pub removing: bool,
     /// Reports of refused writes so far.
     reports: u64,
+    /// No store had found out yet whether the block is whole.
+    doubtful: bool,
     pub must_hit: bool,
     pub must_miss: bool,
     /// The index had the block, where the caller looked: its store may have been dropped since.
@@ -128,6 +133,7 @@ impl Model {
             alone: state.stores == 0,
             removing: state.removes > 0,
             reports: self.reports,
+            doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
             must_miss: state.absent && !self.comes_back,
             visible: false,
@@ -159,8 +165,9 @@ impl Model {
         state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
         state.told |= end == StoreEnd::Failed;
         let undisturbed = !began.removing && state.removes_begun == began.removes;
-        if end == StoreEnd::Acknowledged && undisturbed && keeps {
-            state.present = true;
+        if end == StoreEnd::Acknowledged && undisturbed {
+            state.doubtful = false;
+            state.present |= keeps;
         }
     }
 
@@ -212,7 +219,8 @@ impl Model {
     pub fn sync_ends(&mut self, began: Vec<Began>) {
         for began in began {
             let state = &mut self.blocks[began.block];
-            let stored = began.visible && self.keeps && began.alone && !began.removing && !state.told;
+            let stored =
+                began.visible && self.keeps && began.alone && !began.doubtful && !began.removing && !state.told;
             let undisturbed = state.removes_begun == began.removes && began.reports == self.reports;
             if (began.must_hit && began.visible || stored) && undisturbed {
                 state.durable = true;
@@ -242,8 +250,17 @@ impl Model {
             let stored_ever = state.stored_ever;
             // What the next life starts from is on the medium.
             let (durable, recorded_absent, durably_absent) = (present, absent, absent);
-            *state =
-                State { stored_ever, present, absent, durable, recorded_absent, durably_absent, ..State::default() };
+            let doubtful = stored_ever && !present;
+            *state = State {
+                stored_ever,
+                doubtful,
+                present,
+                absent,
+                durable,
+                recorded_absent,
+                durably_absent,
+                ..State::default()
+            };
         }
     }
 
