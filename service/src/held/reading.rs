@@ -4,10 +4,11 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     io,
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
+        mpsc::{self, RecvTimeoutError},
     },
     thread,
     time::{Duration, Instant},
@@ -111,6 +112,23 @@ fn lower_priority() {
     _ = rustix::process::setpriority_process(None, NICE);
 }
 
+/// Does work that may take long on a thread of its own, with a `heartbeat` meanwhile: a file that was just written has
+/// to reach its drive first.
+fn beating<T: Send>(work: impl FnOnce() -> T + Send, heartbeat: impl Fn()) -> T {
+    thread::scope(|scope| {
+        let (ended, end) = mpsc::channel::<()>();
+        let worker = scope.spawn(move || {
+            // Dropped at the end, also by a panic.
+            let _ended = ended;
+            work()
+        });
+        while let Err(RecvTimeoutError::Timeout) = end.recv_timeout(HEARTBEAT_EVERY) {
+            heartbeat();
+        }
+        worker.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })
+}
+
 /// Reads all of a file, and tells how far it is, and `heartbeat` that it gets on. One that changes meanwhile is an
 /// error: its readers look too. A change after that gives the file another identity, whoever makes it.
 fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn()) -> Result<(), Error> {
@@ -125,12 +143,18 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn())
     // SAFETY: the mapping, which readers of its memory look at only as far as they were told, and which outlives the
     // transfer: that is dropped before `filling`, also by a panic.
     let begin = |ranges, options: &Options| unsafe { read(vec![file.clone()], ranges, Memory::Host, options) };
-    // A store into a page that is dirty has no time of its own.
-    file.sync()?;
-    // A write has the time of its begin: one that is under way is over when a direct read is.
     let (mut past_cache, len) = (options.clone(), size.min(FIRST_BYTES) as usize);
     past_cache.page_cache = false;
-    begin(vec![Range { file: 0, offset: 0, len, address: start }], &past_cache)?.wait()?;
+    let settle = || -> Result<(), Error> {
+        // A store into a page that is dirty has no time of its own.
+        file.sync()?;
+        // A write has the time of its begin: one that is under way is over when a direct read is.
+        begin(vec![Range { file: 0, offset: 0, len, address: start }], &past_cache)?.wait().map(drop)
+    };
+    beating(settle, || {
+        filling.heartbeat();
+        heartbeat();
+    })?;
     let transfer = begin(ranges, &options)?;
     let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
     let mut first_missing = 0;
@@ -189,6 +213,22 @@ mod tests {
         let (filling, memory) = Filling::new(file.size()).expect("a memfd");
         let fate = Arc::<Fate>::default();
         (Job { file, filling, fate: Arc::clone(&fate) }, File::from(memory), fate)
+    }
+
+    #[test]
+    fn work_that_takes_long_is_told_and_its_panic_is_its_callers() {
+        let beats = std::cell::Cell::new(0);
+        let (go_on, told) = mpsc::channel();
+        let work = move || told.recv_timeout(Duration::from_secs(60));
+        let ended = beating(work, || {
+            beats.set(beats.get() + 1);
+            if beats.get() == 2 {
+                go_on.send(7).expect("it waits");
+            }
+        });
+        assert_eq!((ended, beats.get()), (Ok(7), 2));
+        let panicked = catch_unwind(AssertUnwindSafe(|| beating(|| panic!("on purpose"), || {})));
+        assert!(panicked.is_err());
     }
 
     #[test]
