@@ -68,8 +68,9 @@ _BEHIND_S = 60
 class KvhoistL2(L2AdapterInterface):
     """Objects of LMCache's L1 on NVMe.
 
-    The constructor raises for wrong settings. Later only calls after `close` raise into LMCache's threads: a failure is
-    a miss or a failed task, a line in the log, and a count in ``counters``.
+    The constructor raises for wrong settings. Later only calls after `close`, and :meth:`delete` of what it knows nothing
+    of, raise into LMCache's threads: a failure is a miss or a failed task, a line in the log, and a count in
+    ``counters``.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None, **more: Any) -> None:
@@ -321,21 +322,24 @@ class KvhoistL2(L2AdapterInterface):
             return found
 
     def _account(self, ended: Ended, task: _Task) -> None:
-        if ended.failed:
-            why = next((why for why in ended.failed.values() if why is not False), None)
-            why = why or self._misses.why("stored in another layout" if self._lies_otherwise(ended, task) else None)
-            self._failed("load" if ended.is_load else "store", why, len(ended.failed))
         moved = sorted(ended.good)
         keys = [task.keys[n] for n in moved]
         self._announced.add(keys, [task.named[n] for n in moved])
         if ended.is_load and keys:
             self._notify_keys_accessed(keys)
+        if ended.failed:
+            why = next((why for why in ended.failed.values() if why is not False), None)
+            why = why or self._misses.why("stored in another layout" if self._lies_otherwise(ended, task) else None)
+            self._failed("load" if ended.is_load else "store", why, len(ended.failed))
 
     def _lies_otherwise(self, ended: Ended, task: _Task) -> bool:
         """Whether the first object that was not loaded is there in another layout, which a lookup has taken for its own."""
         missed = [n for n, why in ended.failed.items() if why is False and ended.is_load]
         others = [one for n in missed[:1] for one in self._names.all_of(task.keys[n]) if one != task.named[n]]
-        return any(self.store.contains_each(others))
+        try:
+            return any(self.store.contains_each(others))
+        except Exception:  # The service is away: the reason is another.
+            return False
 
     def _signal(self, fd: int) -> None:
         """Signals a descriptor. With the lock held: a closed descriptor may be another file's."""

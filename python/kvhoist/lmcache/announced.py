@@ -31,11 +31,13 @@ class Announced:
         with self._notifying:
             new = {}
             for key, one in zip(keys, objects):
-                known = self._objects.pop(key, None)
+                known = self._objects.get(key)
+                if known is not None and known != one:  # The same in another layout.
+                    self.remove([key])
                 # This object, not one that equals it: `_forget_evicted` sees by it that the key was announced again.
-                self._objects[key] = one if known is None or known == one else known
-                if known is None:
+                if self._objects.pop(key, None) is None:
                     new[key] = one
+                self._objects[key] = one
             if not new:
                 return
             sizes = list(map(self._size, new.values()))
