@@ -206,7 +206,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let started = assemble(config, arena, parts).await?;
     // The files are a store by now, which libcufile can be tried on.
     started.mover.open_cufile(device_in_use, handles, direct_io).await?;
-    unkept.map(Unkept::keep);
+    unkept.into_iter().for_each(Unkept::keep);
     Ok(started)
 }
 
