@@ -7,8 +7,9 @@ use super::{
 use crate::{
     block::{Direction, Segment},
     device::{CopyEngine, DevicePool, OwnedBatch, pair_segments},
-    error::Result,
+    error::{Error, Result},
     io::Storage,
+    shield::caught_future,
     state::Shared,
 };
 
@@ -22,22 +23,28 @@ impl Shared {
     }
 }
 
+/// The result of a copy, with both memories.
+pub(super) type Copied<F, T> = (Result<()>, F, T);
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies a block. Both memories come back with the result; after an error `to` holds anything.
-    pub(super) async fn copy<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T) -> (Result<()>, F, T) {
+    ///
+    /// # Errors
+    /// As of [`copied`](Self::copied).
+    pub(super) async fn copy<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T) -> Result<Copied<F, T>> {
         self.copy_as(from, to, false).await
     }
 
     /// As [`copy`](Self::copy), in a small group of copies: those that end together would reach the disk together.
-    pub(super) async fn copy_promptly<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T) -> (Result<()>, F, T) {
+    pub(super) async fn copy_promptly<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T) -> Result<Copied<F, T>> {
         self.copy_as(from, to, true).await
     }
 
-    async fn copy_as<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T, is_prompt: bool) -> (Result<()>, F, T) {
+    async fn copy_as<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T, is_prompt: bool) -> Result<Copied<F, T>> {
         let (source, target) = (from.place(), to.place());
         let ops = match pair_segments(&*self.segments(&source), &*self.segments(&target)) {
             Ok(ops) => ops,
-            Err(error) => return (Err(error), from, to),
+            Err(error) => return Ok((Err(error), from, to)),
         };
         let direction = self.direction(source.is_device(), target.is_device());
         let regions = [source.regions(), target.regions()].concat();
@@ -45,20 +52,38 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let batch = unsafe { OwnedBatch::new(ops, direction, (from, to)) };
         // SAFETY: both promise it of their regions.
         let batch = unsafe { batch.within(regions) };
-        let (result, (from, to)) = self.copied(if is_prompt { batch.prompt() } else { batch }).await;
-        (result, from, to)
+        let (result, (from, to)) = self.copied(if is_prompt { batch.prompt() } else { batch }).await?;
+        Ok((result, from, to))
     }
 
     /// Copies, and takes the device out of service if it has stopped. Returns the owner of the memory.
-    pub(super) async fn copied<O: Send + Sync + 'static>(&self, batch: OwnedBatch<O>) -> (Result<()>, O) {
-        let (result, owner) = batch.copy(&self.copy).await;
+    ///
+    /// # Errors
+    /// As of [`ended`](Self::ended).
+    pub(super) async fn copied<O: Send + Sync + 'static>(&self, batch: OwnedBatch<O>) -> Result<(Result<()>, O)> {
+        let (result, owner) = self.ended(batch.copy(&self.copy)).await?;
         if result.is_err() {
             self.shared.metrics.copy_errors.add(1);
             if let Some(reason) = self.copy.fault() {
                 self.shared.retire_device(reason);
             }
         }
-        (result, owner)
+        Ok((result, owner))
+    }
+
+    /// What the device has done.
+    ///
+    /// # Errors
+    /// [`Error::Copy`] where nobody knows whether it has ended, which the engine says by a panic: its memory stays with
+    /// it for good, and the device is out of service.
+    pub(super) async fn ended<T>(&self, on_device: impl Future<Output = T>) -> Result<T> {
+        if let Some(ended) = caught_future(on_device).await {
+            return Ok(ended);
+        }
+        let reason = self.copy.fault().unwrap_or_else(|| "it did not say whether an operation had ended".into());
+        self.shared.metrics.copy_errors.add(1);
+        self.shared.retire_device(reason.clone());
+        Err(Error::copy(self.copy.name(), reason))
     }
 
     /// The direction of copies between memory of these kinds. A simulated device is host memory.

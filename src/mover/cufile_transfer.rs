@@ -50,7 +50,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Ok(None);
             }
         };
-        let (found, slot) = self.checksum_on_device(slot).await;
+        let (found, slot) = match self.checksum_on_device(slot).await {
+            Ok(found) => found,
+            Err(lost) => {
+                self.shared.abort_cufile_read(id, trip.fills_slot(), None);
+                return Err(lost);
+            }
+        };
         match found {
             Ok(found) if found == checksum => return Ok(Some((pin, slot))),
             Ok(_) => trip.is_suspect = true,
@@ -69,7 +75,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         started: Instant,
     ) -> Result<Option<Box<Job>>> {
         let Some((pin, slot)) = self.read_by_cufile(trip, block).await? else { return Ok(Some(job)) };
-        self.copy(slot, job).await.0?;
+        self.copy(slot, job).await?.0?;
         self.shared.end_loads(trip.route(), [(pin, Some(started))], 0);
         Ok(None)
     }
@@ -77,9 +83,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block from its caller's device memory. The job comes back where the block must go another way.
     pub(super) async fn store_by_cufile(self: &Rc<Self>, job: Box<Job>) -> Result<Option<Box<Job>>> {
         let slot = self.shared.acquire(Tier::Device, Purpose::Call).await?;
-        let (copied, job, slot) = self.copy(job, slot).await;
+        let (copied, job, slot) = self.copy(job, slot).await?;
         copied?;
-        let (checksum, slot) = self.checksum_on_device(slot).await;
+        let (checksum, slot) = self.checksum_on_device(slot).await?;
         let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
         let Some(begun) = begun else { return Ok(Some(job)) };
         let (id, began) = (begun.1.id, Instant::now());
@@ -168,21 +174,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// The checksum of a block in a device slot: computed by the device if it can, otherwise from a copy in host
     /// memory.
-    pub(super) async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
+    ///
+    /// # Errors
+    /// As of [`ended`](Self::ended).
+    pub(super) async fn checksum_on_device(&self, filling: Filling) -> Result<(Result<u64>, Filling)> {
         let segments = self.segments(&filling.place()).into_owned();
         let filling = Arc::new(filling);
         // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; the read into it has ended.
         let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&filling) as _) };
-        let result = match sum.await {
+        let result = match self.ended(sum).await? {
             Some(result) => result,
             None => self.copy_to_host(Arc::clone(&filling)).await.map(|bytes| checksum(&bytes)),
         };
-        (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
+        match Arc::into_inner(filling) {
+            Some(filling) => Ok((result, filling)),
+            None => Err(result.expect_err("the engine keeps an owner only of a copy that may not have ended")),
+        }
     }
 
     /// Copies a device slot, which nothing writes to, to the host.
     pub(super) async fn copy_to_host(&self, filling: Arc<Filling>) -> Result<Vec<u8>> {
-        let (result, _, buffer) = self.copy(filling, Buffer::new(Vec::new(), &self.shared)).await;
+        let (result, _, buffer) = self.copy(filling, Buffer::new(Vec::new(), &self.shared)).await?;
         result.map(|()| buffer.into_bytes())
     }
 }

@@ -122,7 +122,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             let (this, board, copied) = (Rc::clone(self), Rc::clone(board), Arc::clone(&resident));
             let task = self.spawn_part(async move {
-                let (result, _) = this.copied(batch).await;
+                let result = this.copied(batch).await.and_then(|(result, _)| result);
                 board.borrow_mut().layer_ended(layer, copied.numbers(), &result);
             });
             bytes_under_way += bytes;

@@ -68,17 +68,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let (source, filling) = match is_copied {
             true => (source, filling),
-            false => {
-                let (result, source, filling) = self.copy(source, filling).await;
-                if let Err(error) = result {
+            false => match self.copy(source, filling).await {
+                Ok((Ok(()), source, filling)) => (source, filling),
+                Ok((Err(error), source, filling)) => {
                     let mut state = self.shared.lock();
                     state.index.abort_fill(id, Tier::Device);
                     filling.release(&mut state);
                     source.release(&mut state);
                     return Err(error);
                 }
-                (source, filling)
-            }
+                Err(error) => {
+                    self.shared.lock().index.abort_fill(id, Tier::Device);
+                    return Err(error);
+                }
+            },
         };
         let mut state = self.shared.lock();
         let checksum = state.host_checksums[source.slot() as usize];
@@ -136,7 +139,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies a device block to `buf`, for a caller on the host.
     pub(super) async fn read_device(&self, pin: Arc<Pin>, buf: Vec<u8>) -> Result<Vec<u8>> {
         let started = Instant::now();
-        let (result, _, buffer) = self.copy(pin, Buffer::new(buf, &self.shared)).await;
+        let (result, _, buffer) = self.copy(pin, Buffer::new(buf, &self.shared)).await?;
         result?;
         self.shared.metrics.moved(Route::DeviceToCaller, started.elapsed());
         Ok(buffer.into_bytes())

@@ -134,11 +134,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn copy_from_device(&self, pin: Pin, filling: Filling, started: Instant) -> Outcome {
         let id = pin.id();
         let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
-        let (result, pin, filling) = self.copy(pin, filling).await;
-        if let Err(error) = result {
-            self.shared.lock().index.abort_fill(id, Tier::Host);
-            return Err(error);
-        }
+        let (pin, filling) = match self.copy(pin, filling).await {
+            Ok((Ok(()), pin, filling)) => (pin, filling),
+            Ok((Err(error), ..)) | Err(error) => {
+                self.shared.lock().index.abort_fill(id, Tier::Host);
+                return Err(error);
+            }
+        };
         let outcome = self.shared.lock().publish(id, filling, checksum, Route::DeviceToHost, pin);
         if outcome.is_some() {
             self.shared.metrics.moved(Route::DeviceToHost, started.elapsed());

@@ -96,11 +96,25 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             drop(returned.send((None, false)));
             return self.verify_here(key, unverified).await;
         };
-        let (result, unverified, target) = self.copy_promptly(unverified, target).await;
+        let id = unverified.source.id();
+        let (result, unverified, target) = match self.copy_promptly(unverified, target).await {
+            Ok(copied) => copied,
+            Err(lost) => {
+                self.shared.lock().index.abort_fill(id, Tier::Host);
+                return self.end_flight(key, Tier::Host, Err(lost));
+            }
+        };
         let (segments, target) = (self.segments(&target.place()).into_owned(), Arc::new(target));
         let on_device = match result {
-            // SAFETY: the target keeps the segments, where nobody writes but the copy, which has ended.
-            Ok(()) => unsafe { self.copy.checksum(&segments, Arc::clone(&target) as _) }.await,
+            Ok(()) => {
+                // SAFETY: the target keeps the segments, where nobody writes but the copy, which has ended.
+                let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&target) as _) };
+                match self.ended(sum).await {
+                    Ok(sum) => sum,
+                    // The target stays with the device. Who offered it is told by the drop of `returned`.
+                    Err(_) => return self.verify_here(key, unverified).await,
+                }
+            }
             Err(_) => None,
         };
         let target = Arc::into_inner(target).expect("the engine keeps no owner");
