@@ -78,13 +78,22 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
 }
 
 /// The files of an open that can still fail. Dropped without [`keep`](Self::keep), those that the open created are
-/// removed, and those that were empty are empty again, but for those that have a superblock by then.
+/// removed, and those that were empty are empty again. Where others are a part of the store, such as a device, those
+/// that have a superblock by then stay: a later open finishes the creation.
 pub(crate) struct Unkept(Vec<Opened>);
 
 impl Unkept {
     /// Keeps the files: the cache is open.
-    pub(crate) fn keep(self) {
-        self.0.into_iter().for_each(Opened::keep);
+    pub(crate) fn keep(mut self) {
+        self.0.iter_mut().for_each(Opened::keep);
+    }
+}
+
+impl Drop for Unkept {
+    fn drop(&mut self) {
+        if !self.0.iter().all(Opened::is_undone) {
+            self.0.iter_mut().filter(|file| file.is_undone() && file.has_superblock()).for_each(Opened::keep);
+        }
     }
 }
 

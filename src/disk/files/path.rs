@@ -105,13 +105,17 @@ impl Opened {
     }
 
     /// Keeps the file: the store was accepted.
-    pub fn keep(mut self) {
+    pub fn keep(&mut self) {
         self.undo = Undo::Nothing;
     }
 
-    /// Whether a superblock was written, or nobody can tell: then every other member has one too, or may have, and a
-    /// later open finishes the creation.
-    fn has_superblock(&self) -> bool {
+    /// Whether a failure leaves nothing of the store here.
+    pub fn is_undone(&self) -> bool {
+        self.undo != Undo::Nothing
+    }
+
+    /// Whether a superblock was written, or nobody can tell.
+    pub fn has_superblock(&self) -> bool {
         let mut head = AlignedBuf::zeroed(HEAD_BYTES);
         !matches!(read_up_to(&self.file, &mut head, 0), Ok(read) if is_zero(&head[..read]))
     }
@@ -121,7 +125,6 @@ impl Drop for Opened {
     fn drop(&mut self) {
         let undone = match self.undo {
             Undo::Nothing => return,
-            _ if self.has_superblock() => return,
             Undo::Truncate => self.file.set_len(0),
             // The path may name another process's file by now.
             Undo::Remove if !self.is_in_place().unwrap_or(false) => return,

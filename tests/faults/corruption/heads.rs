@@ -120,7 +120,8 @@ pub fn only_member(cases: &mut Cases<'_>) {
             reseal(image, 0, copy as usize);
         }
     };
-    cases.add("superblock, resealed", "forming, only member", Outcome::Refused, Finds::Refusal, forming);
+    let finds = faults("superblocks", 1);
+    cases.add("superblock, resealed", "forming, only member", Outcome::Refused, finds, forming);
 }
 
 /// Fields that are impossible, or of another store, under a crc that holds.
