@@ -70,14 +70,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             true => (source, filling),
             false => match self.copy(source, filling).await {
                 Ok((Ok(()), source, filling)) => (source, filling),
-                Ok((Err(error), source, filling)) => {
-                    let mut state = self.shared.lock();
-                    state.index.abort_fill(id, Tier::Device);
-                    filling.release(&mut state);
-                    source.release(&mut state);
-                    return Err(error);
-                }
-                Err(error) => {
+                Ok((Err(error), ..)) | Err(error) => {
                     self.shared.lock().index.abort_fill(id, Tier::Device);
                     return Err(error);
                 }
