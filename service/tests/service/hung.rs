@@ -23,7 +23,7 @@ use crate::{
     common,
     node::{BLOCK_BYTES, HANG, Node, Process, Stopped, say},
     pool_client::PoolClient,
-    raw::Raw,
+    raw::{Raw, attach},
 };
 
 /// Far more than a call takes, also on a busy machine, and far less than a close that lingers.
@@ -186,19 +186,13 @@ fn a_connection_past_the_limit_hangs_nobody() {
     serves(&pool_client, "refused");
 }
 
-fn attach(namespace: &str) -> Request {
-    let (block_bytes, capacity_bytes, host_bytes) = (BLOCK_BYTES as u64, 4 << 20, 1 << 20);
-    let (namespace, shared, device) = (namespace.to_owned(), false, SpaceDevice::None);
-    Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared, device }
-}
-
 /// The file of a new space is written to a pipe, which nobody reads: as long as a file system takes that hangs.
 #[test]
 fn a_new_space_whose_file_system_hangs_hangs_nobody() {
     let node = Node::new();
     let pool_client = PoolClient::new(&node.socket());
-    let mut raw = Raw::greeted(&node.socket());
-    assert!(matches!(raw.ask(1, &attach("slow")), Reply::Attached { .. }));
+    let attach = attach("slow", [64, 16], SpaceDevice::None);
+    let raw = Raw::attached_by(&node.socket(), &attach);
     let spaces = node.status().spaces;
     let folder = &spaces.iter().find(|space| space.namespace == "slow").expect("attached").folder;
     drop(raw);
@@ -211,7 +205,7 @@ fn a_new_space_whose_file_system_hangs_hangs_nobody() {
     // SAFETY: plain system call; the name outlives it.
     assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
     let mut raw = Raw::greeted(&node.socket());
-    raw.send(&attach("slow").encode(1));
+    raw.send(&attach.encode(1));
     while node.status().spaces.iter().all(|space| space.namespace != "slow") {
         std::thread::yield_now();
     }
@@ -222,7 +216,7 @@ fn a_new_space_whose_file_system_hangs_hangs_nobody() {
     assert!(matches!(&reply, Reply::Failed(failure) if failure.fault == ServiceFault::Io), "{reply:?}");
     drop(reader);
     fs::remove_file(pipe).expect("left");
-    assert!(matches!(raw.ask(2, &attach("slow")), Reply::Attached { .. }));
+    assert!(matches!(raw.ask(2, &attach), Reply::Attached { .. }));
 }
 
 /// The end of a service is the end of its connections, too.

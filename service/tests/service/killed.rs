@@ -123,7 +123,6 @@ impl DirectService {
     }
 
     fn raw(&self, memory: &SharedMemory) -> Raw {
-        let mut raw = Raw::greeted(&self.place.path().join("s"));
         let attach = Request::Attach {
             namespace: "tests".into(),
             block_bytes: BLOCK_BYTES as u64,
@@ -132,8 +131,7 @@ impl DirectService {
             shared: false,
             device: SpaceDevice::None,
         };
-        let reply = raw.ask(1, &attach);
-        assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
+        let mut raw = Raw::attached_by(&self.place.path().join("s"), &attach);
         let len = POOL_BYTES as u64;
         let register = Request::Register { region: 1, kind: RegionKind::Host, pin: false, offset: 0, len };
         let reply = raw.ask_with(2, &register, memory.as_fd());

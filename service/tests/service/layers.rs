@@ -12,7 +12,7 @@ use crate::{
     common::{key, payload},
     node::{BLOCK_BYTES, HANG, HOST_BLOCKS, Node, Stopped, options},
     pool_client::{LAYER_OF, POOL_BLOCKS, PoolClient, SEGMENT_BYTES, cut},
-    raw::Raw,
+    raw::{Raw, attach},
 };
 
 const ALL: [bool; POOL_BLOCKS as usize] = [true; POOL_BLOCKS as usize];
@@ -228,18 +228,7 @@ fn numbers_that_are_wrong_are_refused_before_anything_moves() {
 }
 
 pub fn attached_with_device(node: &Node) -> Raw {
-    let mut raw = Raw::greeted(&node.socket());
-    let attach = Request::Attach {
-        namespace: "tests".into(),
-        block_bytes: BLOCK_BYTES as u64,
-        capacity_bytes: 0,
-        host_bytes: 0,
-        shared: false,
-        device: SpaceDevice::Simulated,
-    };
-    let reply = raw.ask(1, &attach);
-    assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
-    raw
+    Raw::attached_by(&node.socket(), &attach("tests", [0, 0], SpaceDevice::Simulated))
 }
 
 #[test]

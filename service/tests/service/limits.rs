@@ -23,7 +23,7 @@ use crate::{
     common::{self, key},
     node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS, Node, Process, options, say},
     pool_client::{POOL_BLOCKS, PoolClient},
-    raw::Raw,
+    raw::{Raw, attach},
 };
 
 const TIB: u64 = 1 << 40;
@@ -328,14 +328,7 @@ fn a_service_that_gets_no_thread_serves_its_clients_and_takes_new_spaces_later()
         std::thread::yield_now();
     }
     // A new space has threads of its own.
-    let attach = Request::Attach {
-        namespace: "another".into(),
-        block_bytes: BLOCK_BYTES as u64,
-        capacity_bytes: 0,
-        host_bytes: HOST_BLOCKS * BLOCK_BYTES as u64,
-        shared: false,
-        device: SpaceDevice::None,
-    };
+    let attach = attach("another", [0, HOST_BLOCKS], SpaceDevice::None);
     let mut raw = Raw::greeted(&node.socket);
     match raw.ask(1, &attach) {
         Reply::Failed(failure) => assert!(failure.text.contains("thread"), "{failure:?}"),
@@ -375,14 +368,7 @@ fn beyond_the_limit_of_connections_the_services_user_asks_and_attaches_to_nothin
     // One that came beyond the limit is a client once there is room.
     let mut last = idle.pop().expect("eight");
     drop((idle, raw, neighbor));
-    let attach = Request::Attach {
-        namespace: "tests".into(),
-        block_bytes: BLOCK_BYTES as u64,
-        capacity_bytes: 0,
-        host_bytes: 0,
-        shared: false,
-        device: SpaceDevice::None,
-    };
+    let attach = attach("tests", [0, 0], SpaceDevice::None);
     for id in 1.. {
         match last.ask(id, &attach) {
             Reply::Attached { .. } => break,

@@ -17,6 +17,13 @@ pub struct Raw {
     pub stream: UnixStream,
 }
 
+/// The request for a space of the tests' blocks, of so many on disk and in host memory; 0 for all that is left.
+pub fn attach(namespace: &str, blocks: [u64; 2], device: SpaceDevice) -> Request {
+    let [capacity_bytes, host_bytes] = blocks.map(|blocks| blocks * BLOCK_BYTES as u64);
+    let (namespace, block_bytes, shared) = (namespace.to_owned(), BLOCK_BYTES as u64, false);
+    Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared, device }
+}
+
 impl Raw {
     /// Connected, and nothing said.
     pub fn connect(socket: &Path) -> Self {
@@ -35,16 +42,13 @@ impl Raw {
 
     /// Attached to the tests' space.
     pub fn attached(socket: &Path) -> Self {
+        Raw::attached_by(socket, &attach("tests", [DISK_BLOCKS, HOST_BLOCKS], SpaceDevice::None))
+    }
+
+    /// Attached by this request.
+    pub fn attached_by(socket: &Path, attach: &Request) -> Self {
         let mut raw = Raw::greeted(socket);
-        let attach = Request::Attach {
-            namespace: "tests".into(),
-            block_bytes: BLOCK_BYTES as u64,
-            capacity_bytes: DISK_BLOCKS * BLOCK_BYTES as u64,
-            host_bytes: HOST_BLOCKS * BLOCK_BYTES as u64,
-            shared: false,
-            device: SpaceDevice::None,
-        };
-        let reply = raw.ask(1, &attach);
+        let reply = raw.ask(1, attach);
         assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
         raw
     }
