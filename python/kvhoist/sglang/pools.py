@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Sequence
 
@@ -298,7 +299,8 @@ class PoolStore:
             # Before the close: after it another process may have opened the store.
             for directory in self.directories:
                 os.unlink(os.path.join(directory, "kvhoist.store"))
-            self.cache.close()
+            with suppress(UnavailableError):  # which says that the files are deleted
+                self.cache.close()
             self.cache = self._open()
 
     def close(self) -> None:
