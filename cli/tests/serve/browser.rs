@@ -11,6 +11,18 @@ use std::{
 
 use serde_json::{Value, json};
 
+/// The driver with its address, once it listens; `None` if it ends before.
+fn listening(mut driver: Child) -> Option<(Child, String)> {
+    let lines = BufReader::new(driver.stdout.take().expect("piped")).lines();
+    let port = lines.map(|line| line.expect("a line")).find_map(|line| {
+        line.strip_prefix("ChromeDriver was started successfully on port ").map(|port| port.replace('.', ""))
+    });
+    if port.is_none() {
+        driver.wait().expect("it has closed its output");
+    }
+    port.map(|port| (driver, format!("127.0.0.1:{port}")))
+}
+
 /// A browser without a window, ended with its owner.
 pub struct Browser {
     driver: Child,
@@ -21,17 +33,18 @@ pub struct Browser {
 impl Browser {
     /// `None`, with a line that says so, where there is no browser.
     pub fn start() -> Option<Self> {
-        let started = Command::new("chromedriver").arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
-        let Ok(mut driver) = started else {
+        let mut command = Command::new("chromedriver");
+        command.arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null());
+        // One ends at once where another process has its port under the other version of IP.
+        let started = (0..10).find_map(|_| match command.spawn() {
+            Ok(driver) => listening(driver).map(Some),
+            Err(_) => Some(None),
+        });
+        let Some((driver, address)) = started.expect("a driver that listens") else {
             crate::skip::skipped("no chromedriver; install it with: apt-get install chromium-driver");
             return None;
         };
-        let lines = BufReader::new(driver.stdout.take().expect("piped")).lines();
-        let port = lines.map(|line| line.expect("a line")).find_map(|line| {
-            line.strip_prefix("ChromeDriver was started successfully on port ").map(|port| port.replace('.', ""))
-        });
-        let mut browser =
-            Browser { driver, address: format!("127.0.0.1:{}", port.expect("its port")), session: String::new() };
+        let mut browser = Browser { driver, address, session: String::new() };
         let flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"];
         let wanted = json!({
             "goog:chromeOptions": { "args": flags },
