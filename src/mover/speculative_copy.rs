@@ -44,8 +44,9 @@ unsafe impl BlockMemory for Target {
 // SAFETY: the same.
 unsafe impl FilledMemory for Target {}
 
-/// A target that is returned, and whether the block was copied there, verified, and made visible in host memory.
-type Returned = (Option<Target>, bool);
+/// A target that is returned, and whether the block was copied there, verified, and made visible in host memory. The
+/// error of a device that did not say whether it had ended, with which the target stays.
+type Returned = Result<(Option<Target>, bool)>;
 
 /// A target that is offered, for the movement that reads the block. `None`: any slot that is free once the block has
 /// been read. There may be none: a movement that has read a block waits for no slot.
@@ -71,12 +72,13 @@ impl Offer {
     /// verification of its block: for the device, never for the disk.
     ///
     /// # Errors
-    /// If the movement that had taken it is gone: the cache ends.
-    pub(super) async fn withdraw(self) -> Result<Returned> {
+    /// [`Error::Copy`] where the target stays with the device; [`Error::Closed`] where the movement that had taken it is
+    /// gone: the cache ends.
+    pub(super) async fn withdraw(self) -> Returned {
         if let Some((target, _)) = self.copy.0.take() {
             return Ok((target, false));
         }
-        self.returned.await.map_err(|_| Error::Closed)
+        self.returned.await.unwrap_or(Err(Error::Closed))
     }
 }
 
@@ -93,7 +95,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Some((target, returned)) = copy.0.take() else { return self.verify_here(key, unverified).await };
         let Some(target) = target.or_else(|| self.shared.lock().acquire(Tier::Device).map(Target::Slot)) else {
             // Who offered it may be gone.
-            drop(returned.send((None, false)));
+            drop(returned.send(Ok((None, false))));
             return self.verify_here(key, unverified).await;
         };
         let id = unverified.source.id();
@@ -101,6 +103,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(copied) => copied,
             Err(lost) => {
                 self.shared.lock().index.abort_fill(id, Tier::Host);
+                drop(returned.send(Err(lost.clone())));
                 return self.end_flight(key, Tier::Host, Err(lost));
             }
         };
@@ -111,8 +114,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&target) as _) };
                 match self.ended(sum).await {
                     Ok(sum) => sum,
-                    // The target stays with the device. Who offered it is told by the drop of `returned`.
-                    Err(_) => return self.verify_here(key, unverified).await,
+                    Err(lost) => {
+                        drop(returned.send(Err(lost)));
+                        return self.verify_here(key, unverified).await;
+                    }
                 }
             }
             Err(_) => None,
@@ -128,7 +133,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let end = self.shared.end_read(key, unverified, is_right);
         // A block that was removed meanwhile may have been stored anew, with other bytes.
         let is_visible = end.0.iter().any(|(_, outcome)| matches!(outcome, Ok(Some(_))));
-        drop(returned.send((Some(target), is_copied && is_visible)));
+        drop(returned.send(Ok((Some(target), is_copied && is_visible))));
         self.answer_all(end);
     }
 }

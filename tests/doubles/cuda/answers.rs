@@ -71,6 +71,42 @@ fn a_query_that_fails_does_not_end_a_checksum() {
     });
 }
 
+/// The error of a read from disk of which the driver lets so many events happen.
+fn error_of(events: i32, read: impl FnOnce(&Cache) -> kvhoist::Error) {
+    let directory = common::directory();
+    let settings = common::config(&directory, kvhoist::StorageKind::Auto, 4, 32);
+    let settings = settings.device(DeviceKind::Cuda).device_blocks(4);
+    let cache = block_on(Cache::open(settings)).expect("the double is a device");
+    (0..32).for_each(|n| block_on(common::store(&cache, n)));
+    allow_events(events);
+    ask_double(c"double_doubt", i32::MAX);
+    let error = read(&cache).to_string();
+    assert!(error.contains("the driver did not say for 5s"), "{error}");
+    assert!(block_on(common::fetch_verified(&cache, 0)), "from disk");
+    block_on(cache.close()).expect("close");
+}
+
+/// Copies and checksums of blocks from disk: the error names the driver, and not the cache, which goes on.
+#[test]
+fn a_copy_from_disk_of_which_the_driver_says_nothing_fails_by_its_name() {
+    with_double("answers::a_copy_from_disk_of_which_the_driver_says_nothing_fails_by_its_name", "", || {
+        for events in [0, 1] {
+            error_of(events, |cache| block_on(cache.fetch_to_device(&key(0))).expect_err("nobody knows"));
+        }
+        error_of(0, |cache| {
+            let gpu = Gpu::open(0).expect("the double is a device");
+            let pool = std::mem::ManuallyDrop::new(DeviceBuffer::new(gpu, BLOCK_BYTES).expect("memory"));
+            let base = pool.base().as_ptr();
+            // SAFETY: the pool is never freed, and nothing else uses it.
+            let lent = unsafe { kvhoist::Memory::device(base, BLOCK_BYTES) };
+            let _region = block_on(cache.register(lent)).expect("registered");
+            let places = [vec![kvhoist::Segment { ptr: base, len: BLOCK_BYTES }]];
+            let mut loaded = block_on(cache.load_into(&[key(0)], &places)).expect("begun");
+            loaded.remove(0).expect_err("nobody knows")
+        });
+    });
+}
+
 /// What the device may still read or write is not given back; callers and streams have an answer all the same.
 #[test]
 fn a_driver_that_never_says_whether_a_copy_has_ended_keeps_its_memory() {
