@@ -14,7 +14,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, StatVfsMountFlags, StatxFlags, fstatfs, fstatvfs, statx},
+    fs::{AtFlags, StatxFlags, statx},
     time::{ClockId, clock_gettime},
 };
 
@@ -25,9 +25,6 @@ const ALIGN: u64 = 4096;
 
 /// A tick of the clock that changes are stamped with, in milliseconds, at most.
 const TICK_MS_MAX: u32 = 10;
-
-/// Their file systems are memory: a store through a mapping does not pass the system, which so does not stamp it.
-const IN_MEMORY: [u32; 3] = [libc::TMPFS_MAGIC as u32, libc::HUGETLBFS_MAGIC as u32, 0x8584_58f6];
 
 /// A file to be read. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -148,6 +145,11 @@ impl SourceFile {
         opened.map_err(|error| Error::io("open to write", self.path(), error))
     }
 
+    /// The file, through the page cache.
+    pub(crate) fn cached(&self) -> &File {
+        &self.inner.cached
+    }
+
     /// The device that it is on.
     pub(crate) fn drive(&self) -> u64 {
         self.inner.drive
@@ -209,28 +211,6 @@ impl SourceFile {
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let now = self.inner.cached.metadata().map_err(|error| Error::io("read", self.path(), error))?;
         if self.inner.version.lasts_until(&Version::of(&now)) { Ok(()) } else { Err(self.changed()) }
-    }
-
-    /// Writes what the page cache alone has to the drive, so that any later change, also a store through a mapping,
-    /// gives the file another [`identity`](Self::identity): a store into a page that was dirty before does not.
-    ///
-    /// # Errors
-    /// [`Error::Io`], also for a file whose changes are not all stamped: on tmpfs, or a block device.
-    pub fn sync(&self) -> Result<()> {
-        let file = &self.inner.cached;
-        let fail = |error| Error::io("sync", self.path(), error);
-        let is_file = file.metadata().map_err(fail)?.is_file();
-        let kind = fstatfs(file).map_err(|error| fail(error.into()))?.f_type as u32;
-        if !is_file || IN_MEMORY.contains(&kind) {
-            let text = "found a block device or a file in memory, expected one whose every change has a time";
-            return Err(fail(io::Error::new(io::ErrorKind::Unsupported, text)));
-        }
-        let is_read_only = || fstatvfs(file).is_ok_and(|found| found.f_flag.contains(StatVfsMountFlags::RDONLY));
-        match file.sync_data() {
-            // A file system that nobody writes to lacks the call.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) && is_read_only() => Ok(()),
-            synced => synced.map_err(fail),
-        }
     }
 
     fn changed(&self) -> Error {

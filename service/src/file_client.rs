@@ -76,9 +76,10 @@ impl FileClient {
     ///
     /// # Errors
     /// [`Error::Service`]: [`ServiceFault::Capacity`] without room in the service's host memory,
-    /// [`ServiceFault::Argument`] for a path that is another file there, [`ServiceFault::Permission`] for a service of
-    /// another user, [`ServiceFault::Away`], [`ServiceFault::Timeout`]. [`Error::Argument`] for an empty file, or a
-    /// path that is too long or not UTF-8. [`Error::Closed`] in a forked child.
+    /// [`ServiceFault::Argument`] for a path that is another file there, and for a file whose changes are not all
+    /// stamped (on tmpfs, a block device), [`ServiceFault::Permission`] for a service of another user,
+    /// [`ServiceFault::Away`], [`ServiceFault::Timeout`]. [`Error::Argument`] for an empty file, or a path that is too
+    /// long or not UTF-8. [`Error::Closed`] in a forked child.
     pub fn hold(&self, file: &SourceFile, keep: bool) -> Result<SourceFile> {
         let inner = &*self.0;
         if !inner.home.is_here() {

@@ -6,7 +6,7 @@
 
 use std::{os::fd::OwnedFd, rc::Rc, sync::Arc};
 
-use kvhoist_files::FileIdentity;
+use kvhoist_files::{FileIdentity, SourceFile};
 use tokio::{sync::oneshot, task::spawn_local};
 
 use super::{Spaces, ending};
@@ -82,11 +82,15 @@ impl Spaces {
             return Ok(hold);
         }
         // One that is not wanted is closed there: a close may hang, too.
-        let source = self.opens.run(path.clone(), move |found| (found.identity() == identity).then_some(found)).await?;
-        let source = source.ok_or_else(|| {
-            let text = format!("found another file than the client's, or another version of it, at {path}");
-            refused(ServiceFault::Argument, text)
-        })?;
+        let check = move |found: SourceFile| {
+            if found.identity() != identity {
+                let path = found.path().display();
+                return Err(format!("found another file than the client's, or another version of it, at {path}"));
+            }
+            found.check_stamped().map(|()| found).map_err(|error| error.to_string())
+        };
+        let source = self.opens.run(path.clone(), check).await?;
+        let source = source.map_err(|text| refused(ServiceFault::Argument, text))?;
         let _one_at_a_time = self.file_turn.acquire().await.expect("nobody closes it");
         // Whoever had the turn before may have wanted the same.
         if let Some(hold) = self.held_already(&identity, keep) {

@@ -289,7 +289,7 @@ async fn spaces_of_one_name_have_their_own_objects_in_a_remote_store() {
 /// A file that could not be read is read anew for the next client; those before have its memory still.
 #[tokio::test]
 async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() {
-    let folder = tempfile::tempdir().expect("a directory");
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     let path = folder.path().join("weights");
     std::fs::write(&path, [7; 100_000]).expect("written");
     let identity = SourceFile::open(&path).expect("there").identity();
@@ -311,13 +311,14 @@ async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() 
 
 /// What a refused request asks for is counted before a file is given up for it.
 async fn refuses_then_opens(move_host: bool) {
-    let folder = tempfile::tempdir().expect("a directory");
-    let file = |name: &str, len: u64| {
-        let path = folder.path().join(name);
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+    let file_in = |folder: &Path, name: &str, len: u64| {
+        let path = folder.join(name);
         std::fs::File::create(&path).and_then(|file| file.set_len(len)).expect("made");
         let identity = SourceFile::open(&path).expect("there").identity();
         WantedFile { path: path.display().to_string(), identity, keep: true }
     };
+    let file = |name: &str, len: u64| file_in(folder.path(), name, len);
     let space = |namespace: &str, capacity_bytes: u64, host_bytes: u64| {
         let namespace = namespace.into();
         Wanted { namespace, capacity_bytes, host_bytes, ..Wanted::of_tests(BLOCK_BYTES) }
@@ -332,6 +333,9 @@ async fn refuses_then_opens(move_host: bool) {
     let fault = |refused: Option<Failure>| refused.expect("refused").fault;
     assert_eq!(fault(spaces.attach(space("greedy", 2 << 20, 1 << 40)).await.err()), ServiceFault::Capacity);
     assert_eq!(fault(spaces.hold(file("large", 2 << 20)).await.err()), ServiceFault::Capacity);
+    let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
+    let never_held = spaces.hold(file_in(memory.path(), "in memory", 500 << 10)).await;
+    assert_eq!(fault(never_held.err()), ServiceFault::Argument);
     opens_fail.set(true);
     assert_eq!(fault(spaces.attach(space("tests", 4 << 20, 512 << 10)).await.err()), ServiceFault::Io);
     assert_eq!(spaces.held_files(), before, "nothing was given up");
