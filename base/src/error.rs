@@ -325,9 +325,8 @@ impl Error {
             Error::Timeout { .. } => ServiceFault::Timeout,
             Error::Refused { .. } => ServiceFault::Refused,
             Error::Io { .. } | Error::Copy { .. } => ServiceFault::Io,
-            Error::Closed => ServiceFault::Draining,
             Error::Service { fault, .. } => *fault,
-            Error::Store { .. } | Error::Unavailable { .. } => ServiceFault::Unavailable,
+            Error::Store { .. } | Error::Unavailable { .. } | Error::Closed => ServiceFault::Unavailable,
         }
     }
 
@@ -364,7 +363,7 @@ mod tests {
             (io, ServiceFault::Io),
             (Error::unavailable("disk", "gone"), ServiceFault::Unavailable),
             (Error::service(ServiceFault::Memory, "a region"), ServiceFault::Memory),
-            (Error::Closed, ServiceFault::Draining),
+            (Error::Closed, ServiceFault::Unavailable),
         ];
         for (error, fault) in faults {
             assert_eq!(error.fault(), fault, "{error}");

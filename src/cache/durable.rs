@@ -168,4 +168,10 @@ impl Cache {
         drop(self.send_urgent(Urgent::Close));
         self.ended().await
     }
+
+    /// Whether it serves no call any more: it was closed, or a panic that is a defect has ended it.
+    #[doc(hidden)]
+    pub fn has_ended(&self) -> bool {
+        self.shared().has_ended()
+    }
 }

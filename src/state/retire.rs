@@ -25,6 +25,11 @@ impl Shared {
         refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
     }
 
+    /// Whether every call is refused, or an invariant is broken.
+    pub(crate) fn has_ended(self: &Arc<Self>) -> bool {
+        self.lock_unless_broken().is_none_or(|state| state.closed)
+    }
+
     /// Takes the disk tier out of service. Host and device keep serving.
     pub(crate) fn retire_disk(self: &Arc<Self>, reason: String) {
         self.lower_service(Health::Retired(reason));

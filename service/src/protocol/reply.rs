@@ -10,6 +10,10 @@ use super::{
 };
 use crate::error::{Error, ServiceFault};
 
+/// What a client is told of a cache that is closed.
+const CACHE_ENDED: &str = "space: found its cache ended by a defect (the log of the service has the panic), expected \
+                           one that serves: end all clients of the space, then attach again, or restart the service";
+
 /// Why something was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(test, derive(proptest_derive::Arbitrary))]
@@ -30,7 +34,11 @@ impl Failure {
 
 impl From<&Error> for Failure {
     fn from(error: &Error) -> Self {
-        Failure::new(error.fault(), error.to_string())
+        match error {
+            // A service closes no cache that has clients.
+            Error::Closed => Failure::new(error.fault(), CACHE_ENDED),
+            _ => Failure::new(error.fault(), error.to_string()),
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
 
+mod ended;
 pub(super) mod files;
 mod folders;
 mod host;
@@ -18,7 +19,7 @@ use std::{
     rc::Rc,
 };
 
-use kvhoist::{Cache, Stats};
+use kvhoist::Cache;
 use kvhoist_files::SourceFile;
 use tokio::sync::{Notify, Semaphore, oneshot};
 
@@ -81,16 +82,6 @@ struct Entry {
 impl Entry {
     fn new(manifest: SpaceManifest, state: State) -> Self {
         Entry { manifest, state, trouble: None }
-    }
-
-    /// The figures of its cache; of one that is not served, why.
-    fn stats(&self) -> Option<Stats> {
-        let ((State::Refused(failure), _) | (_, Some(failure))) = (&self.state, &self.trouble) else {
-            return Some(self.space()?.cache.stats());
-        };
-        let mut stats = Stats::default();
-        stats.disk_retired = Some(failure.text.clone());
-        Some(stats)
     }
 }
 
@@ -235,6 +226,10 @@ impl Spaces {
             let text = format!("space: found {block_bytes} bytes a block and a name of {} bytes, ", namespace.len());
             return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
         }
+        if self.entries.borrow().values().any(Entry::has_ended) {
+            // A move of memory has its spaces as clients have theirs.
+            self.moves_end().await;
+        }
         let begun = self.begin(&wanted).inspect_err(|failure| open::tell_refused(namespace, failure, false))?;
         let space = begun.await.unwrap_or_else(|_| Err(ending()))?;
         if space.device.serves(wanted.device) {
@@ -245,7 +240,8 @@ impl Spaces {
         Err(Failure::new(ServiceFault::Argument, text))
     }
 
-    /// The space that is open, or will be: begins to open one that is neither open nor being opened.
+    /// The space that is open, or will be: begins to open one that is neither open nor being opened, and opens one anew
+    /// whose cache has ended.
     fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<oneshot::Receiver<Result<Rc<Space>, Failure>>, Failure> {
         let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes, device } = *wanted;
         let mut manifest = SpaceManifest::new(namespace.clone(), uid, shared, block_bytes);
@@ -253,8 +249,10 @@ impl Spaces {
         let (sender, receiver) = oneshot::channel();
         let mut entries = self.entries.borrow_mut();
         let (is_new, is_full) = (!entries.contains_key(&folder), entries.len() >= SPACES_MAX);
+        let (has_ended, mut before) = (entries.get(&folder).is_some_and(Entry::has_ended), State::Closed);
         match entries.get_mut(&folder) {
-            Some(Entry { state: State::Open(space), .. }) => {
+            Some(entry) if has_ended && entry.is_attached() => return Err(Failure::from(&Error::Closed)),
+            Some(Entry { state: State::Open(space), .. }) if !has_ended => {
                 drop(sender.send(Ok(Rc::clone(space))));
                 return Ok(receiver);
             }
@@ -269,7 +267,7 @@ impl Spaces {
             Some(Entry { state: State::Refused(failure), .. }) => return Err(failure.clone()),
             Some(entry) => {
                 manifest = entry.manifest.clone();
-                entry.state = State::Opening(vec![sender]);
+                before = std::mem::replace(&mut entry.state, State::Opening(vec![sender]));
             }
             None if is_full => {
                 let text = format!("space: found {SPACES_MAX} spaces, expected fewer; delete one");
@@ -280,7 +278,11 @@ impl Spaces {
                 entries.insert(folder, Entry::new(manifest.clone(), State::Opening(vec![sender])));
             }
         }
-        tokio::task::spawn_local(Rc::clone(self).open(manifest, host_bytes, device, is_new));
+        let spaces = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            spaces.close_cache(before).await;
+            spaces.open(manifest, host_bytes, device, is_new).await;
+        });
         Ok(receiver)
     }
 
@@ -314,7 +316,7 @@ impl Spaces {
         let entries = self.entries.borrow();
         let report = |(folder, entry): (&String, &Entry)| {
             let (namespace, folder) = (entry.manifest.namespace.clone(), folder.clone());
-            Some(OpenSpace { namespace, folder, is_served: entry.space().is_some(), stats: entry.stats()? })
+            Some(OpenSpace { namespace, folder, is_served: entry.is_served(), stats: entry.stats()? })
         };
         entries.iter().filter_map(report).collect()
     }

@@ -45,13 +45,7 @@ impl Spaces {
             let text = format!("space: found user {uid}, expected {maker}the service's user, {}", own_uid());
             return Err(Failure::new(ServiceFault::Permission, text));
         }
-        let attached = match &entry.state {
-            // The entry has one, each session another.
-            State::Open(space) => Rc::strong_count(space) > 1,
-            State::Opening(_) => true,
-            State::Closed | State::Removing(_) | State::Refused(_) => false,
-        };
-        if attached {
+        if entry.is_attached() {
             let text = "busy: clients are attached to the space; end them first, then remove it";
             return Err(Failure::new(ServiceFault::Busy, text));
         }
@@ -70,12 +64,7 @@ impl Spaces {
             State::Refused(failure) => Some(failure.clone()),
             _ => None,
         };
-        if let State::Open(space) = before {
-            if let Err(error) = space.cache.close().await {
-                tracing::warn!(%error, "the cache of a space that is removed");
-            }
-            self.host.give_back(space.of(), space.host.bytes());
-        }
+        self.close_cache(before).await;
         let removed = self.remove_folders(&folder).await.map_err(|error| Failure::from(&error));
         let mut entries = self.entries.borrow_mut();
         let entry = entries.get_mut(&folder).expect("entries that are being removed stay");

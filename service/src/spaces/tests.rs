@@ -355,3 +355,40 @@ async fn a_refusal_gives_up_no_kept_file_and_a_space_that_opens_does() {
         LocalSet::new().run_until(refuses_then_opens(move_host)).await;
     }
 }
+
+/// A panic under the lock, after which every look into the cache panics too, and the end of a cache that is whole.
+#[cfg(feature = "sim")]
+#[tokio::test]
+async fn a_space_whose_cache_has_ended_is_opened_anew_once_its_clients_are_gone() {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    let folder = tempfile::tempdir().expect("a directory");
+    let (key, block) = (BlockKey::new([7; 32]), [7; BLOCK_BYTES]);
+    let run = async {
+        for is_broken in [true, false] {
+            let (spaces, _) = load(folder.path());
+            let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
+            let left = spaces.left();
+            space.cache.store(&key, None, &block).await.expect("stored");
+            if is_broken {
+                kvhoist::internals::seams::panic_under_lock(1);
+                catch_unwind(AssertUnwindSafe(|| space.cache.contains(&key))).expect_err("on purpose");
+            } else {
+                space.cache.close().await.expect("closed");
+            }
+            let refused = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.err().expect("it has a client");
+            assert!(refused.text.contains("ended by a defect"), "{}", refused.text);
+            assert_eq!((refused.fault, refused.fault.is_transient()), (ServiceFault::Unavailable, false));
+            assert_eq!(Failure::from(&Error::Closed), refused, "as calls are answered");
+            let told = &spaces.opened()[0];
+            assert_eq!((told.is_served, &told.stats.disk_retired), (false, &Some(refused.text)), "as health has it");
+            drop(space);
+            let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("opened anew");
+            let lease = space.cache.fetch(&key).await.expect("served").expect("it was stored");
+            assert_eq!((lease[..] == block, spaces.left()), (true, left));
+            drop((lease, space));
+            spaces.close().await.expect("closed");
+        }
+    };
+    LocalSet::new().run_until(run).await;
+}

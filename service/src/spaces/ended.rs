@@ -1,0 +1,52 @@
+//! Spaces that are not served, and the end of a space's cache: at its removal, or by a defect.
+
+use std::rc::Rc;
+
+use kvhoist::{Error, Stats};
+
+use super::{Entry, Spaces, State};
+use crate::protocol::Failure;
+
+impl Entry {
+    /// Whether its cache has ended while the space is open, which is by a defect.
+    pub(super) fn has_ended(&self) -> bool {
+        self.space().is_some_and(|space| space.cache.has_ended())
+    }
+
+    pub(super) fn is_served(&self) -> bool {
+        self.space().is_some() && !self.has_ended()
+    }
+
+    /// Whether a client is attached, or will be.
+    pub(super) fn is_attached(&self) -> bool {
+        match &self.state {
+            // The entry has one, each session another.
+            State::Open(space) => Rc::strong_count(space) > 1,
+            State::Opening(_) => true,
+            State::Closed | State::Removing(_) | State::Refused(_) => false,
+        }
+    }
+
+    /// The figures of its cache; of one that is not served, why.
+    pub(super) fn stats(&self) -> Option<Stats> {
+        let why = match (&self.state, &self.trouble) {
+            (State::Refused(failure), _) | (_, Some(failure)) => failure.text.clone(),
+            _ if self.has_ended() => Failure::from(&Error::Closed).text,
+            _ => return Some(self.space()?.cache.stats()),
+        };
+        let mut stats = Stats::default();
+        stats.disk_retired = Some(why);
+        Some(stats)
+    }
+}
+
+impl Spaces {
+    /// Closes the cache of a space that was open and has no client, and gives its host memory back.
+    pub(super) async fn close_cache(&self, state: State) {
+        let State::Open(space) = state else { return };
+        if let Err(error) = space.cache.close().await {
+            tracing::warn!(%error, space = space.namespace, "the cache of a space that is removed or opened anew");
+        }
+        self.host.give_back(space.of(), space.host.bytes());
+    }
+}
