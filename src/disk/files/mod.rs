@@ -8,11 +8,13 @@ mod lock;
 mod path;
 mod read_only;
 mod sys;
+mod unkept;
 
 pub(crate) use lock::is_held;
 pub use path::{FILE_NAME, cannot_open};
 pub(crate) use path::{cannot_change, check_one_name, check_writable, is_missing};
 pub use read_only::{ReadOnlyFile, open_read_only};
+pub(crate) use unkept::Unkept;
 
 use std::{
     fs::File,
@@ -77,26 +79,6 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     Ok(files)
 }
 
-/// The files of an open that can still fail. Dropped without [`keep`](Self::keep), those that the open created are
-/// removed, and those that were empty are empty again. Where others are a part of the store, such as a device, those
-/// that have a superblock by then stay: a later open finishes the creation.
-pub(crate) struct Unkept(Vec<Opened>);
-
-impl Unkept {
-    /// Keeps the files: the cache is open.
-    pub(crate) fn keep(mut self) {
-        self.0.iter_mut().for_each(Opened::keep);
-    }
-}
-
-impl Drop for Unkept {
-    fn drop(&mut self) {
-        if !self.0.iter().all(Opened::is_undone) {
-            self.0.iter_mut().filter(|file| file.is_undone() && file.has_superblock()).for_each(Opened::keep);
-        }
-    }
-}
-
 /// As [`open_files`]; the caller is to keep the files once nothing more can fail.
 pub(crate) fn open_files_unkept(config: &Config) -> Result<(Vec<StoreFile>, Unkept)> {
     config.validate()?;
@@ -119,7 +101,7 @@ pub(crate) fn open_files_unkept(config: &Config) -> Result<(Vec<StoreFile>, Unke
     }
     // Before any of them is a store's.
     opened.iter().try_for_each(|opening| opening.opened.flush_name())?;
-    Ok((files, Unkept(opened.into_iter().map(|opening| opening.opened).collect())))
+    Ok((files, Unkept::new(opened.into_iter().map(|opening| opening.opened).collect())))
 }
 
 impl StoreFile {

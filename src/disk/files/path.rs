@@ -114,10 +114,16 @@ impl Opened {
         self.undo != Undo::Nothing
     }
 
+    /// Its superblocks, padded with zeros.
+    pub fn head(&self) -> io::Result<AlignedBuf> {
+        let mut head = AlignedBuf::zeroed(HEAD_BYTES);
+        read_up_to(&self.file, &mut head, 0)?;
+        Ok(head)
+    }
+
     /// Whether a superblock was written, or nobody can tell.
     pub fn has_superblock(&self) -> bool {
-        let mut head = AlignedBuf::zeroed(HEAD_BYTES);
-        !matches!(read_up_to(&self.file, &mut head, 0), Ok(read) if is_zero(&head[..read]))
+        !self.head().is_ok_and(|head| is_zero(&head))
     }
 }
 

@@ -19,6 +19,8 @@
 //! the record tables and superblocks B, sync; write A forming, sync; write B whole, sync; write A whole, sync. So one
 //! whole superblock on any member proves that creation only needs to be finished. No whole superblock, with record
 //! tables of zeros, proves that nothing was ever stored; with records, it means that the superblocks are damaged.
+//! An open that fails after it has created the store in files of its own takes the last three steps back, in reverse,
+//! before it removes the files.
 
 pub mod pair;
 pub mod record;
