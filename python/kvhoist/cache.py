@@ -195,6 +195,10 @@ class Cache(Calls, _native.Cache):
     def close(self) -> None:
         """Finishes what is under way, writes what is dirty, flushes, and releases the files and all memory.
 
-        Again: does nothing. Interrupted by a signal, the close goes on; call again to wait for it.
+        Again: waits for the same end, with the same result. Interrupted by a signal, the close goes on; call again to
+        wait for it.
+
+        Raises RefusedError, IoError, UnavailableError or DeadlineError for what is not on disk, and ClosedError where a
+        defect has ended the cache before: blocks that were not on disk by then are lost. It is closed all the same.
         """
         super().close()

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use kvhoist::{BlockKey, Cache, Error};
+use kvhoist::{BlockKey, Cache};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
@@ -358,10 +358,7 @@ impl PyCache {
         self.closed.store(true, Ordering::Release);
         let closed = wait::interruptible(py, opened.cache.close())?;
         opened.release(py);
-        match closed {
-            Ok(()) | Err(Error::Closed) => Ok(()),
-            Err(error) => Err(errors::to_python(py, &error)),
-        }
+        closed.map_err(|error| errors::of_close(py, &error))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -385,11 +382,9 @@ impl Drop for PyCache {
         Python::attach(|py| {
             let closed = wait::to_the_end(py, opened.cache.close());
             opened.release(py);
-            if let Err(error) = closed
-                && !matches!(error, Error::Closed)
-            {
+            if let Err(error) = closed {
                 // Logged, because no caller can get it, and blocks may be lost.
-                errors::to_python(py, &error).write_unraisable(py, None);
+                errors::of_close(py, &error).write_unraisable(py, None);
             }
         });
     }

@@ -62,6 +62,17 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     detail.err().unwrap_or(exception)
 }
 
+/// The exception for the error of a cache's close, which is never refused because of an earlier one: each gets the same
+/// result.
+pub fn of_close(py: Python<'_>, error: &Error) -> PyErr {
+    if !matches!(error, Error::Closed) {
+        return to_python(py, error);
+    }
+    let message = "found a cache that a defect has ended, expected one that runs: blocks that were not on disk by then \
+                   are lost; report the panic on standard error, and open the cache anew";
+    exception(py, "ClosedError", message)
+}
+
 /// The exception class for a fault of a node's service.
 fn service(fault: ServiceFault) -> &'static str {
     match fault {
