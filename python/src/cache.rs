@@ -105,7 +105,8 @@ impl PyCache {
         let config = kvhoist_cli::open_remote(config).map_err(|error| errors::to_python(py, &error))?;
         let cache = wait::answer(py, Cache::open(config))?;
         let (block_bytes, namespace) = (cache.config().block_bytes, cache.config().namespace.clone());
-        let opened = Opened { cache, registrations: Arc::default(), interrupted: Mutex::default() };
+        let opened =
+            Opened { cache, registrations: Arc::default(), interrupted: Mutex::default(), told: AtomicBool::default() };
         Ok(PyCache { opened: ProcessLocal::new(opened), closed: AtomicBool::new(false), block_bytes, namespace })
     }
 
@@ -357,6 +358,7 @@ impl PyCache {
         let opened = self.opened.get(py)?;
         self.closed.store(true, Ordering::Release);
         let closed = wait::interruptible(py, opened.cache.close())?;
+        opened.told.store(true, Ordering::Release);
         opened.release(py);
         closed.map_err(|error| errors::of_close(py, &error))
     }
@@ -382,8 +384,10 @@ impl Drop for PyCache {
         Python::attach(|py| {
             let closed = wait::to_the_end(py, opened.cache.close());
             opened.release(py);
-            if let Err(error) = closed {
-                // Logged, because no caller can get it, and blocks may be lost.
+            if let Err(error) = closed
+                && !opened.told.load(Ordering::Acquire)
+            {
+                // Logged, because no caller has got it or can, and blocks may be lost.
                 errors::of_close(py, &error).write_unraisable(py, None);
             }
         });

@@ -1,6 +1,6 @@
 //! A cache that a process has opened, and the memory of the program that it uses.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, atomic::AtomicBool};
 
 use kvhoist::Cache;
 use pyo3::Python;
@@ -14,6 +14,8 @@ pub struct Opened {
     /// Memory of calls that a signal interrupted, for as long as their movements use it. Used with the interpreter's
     /// lock only, and nothing of Python's is called under its own, for the collector of cycles.
     pub interrupted: Mutex<Vec<Blocks>>,
+    /// Whether a caller of `close` has got its result.
+    pub told: AtomicBool,
 }
 
 impl Opened {

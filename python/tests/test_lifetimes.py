@@ -179,6 +179,22 @@ def test_a_cache_in_a_cycle_with_registered_memory_is_collected():
     assert [ref() for ref in gone] == [None, None]
 
 
+# The end of a cache
+
+
+@pytest.mark.parametrize("who", ["the caller", "the interpreter"])
+def test_what_a_close_has_raised_the_last_reference_does_not_report(store_dir, monkeypatch, who):
+    reported = []
+    cache = opened(store_dir)
+    (store_dir / "kvhoist.store").unlink()
+    if who == "the caller":
+        with pytest.raises(kvhoist.UnavailableError, match="deleted"):
+            cache.close()
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: reported.append(type(told.exc_value)))
+    del cache
+    assert reported == ([] if who == "the caller" else [kvhoist.UnavailableError])
+
+
 # The end of the interpreter
 
 AT_EXIT = """
