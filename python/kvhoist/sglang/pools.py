@@ -18,7 +18,7 @@ from .._stores import slug
 from .._values import config_error
 from ..cache import Cache, slot_bytes, slots_on_each, store_bytes
 from ..client import Client
-from ..errors import ClosedError, ConfigError, RefusedError, UnavailableError
+from ..errors import ClosedError, ConfigError, Error, RefusedError, UnavailableError
 from ..service.launch import listens
 from .identity import Identity, holds_draft
 from .pool_memory import flat_bytes, huge_page_share, percent, pool_memory
@@ -298,9 +298,15 @@ class PoolStore:
                 raise RefusedError("pages of a service are other ranks' and servers' too: remove its space instead")
             # Before the close: after it another process may have opened the store.
             for directory in self.directories:
-                os.unlink(os.path.join(directory, "kvhoist.store"))
-            with suppress(UnavailableError):  # which says that the files are deleted
+                with suppress(FileNotFoundError):  # It is to be gone.
+                    os.unlink(os.path.join(directory, "kvhoist.store"))
+            try:
                 self.cache.close()
+            except UnavailableError:
+                pass  # It says that the files are deleted.
+            except Error as error:
+                # It is closed all the same, and what it could not write was to be forgotten.
+                logger.warning("kvhoist: clear: pool %s: the close of the deleted store failed: %s", self.name, error)
             self.cache = self._open()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 
@@ -16,7 +17,16 @@ torch = pytest.importorskip("torch")
 
 from sgl_pages import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, raw, same, transfer_of  # noqa: E402
 
-from kvhoist import ConfigError, StoreError  # noqa: E402
+from kvhoist import (  # noqa: E402
+    Cache,
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    IoError,
+    RefusedError,
+    StoreError,
+    UnavailableError,
+)
 
 CASES = [
     *((sgl.MHA, layout) for layout in MHA_LAYOUTS),
@@ -308,11 +318,43 @@ def test_pages_that_a_clear_could_not_remove_are_not_found(store_dir, monkeypatc
     monkeypatch.setattr("kvhoist.sglang.backend._hidden", set())
     indices, keys = pool.alloc(2 * pool.page_size), keys_for(sgl.MHA, 2)
     assert all(backend.batch_set_v1(keys, indices)) and backend.batch_exists(keys) == 2
-    (store,) = store_dir.rglob("kvhoist.store")
-    store.unlink()
-    assert backend.clear() is False
+
+    def refused(path, **_more):
+        raise PermissionError(f"found {path} of another user")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvhoist.sglang.pools.os.unlink", refused)
+        assert backend.clear() is False
     assert "could not be removed" in caplog.text
     assert backend.batch_exists(keys) == 0 and not any(backend.batch_get_v1(keys, indices))
+    backend.close()
+
+
+@pytest.mark.parametrize("error", [None, RefusedError, IoError, DeadlineError, ClosedError], ids=str)
+def test_a_clear_succeeds_where_the_file_is_gone_or_its_close_fails(store_dir, monkeypatch, caplog, error):
+    pool = filled(sgl.MHA)
+    backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, write_policy="write_back"))
+    monkeypatch.setattr("kvhoist.sglang.backend._hidden", set())
+    indices, keys = pool.alloc(2 * pool.page_size), keys_for(sgl.MHA, 2)
+    assert all(backend.batch_set_v1(keys, indices))
+    if error is None:
+        (store,) = store_dir.rglob("kvhoist.store")
+        store.unlink()
+    else:
+        cache, close = backend._stores["kv"].cache, Cache.close
+
+        def failing(self):
+            with contextlib.suppress(UnavailableError):
+                close(self)
+            if self is cache:
+                raise error("some pages were not written")
+
+        monkeypatch.setattr(Cache, "close", failing)
+    assert backend.clear() is True
+    assert ("some pages were not written" in caplog.text) == (error is not None)
+    assert backend.batch_exists(keys) == 0
+    assert all(backend.batch_set_v1(keys, indices)) and backend.batch_exists(keys) == 2
+    assert backend.clear() is True and backend.batch_exists(keys) == 0
     backend.close()
 
 
