@@ -1,4 +1,4 @@
-"""The store of an engine: its settings, its folders and its namespace, and how it is opened."""
+"""The store of an engine: its settings, its folders and its namespace, and how it is opened and closed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ._folders import make_store_folder
 from ._store_settings import DEFAULT_HOST_BYTES, StoreSettings
 from ._values import config_error
 from .cache import Cache, slot_bytes, slots_on_each, store_bytes
+from .errors import Error
 
 #: Host memory of a store whose chunks go straight between drive and engine. Unaligned chunks and write_back need more.
 STRAIGHT_HOST_BYTES = 64 << 20
@@ -97,6 +98,18 @@ def open_store(
         write_bytes_in_flight_max=config.write_bytes_in_flight_max,
         **more,
     )
+
+
+def close_all(stores: Iterable[Any]) -> None:
+    """Closes each of them. Raises the first error when all are closed."""
+    first: Error | None = None
+    for store in stores:
+        try:
+            store.close()
+        except Error as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def slug(text: str) -> str:

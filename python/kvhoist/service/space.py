@@ -7,6 +7,7 @@ import os
 from typing import Any, Callable, Sequence
 
 from .._store_settings import StoreSettings
+from .._stores import close_all
 from ..client import Client, SharedMemory, connect, file_of
 from ..errors import DeadlineError, Error, UnavailableError
 from .pause import Pause
@@ -173,8 +174,7 @@ class ServiceSpace:
 
     def close(self) -> None:
         """Hangs up, and returns when the service uses none of this memory."""
-        self._index.close()
-        self._client.close()
+        close_all([self._index, self._client])
 
 
 def _place_of(memory: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Mapping
 
 from .._store_settings import StoreSettings
-from .._stores import Place, open_store
+from .._stores import Place, close_all, open_store
 from ..cache import Cache
 from ..service.space import ServiceSpace
 from .device_pools import memory_of, pieces_of
@@ -57,8 +57,7 @@ def open_pages(
                 tiers["disk"]["resident"], settings.offer,
             )  # fmt: skip
     except BaseException:
-        for pages in opened.values():
-            pages.cache.close()
+        close_all(pages.cache for pages in opened.values())
         raise
     return opened
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from .._store_settings import StoreSettings
-from .._stores import slug
+from .._stores import close_all, slug
 from .._values import config_error
 from .identity import Identity, holds_draft, logical_dtype
 from .pools import PoolStore
@@ -220,8 +220,7 @@ class UnifiedStore:
             chunk.clear()
 
     def close(self) -> None:
-        for chunk in self._chunks:
-            chunk.close()
+        close_all(self._chunks)
 
 
 def _of_pages(of_chunks: list[list]) -> list:

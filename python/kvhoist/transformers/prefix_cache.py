@@ -161,7 +161,7 @@ class PrefixCache:
         self.close()
 
     def close(self) -> None:
-        """Stores what is not written yet, and takes the hooks from the model. Again: does nothing."""
+        """Stores what is not written yet, and takes the hooks from the model. Again: with the same result."""
         for hook in self._hooks:
             hook.remove()
         self.store.close()

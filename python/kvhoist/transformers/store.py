@@ -19,7 +19,7 @@ from typing import Any, Callable, Generator, Iterable, Iterator, Mapping, Sequen
 import torch
 
 from .._folders import make_store_folder
-from .._stores import Place
+from .._stores import Place, close_all
 from .._values import config_error, parse_bytes
 from ..cache import Cache, slot_bytes, slots_on_each, store_bytes
 from ..errors import Error, UnavailableError
@@ -268,14 +268,13 @@ class PrefixStore:
             torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
-        """Writes what is dirty and closes the stores. Again: does nothing."""
+        """Writes what is dirty and closes the stores. Raises the first error when all are closed. Again: the same."""
         with self.lock:
             self._calls.shutdown()
         for region in self._regions:
             region.unregister()
         self._regions = []
-        for cache in self.caches:
-            cache.close()
+        close_all(self.caches)
 
 
 def _runs(wanted: Sequence[bool], offset: int) -> Iterable[tuple[int, int]]:

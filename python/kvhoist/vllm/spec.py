@@ -114,7 +114,8 @@ class KvhoistOffloadingSpec(OffloadingSpec):
         place = place_of(self, {"format": FORMAT, "pages": cuts}, self.settings.store.revision, self._weights)
         former = Opened.all.pop(self.config.engine_id, None)
         if former is not None:
-            former.store.close()
+            # An error of its end is none of the store that is opened here.
+            former.failures.guarded("close", None, former.store.close)
         where = tensors[0].device
         store = DeviceChunks(
             self.settings, place, groups, _regions(tensors), device,

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from tiny_prefixes import answer, blocks, computed, generated, opened  # noqa: E402
 from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
 
-from kvhoist import ArgumentError, ConfigError  # noqa: E402
+from kvhoist import ArgumentError, ConfigError, UnavailableError  # noqa: E402
 
 each = pytest.mark.parametrize("kind", tiny.HYBRIDS)
 
@@ -221,3 +221,19 @@ def test_a_byte_flipped_in_each_block_in_turn(store_dir, kind):
                     past = prefixes(ids)
                     assert (past.loaded_length, past.prefix_length) == (found, 48)
                     assert close(model(ids[:, 48:], past_key_values=past).logits, expected)
+
+
+def test_a_store_that_fails_to_close_leaves_none_open(store_dir):
+    model, ids = tiny.model(tiny.HYBRIDS[0]), tiny.prompt(60)
+    prefixes = opened(model, store_dir)
+    prefixes(ids)
+    caches = prefixes.store.caches
+    assert len(caches) == len(blocks(store_dir)) == 2
+    for path in blocks(store_dir):
+        path.unlink()
+    with pytest.raises(UnavailableError, match="deleted") as raised:
+        prefixes.close()
+    assert [cache.closed for cache in caches] == [True, True]
+    with pytest.raises(UnavailableError) as first:
+        caches[0].close()
+    assert str(raised.value) == str(first.value), "the first error"

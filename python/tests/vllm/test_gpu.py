@@ -385,3 +385,15 @@ def test_the_end_waits_for_jobs_under_way(store_dir, monkeypatch):
     assert not spec.Opened.all
     with Served(given) as served:
         assert served.serve(names) == 6
+
+
+def test_an_error_of_the_last_store_does_not_keep_the_next_one_from_opening(store_dir, caplog):
+    given, names = settings(store_dir), names_of("a", 4)
+    first = Served(given, engine_id="one")
+    first.serve(names)
+    for file in files(store_dir):
+        file.unlink()
+    with Served(given, engine_id="one") as second:
+        assert "close failed" in caplog.text and "deleted" in caplog.text
+        assert second.serve(names) == 0 and second.serve(names) == 4
+    first.close()
