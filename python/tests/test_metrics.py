@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -145,6 +147,45 @@ def test_prometheus_takes_the_files_of_the_page_and_finds_those_of_the_unit_and_
     (job,) = re.findall(r"job_name: (\w+)", text)
     rules = (ROOT / "docs" / "monitoring" / "alerts.yml").read_text()
     assert f'expr: up{{job="{job}"}} == 0' in rules
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool; install it with: apt-get install prometheus"
+)
+def test_trials_that_fail_for_two_reasons_in_turn_are_one_alert(tmp_path):
+    labels = {"instance": "node", "cache": "model", "number": "1"}
+    reasons = ["unavailable: no answer", "throttled: the service answers SlowDown"]
+    of = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    present = ["1 stale " * 20, "stale 1 " * 20]
+    alert = {
+        "exp_labels": labels | {"severity": "warning"},
+        "exp_annotations": {
+            "summary": "model on node: nothing is written to the remote store",
+            "description": "The label reason of kvhoist_remote_read_only, kvhoist status and the log say why. It is tried "
+            "again once a minute at least, and what waits is written then.",
+        },
+    }
+    test = {
+        "rule_files": [str(ROOT / "docs" / "monitoring" / "alerts.yml")],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": f'kvhoist_remote_read_only{{{of},reason="{reason}"}}', "values": scraped.strip()}
+                    for reason, scraped in zip(reasons, present)
+                ],
+                "alert_rule_test": [
+                    {"eval_time": at, "alertname": "KvhoistRemoteReadOnly", "exp_alerts": alerts}
+                    for at, alerts in [("14m", []), ("16m", [alert])]
+                ],
+            }
+        ],
+    }
+    (tmp_path / "test.yml").write_text(json.dumps(test))
+    ended = subprocess.run(
+        ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_board_has_a_query_in_every_panel_and_no_panel_on_another():

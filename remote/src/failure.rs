@@ -57,7 +57,7 @@ fn s3_text(error: &opendal::Error) -> String {
     // The chain repeats itself from the outside in; the innermost says what happened.
     match causes.pop() {
         Some(innermost) if innermost.contains("credential") || innermost.is_empty() => no_credentials(),
-        Some(innermost) => innermost,
+        Some(innermost) => without_times(innermost),
         None if text.contains("credential") => no_credentials(),
         None => match status(&text) {
             Some(status) => format!("the service answers status {status}"),
@@ -113,11 +113,20 @@ fn of_redis(line: &str) -> RemoteError {
 
 /// What an error of a connection means.
 pub fn of_network(error: &std::io::Error) -> RemoteError {
-    let text = error.to_string();
+    let text = without_times(error.to_string());
     match error.kind() {
         std::io::ErrorKind::UnexpectedEof => RemoteError::Unavailable("the server has closed the connection".into()),
         _ if is_lasting(&text) => RemoteError::Refused(text),
         _ => RemoteError::Unavailable(text),
+    }
+}
+
+/// What the network or TLS says. Of a certificate that is not valid now rustls gives the time of the check, which would
+/// make another text of each failure.
+fn without_times(text: String) -> String {
+    match text.split_once(": verification time") {
+        Some((why, _)) => format!("{why}; check the server's certificate and this machine's clock"),
+        None => text,
     }
 }
 
@@ -126,6 +135,10 @@ pub const LOGIN: &str = "the user, REDISCLI_AUTH or the password's file";
 
 #[cfg(test)]
 mod tests {
+    use std::{io, time::Duration};
+
+    use rustls::{CertificateError, Error as TlsError, pki_types::UnixTime};
+
     use super::*;
 
     #[test]
@@ -138,5 +151,21 @@ mod tests {
             assert!(matches!(&error, RemoteError::Refused(text) if text.contains(what)), "{error}");
         }
         assert!(matches!(of("LOADING the dataset"), RemoteError::Throttled(_)));
+    }
+
+    #[test]
+    fn a_failure_has_the_text_of_the_one_before_it_of_the_same_cause() {
+        let at = |time: u64, of: fn(UnixTime, UnixTime) -> CertificateError| {
+            let [time, limit] = [time, 1000].map(|s| UnixTime::since_unix_epoch(Duration::from_secs(s)));
+            of_network(&io::Error::new(io::ErrorKind::InvalidData, TlsError::from(of(time, limit))))
+        };
+        let expired = |time| at(time, |time, not_after| CertificateError::ExpiredContext { time, not_after });
+        let early = |time| at(time, |time, not_before| CertificateError::NotValidYetContext { time, not_before });
+        for (first, second) in [(expired(2000), expired(2060)), (early(100), early(160))] {
+            assert_eq!(first, second, "it is the label of a metric");
+            let text = first.to_string();
+            assert!(matches!(first, RemoteError::Refused(_)) && text.contains("invalid peer certificate"), "{text}");
+        }
+        assert_ne!(expired(2000), early(100), "the cause is told");
     }
 }

@@ -105,13 +105,14 @@ impl Health {
         self.ended(Err(refusal), now);
     }
 
-    /// Why the store is not asked, if it is not.
+    /// Why the store is not asked, if it is not. Of writes it is the label of a metric: a trial that fails as the one
+    /// before it does not change the text, or each would begin a series anew. So it has no count.
     pub(crate) fn reason(&self) -> Option<String> {
         if self.is_refused {
             return Some(self.failure.clone());
         }
         if self.is_away() {
-            return Some(format!("{} requests in a row failed, the last one: {}", self.failures, self.failure));
+            return Some(format!("at least {FAILURES_MAX} requests in a row failed, the last one: {}", self.failure));
         }
         let (one, recompute) = (self.line.at(1.0)?, self.recompute?);
         let wrong = format!(
@@ -228,13 +229,15 @@ mod tests {
             health.begin();
             health.ended(Err("refused".into()), MS);
         }
-        assert!(health.reason().expect("away").contains("refused"));
+        let reason = health.reason().expect("away");
+        assert!(reason.contains("refused"), "{reason}");
         let mut tried = Vec::new();
         for now in (0..300).map(Duration::from_secs) {
             if health.offers(1, now) {
                 health.begin();
                 health.ended(Err("refused".into()), now);
                 tried.push(now.as_secs());
+                assert_eq!(health.reason().as_ref(), Some(&reason), "a label of a metric");
             }
         }
         assert!(

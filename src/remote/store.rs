@@ -106,7 +106,8 @@ pub struct Page {
     pub next: Option<String>,
 }
 
-/// Why a call to a store beyond the node failed. No text holds a credential.
+/// Why a call to a store beyond the node failed. No text holds a credential, or what differs between failures of the
+/// same cause, such as a time or the number of a request: the text is the label of a metric.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RemoteError {
