@@ -72,8 +72,8 @@ impl Offer {
     /// verification of its block: for the device, never for the disk.
     ///
     /// # Errors
-    /// [`Error::Copy`] where the target stays with the device; [`Error::Closed`] where the movement that had taken it is
-    /// gone: the cache ends.
+    /// [`Error::Copy`] where the target stays with the device. [`Error::Closed`] where the movement that had taken it
+    /// is gone: the cache ends.
     pub(super) async fn withdraw(self) -> Returned {
         if let Some((target, _)) = self.copy.0.take() {
             return Ok((target, false));

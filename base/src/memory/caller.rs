@@ -15,8 +15,8 @@ use crate::block::Segment;
 /// - The range stays mapped where it is, readable and writable.
 /// - No other code touches a segment while a block is loaded into it, or writes to a segment while a block is
 ///   stored from it. A dropped future does not end its load: only its result or `unregister` does. Neither does the
-///   result of a load to device memory of which the driver did not say whether it had ended ([`Error::Copy`](crate::Error::Copy),
-///   whose text says so): the device may write there until its context ends, and `unregister` does not resolve.
+///   result of a load to device memory that says that the driver did not say whether copies had ended: the device may
+///   write there for as long as the process lives, and `unregister` does not resolve.
 #[derive(Debug)]
 pub struct Memory {
     /// Where it is.
