@@ -14,9 +14,9 @@ use crate::block::Segment;
 ///
 /// - The range stays mapped where it is, readable and writable.
 /// - No other code touches a segment while a block is loaded into it, or writes to a segment while a block is
-///   stored from it. A dropped future does not end its load: only its result or `unregister` does. Neither does the
-///   result of a load to device memory that says that the driver did not say whether copies had ended: the device may
-///   write there for as long as the process lives, and `unregister` does not resolve.
+///   stored from it. A dropped future does not end its load: only its result or `unregister` does. Nor does an
+///   error that says that the driver did not say whether copies had ended: the device may write to its memory for as
+///   long as the process lives, and `unregister` does not resolve.
 #[derive(Debug)]
 pub struct Memory {
     /// Where it is.

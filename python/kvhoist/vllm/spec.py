@@ -114,7 +114,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
         place = place_of(self, {"format": FORMAT, "pages": cuts}, self.settings.store.revision, self._weights)
         former = Opened.all.pop(self.config.engine_id, None)
         if former is not None:
-            # An error of its end is none of the store that is opened here.
+            # Its error does not keep the next store from opening.
             former.failures.guarded("close", None, former.store.close)
         where = tensors[0].device
         store = DeviceChunks(
