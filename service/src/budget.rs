@@ -93,7 +93,7 @@ impl Account {
     pub(super) fn take(self: &Rc<Self>, bytes: u64) -> Result<Charge, Failure> {
         let (more, own) = ([bytes, 1], self.own.get());
         let mut users = self.budget.users.borrow_mut();
-        let of_user = users.entry(self.uid).or_default();
+        let mut of_user = users.get(&self.uid).copied().unwrap_or_default();
         let mut steps = [0; 2];
         for (at, pot) in self.budget.pots.iter().enumerate() {
             steps[at] = pot.step(own[at], more[at]);
@@ -115,6 +115,9 @@ impl Account {
         for (at, pot) in self.budget.pots.iter().enumerate() {
             of_user[at] += steps[at];
             pot.beyond.set(pot.beyond.get() + steps[at]);
+        }
+        if of_user != [0; 2] {
+            users.insert(self.uid, of_user);
         }
         self.own.set([own[0] + bytes, own[1] + 1]);
         Ok(Charge { account: Rc::clone(self), bytes })
@@ -188,7 +191,8 @@ mod tests {
         let held = take_all(&account, 1);
         assert_eq!(held.len(), 2 + 4, "its part, and half of what is left of the others' half");
         assert!(account.take(1).err().expect("refused").text.contains("regions"));
-        assert!(budget.account(1).take(u64::MAX).err().expect("refused").text.contains("bytes"));
+        assert!(budget.account(2).take(u64::MAX).err().expect("refused").text.contains("bytes"));
+        assert!(budget.users.borrow().keys().eq([&1]), "nothing is kept of a user who has nothing");
     }
 
     proptest! {
