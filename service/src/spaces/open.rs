@@ -2,7 +2,8 @@
 //!
 //! An attach is checked before anything is taken from another space: how much host memory can be had is counted first,
 //! then the cache is opened, with its files, locks and records, and only then do other spaces and kept files give up
-//! memory. So a refused attach evicts no block of theirs, and no kept file.
+//! memory. So a refused attach evicts no block of theirs, and no kept file. Memory that is pinned for a GPU must be the
+//! space's when its cache is opened: it is taken once the GPU and all settings are found right.
 
 use std::{cell::Cell, rc::Rc, time::Duration};
 
@@ -84,30 +85,8 @@ impl Spaces {
     ) -> Result<Rc<Space>, Failure> {
         let slot_bytes = self.config.cache.clone().block_bytes(manifest.block_bytes as usize).slot_bytes() as u64;
         let mut grant = self.reserve_host(manifest.of(), slot_bytes, host_bytes)?;
-        if let SpaceDevice::Cuda(_) = device {
-            // Pinned for the GPU, its memory cannot be another's: others give theirs up before, and it gives up none.
-            let claimed = self.claim_host(manifest.of(), &grant).await;
-            let claimed = claimed.inspect_err(|_| self.host.give_back(manifest.of(), grant.bytes))?;
-            grant.keep(claimed);
-        }
-        let cache = match self.open_cache(manifest, &grant, device, is_new).await {
-            Ok(cache) => cache,
-            Err(error) => {
-                self.host.give_back(manifest.of(), grant.bytes);
-                let error = error.with_settings_named(&OF_SPACES);
-                let failure = Failure::from(&error);
-                // No client can mend them.
-                let is_trouble = match &error {
-                    Error::Store { .. } | Error::Io { .. } => true,
-                    Error::Config { field, .. } => !OF_CLIENTS.contains(field),
-                    _ => false,
-                };
-                if is_trouble && let Some(entry) = self.entries.borrow_mut().get_mut(&manifest.folder()) {
-                    entry.trouble = Some(failure.clone());
-                }
-                return Err(failure);
-            }
-        };
+        let opened = self.open_cache(manifest, &mut grant, device, is_new).await;
+        let cache = opened.inspect_err(|_| self.host.give_back(manifest.of(), grant.bytes))?;
         let claimed = self.claim_host(manifest.of(), &grant).await;
         let bytes = match claimed {
             Ok(claimed) => grant.bytes + claimed,
@@ -142,10 +121,45 @@ impl Spaces {
     async fn open_cache(
         &self,
         manifest: &SpaceManifest,
+        grant: &mut Grant,
+        device: SpaceDevice,
+        is_new: bool,
+    ) -> Result<Cache, Failure> {
+        let refused = |error| self.refused(manifest, error);
+        let mut config = self.checked_config(manifest, grant, device, is_new).await.map_err(refused)?;
+        if let SpaceDevice::Cuda(_) = device {
+            // No other space's by then. It may be less than was asked for.
+            grant.keep(self.claim_host(manifest.of(), grant).await?);
+            let slots = slots(grant.total(), config.slot_bytes() as u64).map_err(refused)?;
+            config.host.capacity = Capacity::Blocks(slots);
+        }
+        self.system.open_cache(config).await.map_err(refused)
+    }
+
+    /// What the clients of a space that cannot be opened are told. The operator is told of what none of them can mend.
+    fn refused(&self, manifest: &SpaceManifest, error: Error) -> Failure {
+        let error = error.with_settings_named(&OF_SPACES);
+        let failure = Failure::from(&error);
+        let is_trouble = match &error {
+            Error::Store { .. } | Error::Io { .. } => true,
+            Error::Config { field, .. } => !OF_CLIENTS.contains(field),
+            _ => false,
+        };
+        if is_trouble && let Some(entry) = self.entries.borrow_mut().get_mut(&manifest.folder()) {
+            entry.trouble = Some(failure.clone());
+        }
+        failure
+    }
+
+    /// The settings of a space's cache, once all that can be known without opening it is right, and its folders are
+    /// made.
+    async fn checked_config(
+        &self,
+        manifest: &SpaceManifest,
         grant: &Grant,
         device: SpaceDevice,
         is_new: bool,
-    ) -> Result<Cache> {
+    ) -> Result<Config> {
         let mut config = self.cache_config(manifest, grant)?;
         let kind = match device {
             SpaceDevice::None => None,
@@ -154,6 +168,7 @@ impl Spaces {
                 let discovery = discover();
                 let gpu = discovery.device_of(&uuid).map_err(|reason| Error::unavailable("device", reason))?;
                 config = config.device_ordinal(gpu.ordinal);
+                // Pinned for the GPU, its memory cannot be another's: it gives none up.
                 config.host.parks = false;
                 config.host.capacity = Capacity::Blocks(slots(grant.total(), config.slot_bytes() as u64)?);
                 Some(DeviceKind::Cuda)
@@ -166,7 +181,7 @@ impl Spaces {
         config.validate()?;
         self.tables.take(&manifest.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
         self.make_folders(manifest, is_new).await?;
-        self.system.open_cache(config).await
+        Ok(config)
     }
 
     /// The settings of a space's cache, for the most host memory that the space may ever have.
@@ -296,6 +311,27 @@ mod tests {
             spaces.has_trouble("a path without its lock".into());
             drop(spaces.attach(Wanted::of_tests(4096)).await.expect("opened"));
             assert_eq!(spaces.trouble(), None);
+            spaces.close().await.expect("closed");
+        };
+        LocalSet::new().run_until(run).await;
+    }
+
+    /// Whoever names a GPU that is not there would have the others' blocks evicted.
+    #[tokio::test]
+    async fn a_space_for_a_gpu_that_is_not_there_takes_no_memory_of_others() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let run = async {
+            let spaces = load(folder.path(), Config::default());
+            let of_tests = || Wanted { capacity_bytes: 4 << 20, ..Wanted::of_tests(4096) };
+            let first = spaces.attach(of_tests()).await.expect("opened");
+            let before = first.host.bytes();
+            assert!(first.host.spare() > 0, "it has what others may want");
+            let (namespace, device) = ("gpu".to_owned(), SpaceDevice::Cuda([1; 16]));
+            let wanted = Wanted { namespace, device, host_bytes: 64 << 10, ..of_tests() };
+            let refused = spaces.attach(wanted).await.err().expect("there is no such GPU");
+            assert!(refused.text.contains("device"), "{}", refused.text);
+            assert_eq!(first.host.bytes(), before);
+            drop(first);
             spaces.close().await.expect("closed");
         };
         LocalSet::new().run_until(run).await;
