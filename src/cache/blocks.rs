@@ -202,7 +202,7 @@ impl Cache {
     /// blocks were not refused.
     fn prefetch_some(&self, keys: &[BlockKey]) -> Result<(usize, usize)> {
         let OpenCache { shared, submitter, .. } = &**self.inner;
-        let (mut asleep, mut to_send) = (Vec::new(), Vec::new());
+        let (mut pushed, mut to_send) = (Vec::new(), Vec::new());
         let (mut started, mut taken) = (0, 0);
         let mut state = shared.lock();
         for key in keys {
@@ -219,7 +219,7 @@ impl Cache {
                 Ok((Promotion::Started(_, begun), _)) => {
                     started += 1;
                     match begun {
-                        Begun::Read(read) => asleep.push(self.submitter().submit(read)),
+                        Begun::Read(read) => pushed.push(self.submitter().submit(read)),
                         Begun::Command(room) => to_send.push((room, *key)),
                     }
                 }
@@ -232,7 +232,7 @@ impl Cache {
             taken += 1;
         }
         drop(state);
-        asleep.into_iter().for_each(|asleep| self.submitter().wake(asleep));
+        pushed.into_iter().for_each(|pushed| self.submitter().wake(pushed));
         to_send.into_iter().for_each(|(room, key)| self.send((Command::Promote { key, to: Tier::Host }, room)));
         Ok((started, taken))
     }

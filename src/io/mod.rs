@@ -24,7 +24,7 @@ mod workers;
 
 pub use self::{files::Files, resume::in_parts, transfer::OpenFile};
 pub(crate) use self::{
-    pool::{Asleep, Pool},
+    pool::{Pool, Pushed},
     transfer::Transfer,
     waiter::{Summed, TransferHandler, Transferred, Waiter},
     workers::{ThreadPlan, Workers},

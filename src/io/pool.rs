@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     block::OpKind,
+    shield::caught,
     sync::{Mutex, MutexGuard},
     urgency::{Line, Urgency},
 };
@@ -83,13 +84,25 @@ struct Sleeper {
     room: Room,
 }
 
-/// A sleeping worker that is to be woken, if one is.
+/// What follows the queueing of something, outside of its caller's locks.
 #[must_use]
-pub(crate) struct Asleep(Option<Sleeper>);
+pub(crate) struct Pushed {
+    /// A sleeping worker that is to be woken, if one is.
+    asleep: Option<Sleeper>,
+    /// What is not queued, as no worker would take it any more.
+    refused: Option<Queued>,
+}
 
-impl Asleep {
+impl Pushed {
+    /// Wakes the worker. The waiter of a transfer that was not queued is told that it was lost.
     pub(crate) fn wake(self) {
-        self.0.iter().for_each(|sleeper| sleeper.wake.wake());
+        let Pushed { asleep, refused } = self;
+        asleep.iter().for_each(|sleeper| sleeper.wake.wake());
+        if let Some((transfer, waiter)) = refused {
+            // The memory first, whose owner may panic.
+            _ = caught(move || drop(transfer));
+            drop(waiter);
+        }
     }
 }
 
@@ -141,10 +154,12 @@ impl Queue {
         let (reads, writes) = (part(&self.reads).min(room.reads), part(&self.writes));
         let mut taken = Batch::default();
         taken.transfers.extend((0..reads).map_while(|_| self.reads.pop()).map(|(_, queued)| queued));
-        let writes = writes.min(self.writes_for(room));
-        for _ in 0..writes {
+        let reads = taken.transfers.len();
+        for _ in 0..writes.min(self.writes_for(room)) {
             taken.transfers.extend(self.next_write(|queue| &mut queue.writes));
         }
+        let writes = taken.transfers.len() - reads;
+        let room = Room { reads: room.reads - reads, writes: room.writes - writes, writing: room.writing + writes };
         self.bytes -= taken.transfers.iter().map(weight).sum::<u64>();
         if (!wants_work || !taken.transfers.is_empty()) && self.passes < PASSES_MAX {
             self.passes += u32::from(!self.work.is_empty() || self.unsummed.has_awaited());
@@ -233,14 +248,18 @@ impl Pool {
         queue.work.push_back((bytes, work));
         queue.bytes += bytes;
         self.any_queued.store(true, Ordering::Relaxed);
-        let asleep = Asleep(queue.sleeper(false, self.wake_bytes));
+        let asleep = queue.sleeper(false, self.wake_bytes);
         drop(queue);
-        asleep.wake();
+        Pushed { asleep, refused: None }.wake();
     }
 
-    /// Queues a transfer. The caller wakes who is asleep, outside of its locks.
-    pub(crate) fn push_transfer(&self, urgency: Urgency, transfer: Transfer, waiter: Waiter) -> Asleep {
+    /// Queues a transfer, unless the pool is closed, as after a defect, which waits for no caller. The caller wakes who
+    /// is asleep, outside of its locks.
+    pub(crate) fn push_transfer(&self, urgency: Urgency, transfer: Transfer, waiter: Waiter) -> Pushed {
         let mut queue = self.lock();
+        if queue.closed {
+            return Pushed { asleep: None, refused: Some((transfer, waiter)) };
+        }
         self.any_queued.store(true, Ordering::Relaxed);
         let line = match transfer.kind {
             OpKind::Read => &mut queue.reads,
@@ -251,7 +270,7 @@ impl Pool {
         let weight = weight(&queued);
         line.push(urgency, queued);
         queue.bytes += weight;
-        Asleep(queue.sleeper(true, self.wake_bytes))
+        Pushed { asleep: queue.sleeper(true, self.wake_bytes), refused: None }
     }
 
     /// Whether a call of so many blocks, with which so many bytes are in flight, is worth waking threads for.
@@ -326,7 +345,7 @@ impl Pool {
             queue.asleep.push(Sleeper { worker, wake: driver.wake(), room });
         }
         drop(queue);
-        Asleep(with_room).wake();
+        Pushed { asleep: with_room, refused: None }.wake();
         if ends { Step::End } else { Step::Sleep }
     }
 

@@ -26,7 +26,7 @@ use crate::{
     disk::{Origin, PageId},
     error::Result,
     index::EntryId,
-    io::{Asleep, OpenFile, Pool, Summed, Transfer, TransferHandler, Waiter},
+    io::{OpenFile, Pool, Pushed, Summed, Transfer, TransferHandler, Waiter},
     state::{
         BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Shared, Taken, WRITE,
     },
@@ -162,7 +162,7 @@ impl StoreCall {
     }
 
     /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
-    pub(super) fn queue(self: &Arc<Self>, planned: PlannedStore, pool: &Pool, file: OpenFile) -> Asleep {
+    pub(super) fn queue(self: &Arc<Self>, planned: PlannedStore, pool: &Pool, file: OpenFile) -> Pushed {
         let group = self.pages.lock().enter(planned.place.page);
         // SAFETY: nothing is written to it. The plan, in the waiter, keeps the disk slot.
         let buf = unsafe { planned.job.lend_place() };

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
     index::EntryId,
-    io::{Asleep, OpenFile, Pool, Summed, Transfer, Waiter},
+    io::{OpenFile, Pool, Pushed, Summed, Transfer, Waiter},
     memory::Lent,
     state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Shared, Unverified},
     urgency::Urgency,
@@ -160,7 +160,7 @@ impl Submitter {
 
     /// Queues a read for the I/O threads. The caller [wakes](Self::wake) the one that it must. A read that nobody
     /// awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
-    pub(crate) fn submit(&self, mut submission: Submission) -> Asleep {
+    pub(crate) fn submit(&self, mut submission: Submission) -> Pushed {
         let (ends, read, file) = submission.0.take().expect("it is submitted once");
         let shared = &self.ends.shared;
         let (slot, urgency) = read.trip.taken.of_read();
@@ -175,9 +175,9 @@ impl Submitter {
     }
 
     /// Counts a read that is queued, and wakes the thread that it needs: outside of its caller's locks.
-    pub(crate) fn wake(&self, asleep: Asleep) {
+    pub(crate) fn wake(&self, pushed: Pushed) {
         self.ends.shared.metrics.movements.add(1.0);
-        asleep.wake();
+        pushed.wake();
     }
 }
 

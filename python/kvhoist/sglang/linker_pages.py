@@ -6,7 +6,7 @@ import logging
 import queue
 import select
 import threading
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any, Callable, NamedTuple, Sequence
@@ -15,6 +15,7 @@ import numpy
 
 from .._guard import Failures
 from ..cache import Cache
+from ..errors import IoError
 from ..service.space import ServiceSpace
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Pages:
         self._submitted = 0
         #: Keys of pages that could not be read and are about to be removed.
         self._unread: set = set()
+        #: Those whose removal has begun or failed: of the thread that stores.
+        self._left: deque = deque()
         #: Slots of host memory that requests hold, and may hold.
         self.held, self.held_max = 0, cache.stats()["tiers"]["host"]["slots"] // HELD_SHARE
 
@@ -99,6 +102,7 @@ class Pages:
 
     def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
         """Stores the pages of a chain out of rows of the pools: for each True, False, or why not. Waits."""
+        self.remove(())
         # `select` takes no descriptor from 1024 on, and a server with many connections has such.
         poll = select.poll()
         poll.register(self._queue.event_fd, select.POLLIN)
@@ -119,12 +123,21 @@ class Pages:
         self._unread.update(keys[:room])
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Removes pages that could not be read, so that they are stored anew."""
-        try:
-            for key in keys:
-                self.cache.remove(key)
-        finally:
-            self._unread.difference_update(keys)
+        """Removes pages that could not be read, so that they are stored anew.
+
+        Where a drive or a service does not answer, they are removed before the next store, and not offered until then.
+        """
+        self._left.extend(keys)
+        failed = None
+        while self._left:
+            try:
+                self.cache.remove(self._left[0])
+            except IoError as error:
+                # It is forgotten all the same.
+                failed = failed or error
+            self._unread.discard(self._left.popleft())
+        if failed is not None:
+            raise failed
 
 
 class Held(NamedTuple):

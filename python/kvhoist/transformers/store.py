@@ -103,8 +103,8 @@ class PrefixStore:
         """The most of these tokens that can be loaded, of a prompt with these keys. No I/O."""
         size = self.block_tokens
         found = []
-        for n, (group, bad) in enumerate(zip(self.groups, self._bad)):
-            present = [here and key not in bad for key, here in zip(keys, self._contains(n, keys))]
+        for n, group in enumerate(self.groups):
+            present = self._contains(n, keys)
             found.append(present)
             if group.reach is None:
                 tokens = min(tokens, size * next((n for n, here in enumerate(present) if not here), len(present)))
@@ -120,8 +120,9 @@ class PrefixStore:
         return tokens
 
     def _contains(self, n: int, keys: Sequence[bytes]) -> list[bool]:
-        """Whether the store has a group's blocks."""
-        return self._cache(n).contains_each(list(map(self.groups[n].key, keys)))
+        """Whether the store has a group's blocks, but for those that could not be read."""
+        found = self._cache(n).contains_each(list(map(self.groups[n].key, keys)))
+        return [here and key not in self._bad[n] for key, here in zip(keys, found)]
 
     def _cache(self, n: int) -> Cache:
         """The store of a group."""
@@ -213,9 +214,10 @@ class PrefixStore:
 
     def store_states(self, keys: Sequence[bytes], fill: Callable[[Any, torch.Tensor, int], bool]) -> bool:
         """Stores the states after the last of these blocks. False where they were there, or there are none."""
-        if not self.has_states or self.caches[-1].contains(keys[-1]):
+        n = len(self.groups) - 1
+        if not self.has_states or self._contains(n, keys[-1:]) == [True]:
             return False
-        self._store(len(self.groups) - 1, self.groups[-1], keys, len(keys) - 1, len(keys), fill)
+        self._store(n, self.groups[n], keys, len(keys) - 1, len(keys), fill)
         return True
 
     def forget_states(self, key: bytes) -> None:

@@ -68,6 +68,37 @@ fn while_awaited_reads_wait_a_worker_writes_one_awaited_block_at_a_time() {
 }
 
 #[test]
+fn a_write_that_is_due_to_be_checksummed_takes_the_room_that_other_writes_have_left() {
+    let queue = Queued::new(1);
+    queue.push(OpKind::Write, Awaited, 10, 0);
+    queue.push(OpKind::Write, Awaited, 11, 0);
+    queue.push(OpKind::Write, Awaited, 12, PAGE);
+    queue.push(OpKind::Read, Awaited, 20, 0);
+    queue.0.lock().passes = PASSES_MAX;
+    assert_eq!(queue.take(0, 9, 0), [10], "one awaited write beside awaited reads");
+    queue.0.lock().passes = PASSES_MAX;
+    assert_eq!(queue.take(1, 1, 0), [20, 11], "there is room for one write");
+    assert_eq!(queue.take(0, 1, 0), [12]);
+}
+
+#[test]
+fn a_transfer_that_comes_after_the_end_is_told_to_be_lost() {
+    let queue = Queued::new(1);
+    queue.0.close();
+    let (told, ended) = std::sync::mpsc::channel();
+    let memory = Arc::downgrade(&queue.1);
+    let file = OpenFile { file: Arc::clone(&queue.1), id: FileId(0), by_calls: false };
+    let transfer = Transfer { kind: OpKind::Read, file, offset: 0, buf: AlignedBuf::zeroed(PAGE).lend() };
+    let told = move |result: Option<std::io::Result<u64>>| {
+        told.send((result.is_none(), memory.strong_count())).expect("awaited")
+    };
+    let pushed = queue.0.push_transfer(Awaited, transfer, Waiter::calling(PAGE, told));
+    assert!(ended.try_recv().is_err(), "not under the locks of its caller");
+    pushed.wake();
+    assert_eq!(ended.try_recv(), Ok((true, 1)), "once its memory and its file are let go");
+}
+
+#[test]
 fn work_and_awaited_writes_are_done_however_many_reads_are_queued() {
     let queue = Queued::new(1);
     queue.push(OpKind::Write, Awaited, 10, PAGE);
