@@ -1,8 +1,10 @@
 //! The files by which a service is found: its socket, its folders, and where its figures are.
 
 use std::{
-    fs,
+    fs::{self, File},
+    io,
     net::SocketAddr,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::Arc,
     thread,
@@ -18,8 +20,12 @@ use crate::{failure::Failure, output::OutputFile, shown::shown};
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The file beside a socket that says where the figures of its service are, as Prometheus reads it (`file_sd_configs`).
-/// Removed when it is dropped.
-pub struct Targets(PathBuf);
+/// Removed when it is dropped, unless another service's has taken its place.
+pub struct Targets {
+    path: PathBuf,
+    /// Open, so that no later file has its number.
+    file: File,
+}
 
 impl Targets {
     /// Writes the file.
@@ -30,15 +36,23 @@ impl Targets {
         let path = socket.with_added_extension("targets.json");
         let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
         // Prometheus runs as another user; it holds an address only.
-        let file = OutputFile::create("--http", &path).map_err(|failure| Failure::run(failure.to_string()))?;
-        file.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
-        Ok(Targets(path))
+        let file =
+            OutputFile::replacing("--http", path.clone()).map_err(|failure| Failure::run(failure.to_string()))?;
+        let file = file.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
+        Ok(Targets { path, file })
+    }
+
+    fn is_in_place(&self) -> io::Result<bool> {
+        let (found, own) = (fs::symlink_metadata(&self.path)?, self.file.metadata()?);
+        Ok((found.dev(), found.ino()) == (own.dev(), own.ino()))
     }
 }
 
 impl Drop for Targets {
     fn drop(&mut self) {
-        drop(fs::remove_file(&self.0));
+        if self.is_in_place().unwrap_or(false) {
+            drop(fs::remove_file(&self.path));
+        }
     }
 }
 
@@ -59,4 +73,29 @@ pub fn end_when_lost(server: Arc<Server>) -> Result<(), Failure> {
     };
     let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
     thread::Builder::new().name("kvhoist-found".into()).spawn(watch).map(drop).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_link_that_others_have_put_there_is_replaced_and_only_the_own_file_is_removed() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let (socket, victim) = (folder.path().join("kvhoist.sock"), folder.path().join("victim"));
+        let path = folder.path().join("kvhoist.sock.targets.json");
+        fs::write(&victim, "theirs").expect("written");
+        symlink(&victim, &path).expect("linked");
+        let write = |port| Targets::write(&socket, ([127, 0, 0, 1], port).into()).expect("written");
+        let first = write(1);
+        assert_eq!(fs::read_to_string(&victim).expect("there"), "theirs");
+        assert!(!path.is_symlink() && fs::read_to_string(&path).expect("there").contains("127.0.0.1:1"));
+        let next = write(2);
+        drop(first);
+        assert!(fs::read_to_string(&path).expect("the next service's").contains("127.0.0.1:2"));
+        drop(next);
+        assert!(!path.exists());
+    }
 }

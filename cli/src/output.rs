@@ -1,7 +1,7 @@
 //! What the command writes: reports on standard output, and files that are whole or not there.
 
 use std::{
-    fs::{self, Permissions},
+    fs::{self, File, Permissions},
     io::{self, Write},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -35,12 +35,15 @@ pub struct OutputFile {
 }
 
 impl OutputFile {
-    /// Checks before the run that the file, which `flag` names, can be written.
+    /// Checks before the run that the file, which `flag` names, can be written: that which a link names.
     pub fn create(flag: &'static str, path: &Path) -> Result<Self, Failure> {
-        let refused =
-            |what: String| Failure::usage(format!("{flag} {}: {what}; name a file that can be written", shown(path)));
-        // A link's target is written, not the link.
-        let place = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        Self::replacing(flag, fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()))
+    }
+
+    /// As [`create`](Self::create), of exactly this name: a link is replaced, which others may have put there.
+    pub fn replacing(flag: &'static str, place: PathBuf) -> Result<Self, Failure> {
+        let shown = shown(&place);
+        let refused = |what: String| Failure::usage(format!("{flag} {shown}: {what}; name a file that can be written"));
         if place.is_dir() {
             return Err(refused("found a directory".into()));
         }
@@ -62,9 +65,9 @@ impl OutputFile {
     }
 
     /// Writes the contents and renames the file.
-    pub fn write(mut self, bytes: &[u8]) -> Result<(), Failure> {
+    pub fn write(mut self, bytes: &[u8]) -> Result<File, Failure> {
         let written = self.file.write_all(bytes).and_then(|()| self.file.as_file().sync_all());
-        let placed = written.and_then(|()| self.file.persist(&self.place).map(drop).map_err(|error| error.error));
+        let placed = written.and_then(|()| self.file.persist(&self.place).map_err(|error| error.error));
         placed.map_err(|error| Failure::run(format!("{} {}: {error}", self.flag, shown(&self.place))))
     }
 }

@@ -48,7 +48,7 @@ impl Plot {
     /// Writes the file.
     pub fn write(mut self) -> Result<(), Failure> {
         let Some(file) = self.file.take() else { return Ok(()) };
-        file.write(self.draw().as_bytes())
+        file.write(self.draw().as_bytes()).map(drop)
     }
 
     fn draw(&self) -> String {
