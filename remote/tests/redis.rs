@@ -191,6 +191,35 @@ fn serve_together(listener: &TcpListener, connections: usize) {
     }
 }
 
+/// Has no value at the first read of a connection, and one of four bytes from then on.
+fn serve_created_since(listener: &TcpListener) {
+    for stream in listener.incoming().flatten() {
+        std::thread::spawn(move || {
+            for line in BufReader::new(&stream).lines().map_while(Result::ok) {
+                let answer: &[u8] = match line.as_str() {
+                    "SELECT" => b"+OK\r\n",
+                    "GETRANGE" => b"$0\r\n\r\n",
+                    "STRLEN" => b":4\r\n",
+                    _ => continue,
+                };
+                (&stream).write_all(answer).expect("sent");
+            }
+        });
+    }
+}
+
+/// Evicted, and created anew by another node: what it has is sound.
+#[test]
+fn a_value_that_was_not_there_and_is_created_meanwhile_was_not_there() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("a port").port();
+    std::thread::spawn(move || serve_created_since(&listener));
+    let store = store(port, PATIENT);
+    assert_eq!(block_on(store.read("a", 1..3)), Err(RemoteError::NotFound));
+    let error = block_on(store.read("a", 4..6)).expect_err("it ends there");
+    assert!(matches!(error, RemoteError::Invalid { .. }), "{error}");
+}
+
 #[test]
 fn reads_do_not_wait_for_the_answers_of_others() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

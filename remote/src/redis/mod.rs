@@ -116,24 +116,26 @@ impl Database {
         let mut connection = self.pool.take().await?;
         let all = async {
             connection.send(&[requests.into()]).await?;
-            for (name, _, buffer) in reads {
-                let (wanted, mut buffer) = (buffer.remaining(), buffer);
+            for (name, start, mut buffer) in reads {
+                let wanted = buffer.remaining();
                 if wanted > 0 {
                     connection.string_into(&mut buffer).await?;
                 }
-                filled.push((name, buffer, wanted));
+                filled.push((name, start, buffer, wanted));
             }
             Ok(())
         };
         let all = all.await;
         self.pool.end(connection, all)?;
-        // A range of no value is an empty string.
-        let empty = filled.iter().filter(|(_, buffer, wanted)| *wanted > 0 && buffer.remaining() == *wanted);
+        // A range of no value is an empty string, and so is one behind the end of a value.
+        let empty = filled.iter().filter(|(.., buffer, wanted)| *wanted > 0 && buffer.remaining() == *wanted);
         let empty: Vec<String> = empty.map(|(name, ..)| name.clone()).collect();
         let mut lengths = self.lengths(&empty).await?.into_iter();
-        let answer = |(_, buffer, wanted): (_, ReadBuffer, usize)| match buffer.remaining() {
+        // Also of a value that has been created since.
+        let mut was_there = |start| lengths.next().is_some_and(|length| length > 0 && length <= start);
+        let answer = |(_, start, buffer, wanted): (_, u64, ReadBuffer, usize)| match buffer.remaining() {
             0 => Ok(buffer),
-            all if all == wanted && lengths.next() == Some(0) => Err(RemoteError::NotFound),
+            all if all == wanted && !was_there(start) => Err(RemoteError::NotFound),
             rest => {
                 let found = format!("{} of the bytes of a range", wanted - rest);
                 Err(RemoteError::Invalid { found, expected: wanted.to_string() })
