@@ -3,7 +3,10 @@
 use std::{
     fs,
     io::{self, Write},
-    os::{fd::OwnedFd, unix::fs::DirBuilderExt},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::{DirBuilderExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     pin::Pin,
     time::Duration,
@@ -186,10 +189,10 @@ impl System for Machine {
 fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<()> {
     for folder in folders {
         match fs::DirBuilder::new().mode(0o700).create(folder) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(Error::io("create", folder, error));
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                drop(open_folder(folder).map_err(|error| Error::io("open", folder, error))?);
             }
-            _ => {}
+            made => made.map_err(|error| Error::io("create", folder, error))?,
         }
     }
     let Some(file) = folders.first().map(|folder| folder.join(FILE_NAME)) else { return Ok(()) };
@@ -205,22 +208,36 @@ fn forget_folders(folders: &[PathBuf]) -> bool {
     if folders.iter().any(|folder| folder.join(STORE_NAME).exists()) {
         return false;
     }
-    for folder in folders {
+    for folder in folders.iter().filter(|folder| open_folder(folder).is_ok()) {
         drop(fs::remove_file(folder.join(FILE_NAME)));
         drop(fs::remove_dir(folder));
     }
     true
 }
 
+/// Opens a folder of a space. A link in its place is another's, who may write to the path, and is not followed.
+fn open_folder(path: &Path) -> io::Result<fs::File> {
+    let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    let opened = fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
+    opened.map_err(|error| match error.kind() {
+        io::ErrorKind::NotADirectory => {
+            let text = "found a link or a file, expected the folder of a space; remove it, or move it away";
+            io::Error::new(error.kind(), text)
+        }
+        _ => error,
+    })
+}
+
 /// Removes a folder of a space for good, the file that makes it one last: until then it is known, with the disk of its
 /// stores.
 fn remove_folder(path: &Path) -> Result<()> {
     let remove = || {
-        let folder = match fs::read_dir(path) {
+        let folder = match open_folder(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             folder => folder?,
         };
-        for entry in folder {
+        // This very folder, whatever takes its name meanwhile.
+        for entry in fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()))? {
             let entry = entry?;
             let removed = match entry.file_type()?.is_dir() {
                 true => fs::remove_dir_all(entry.path()),
@@ -252,4 +269,35 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
         sync_folder(folder).map_err(failed)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_link_in_the_place_of_a_folder_is_not_followed() {
+        let root = tempfile::tempdir().expect("a directory");
+        let [folder, theirs] = ["space-1", "theirs"].map(|name| root.path().join(name));
+        fs::create_dir(&theirs).expect("made");
+        for name in [FILE_NAME, "letter"] {
+            fs::write(theirs.join(name), name).expect("written");
+        }
+        symlink(&theirs, &folder).expect("linked");
+        let folders = [folder.clone()];
+        for refused in [make_folders(&folders, "text", true), remove_folder(&folder)] {
+            let error = refused.expect_err("a link").to_string();
+            assert!(error.contains("space-1") && error.contains("found a link"), "{error}");
+        }
+        assert!(forget_folders(&folders), "there is no store");
+        assert_eq!(fs::read_to_string(theirs.join(FILE_NAME)).expect("there"), FILE_NAME);
+        assert_eq!(fs::read_dir(&theirs).expect("there").count(), 2);
+        fs::remove_file(&folder).expect("removed");
+        make_folders(&folders, "text", true).expect("made");
+        fs::create_dir(folder.join("below")).expect("made");
+        remove_folder(&folder).expect("removed");
+        assert!(!folder.exists());
+    }
 }
