@@ -1,20 +1,19 @@
 //! The queue between callers, the reactor and the workers, and the loop of a worker.
 
+mod queue;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    collections::VecDeque,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
 };
 
 use tokio::sync::Notify;
 
+use self::queue::{Batch, Queue, Queued, Room, Sleeper, weight};
 use super::{
-    driver::{Driver, Wake},
+    driver::Driver,
     transfer::{Completed, Transfer},
     waiter::{self, Answer, Waiter},
 };
@@ -22,25 +21,15 @@ use crate::{
     block::OpKind,
     shield::caught,
     sync::{Mutex, MutexGuard},
-    urgency::{Line, Urgency},
+    urgency::Urgency,
 };
 
 /// Queued bytes for each awake worker above which another one is woken: about 30 us of work. Waking a thread costs some
 /// microseconds, so small blocks wait for a worker that is already awake.
 pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
-/// What a transfer that its caller has queued counts beside its bytes: it costs its thread some 10 us more, and the
-/// caller, not the reactor, wakes another thread for it.
-const CALLED_BYTES: u64 = 64 << 10;
-
-/// How often busy threads pass over work and awaited checksums of writes before one of them does a piece.
-const PASSES_MAX: u32 = 8;
-
 /// A unit of work. Returns what the reactor runs afterwards.
 pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
-
-/// A transfer that waits.
-type Queued = (Transfer, Waiter);
 
 /// State shared by callers, the reactor and the threads.
 pub struct Pool {
@@ -53,35 +42,6 @@ pub struct Pool {
     answers: Mutex<Vec<Answer>>,
     /// Wakes the reactor for the first answer; it then takes all of them.
     answered: Notify,
-}
-
-#[derive(Default)]
-struct Queue {
-    work: VecDeque<(u64, Work)>,
-    reads: Line<Queued>,
-    /// Writes that can start at once.
-    writes: Line<Queued>,
-    /// Writes whose block must be checksummed first. A worker takes one at a time, so that the others take the rest.
-    unsummed: Line<Queued>,
-    /// How often work was passed over since a piece of it was done.
-    passes: u32,
-    /// The weight of all that is queued, in bytes.
-    bytes: u64,
-    threads: u32,
-    /// The first so many workers transfer.
-    rings: u32,
-    /// Sleeping workers that have not been woken, the latest last.
-    asleep: Vec<Sleeper>,
-    /// Set when no more work will come.
-    closed: bool,
-}
-
-/// A sleeping worker.
-struct Sleeper {
-    worker: u32,
-    wake: Wake,
-    /// What it could start.
-    room: Room,
 }
 
 /// What follows the queueing of something, outside of its caller's locks.
@@ -106,22 +66,6 @@ impl Pushed {
     }
 }
 
-/// What a worker could start.
-#[derive(Clone, Copy)]
-struct Room {
-    reads: usize,
-    writes: usize,
-    /// Writes that it has in flight.
-    writing: usize,
-}
-
-impl Room {
-    fn of(driver: &impl Driver) -> Room {
-        let [reads, writes] = [OpKind::Read, OpKind::Write].map(|kind| driver.room(kind));
-        Room { reads, writes, writing: driver.in_flight(OpKind::Write) }
-    }
-}
-
 /// What a worker does after a step.
 pub enum Step {
     /// It takes the next step.
@@ -130,100 +74,6 @@ pub enum Step {
     Sleep,
     /// It ends: no more work will come.
     End,
-}
-
-/// What a worker takes from the queue at once.
-#[derive(Default)]
-struct Batch {
-    transfers: Vec<Queued>,
-    unsummed: Option<Queued>,
-    work: Option<Work>,
-}
-
-/// What a queued transfer counts.
-fn weight((transfer, waiter): &Queued) -> u64 {
-    transfer.buf.len() as u64 + if waiter.is_called() { CALLED_BYTES } else { 0 }
-}
-
-/// The order is that of `state/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;
-/// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
-impl Queue {
-    /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted or due.
-    fn take(&mut self, room: Room, wants_work: bool) -> Batch {
-        let part = |line: &Line<Queued>| line.len().div_ceil(self.rings.max(1) as usize);
-        let (reads, writes) = (part(&self.reads).min(room.reads), part(&self.writes));
-        let mut taken = Batch::default();
-        taken.transfers.extend((0..reads).map_while(|_| self.reads.pop()).map(|(_, queued)| queued));
-        let reads = taken.transfers.len();
-        for _ in 0..writes.min(self.writes_for(room)) {
-            taken.transfers.extend(self.next_write(|queue| &mut queue.writes));
-        }
-        let writes = taken.transfers.len() - reads;
-        let room = Room { reads: room.reads - reads, writes: room.writes - writes, writing: room.writing + writes };
-        self.bytes -= taken.transfers.iter().map(weight).sum::<u64>();
-        if (!wants_work || !taken.transfers.is_empty()) && self.passes < PASSES_MAX {
-            self.passes += u32::from(!self.work.is_empty() || self.unsummed.has_awaited());
-            return taken;
-        }
-        self.passes = 0;
-        if let Some((bytes, work)) = self.work.pop_front() {
-            self.bytes -= bytes;
-            taken.work = Some(work);
-        } else if self.writes_for(room) > 0
-            && let Some(queued) = self.next_write(|queue| &mut queue.unsummed)
-        {
-            self.bytes -= weight(&queued);
-            taken.unsummed = Some(queued);
-        }
-        taken
-    }
-
-    fn is_empty(&self) -> bool {
-        self.work.is_empty() && self.reads.is_empty() && self.writes.is_empty() && self.unsummed.is_empty()
-    }
-
-    /// How many writes a worker with this room may start.
-    fn writes_for(&self, room: Room) -> usize {
-        match self.reads.has_awaited() {
-            true => room.writes.min(1_usize.saturating_sub(room.writing)),
-            false => room.writes,
-        }
-    }
-
-    /// Takes the next write of a line that may start.
-    fn next_write(&mut self, line: impl FnOnce(&mut Self) -> &mut Line<Queued>) -> Option<Queued> {
-        let awaited_alone = self.reads.has_awaited();
-        let line = line(self);
-        let next = if awaited_alone { line.pop_awaited() } else { line.pop() };
-        next.map(|(_, queued)| queued)
-    }
-
-    /// Whether a worker with this room could start a transfer.
-    fn has_transfer_for(&self, room: Room) -> bool {
-        let awaited_alone = self.reads.has_awaited();
-        let may_start = |line: &Line<Queued>| if awaited_alone { line.has_awaited() } else { !line.is_empty() };
-        let any_write = self.writes_for(room) > 0 && (may_start(&self.writes) || may_start(&self.unsummed));
-        any_write || (room.reads > 0 && !self.reads.is_empty())
-    }
-
-    /// Returns a worker to wake, unless the awake ones suffice for the queue.
-    fn sleeper(&mut self, for_transfer: bool, wake_bytes: u64) -> Option<Sleeper> {
-        let (workers, asleep) = match for_transfer {
-            true => (self.rings, self.asleep.iter().filter(|sleeper| sleeper.worker < self.rings).count()),
-            false => (self.threads, self.asleep.len()),
-        };
-        let awake = u64::from(workers) - asleep as u64;
-        if awake > 0 && self.bytes <= wake_bytes.saturating_mul(awake) {
-            return None;
-        }
-        self.any_sleeper(for_transfer)
-    }
-
-    /// Returns a worker to wake, if one is asleep that can do it.
-    fn any_sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
-        let at = self.asleep.iter().rposition(|sleeper| !for_transfer || self.has_transfer_for(sleeper.room))?;
-        Some(self.asleep.remove(at))
-    }
 }
 
 impl Pool {

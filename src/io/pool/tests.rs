@@ -4,6 +4,7 @@ use std::fs::File;
 
 use super::{
     Urgency::{Awaited, Background},
+    queue::PASSES_MAX,
     *,
 };
 use crate::{block::FileId, io::transfer::OpenFile, memory::AlignedBuf};

@@ -1,0 +1,163 @@
+//! What waits for the workers of a pool, and what each takes of it. Under the pool's lock.
+
+use std::collections::VecDeque;
+
+use super::{
+    super::{
+        driver::{Driver, Wake},
+        transfer::Transfer,
+        waiter::Waiter,
+    },
+    Work,
+};
+use crate::{block::OpKind, urgency::Line};
+
+/// What a transfer that its caller has queued counts beside its bytes: it costs its thread some 10 us more, and the
+/// caller, not the reactor, wakes another thread for it.
+const CALLED_BYTES: u64 = 64 << 10;
+
+/// How often busy threads pass over work and awaited checksums of writes before one of them does a piece.
+pub(super) const PASSES_MAX: u32 = 8;
+
+/// A transfer that waits.
+pub(super) type Queued = (Transfer, Waiter);
+
+/// What waits, and who sleeps.
+#[derive(Default)]
+pub(super) struct Queue {
+    pub(super) work: VecDeque<(u64, Work)>,
+    pub(super) reads: Line<Queued>,
+    /// Writes that can start at once.
+    pub(super) writes: Line<Queued>,
+    /// Writes whose block must be checksummed first. A worker takes one at a time, so that the others take the rest.
+    pub(super) unsummed: Line<Queued>,
+    /// How often work was passed over since a piece of it was done.
+    pub(super) passes: u32,
+    /// The weight of all that is queued, in bytes.
+    pub(super) bytes: u64,
+    pub(super) threads: u32,
+    /// The first so many workers transfer.
+    pub(super) rings: u32,
+    /// Sleeping workers that have not been woken, the latest last.
+    pub(super) asleep: Vec<Sleeper>,
+    /// Set when no more work will come.
+    pub(super) closed: bool,
+}
+
+/// A sleeping worker.
+pub(super) struct Sleeper {
+    pub(super) worker: u32,
+    pub(super) wake: Wake,
+    /// What it could start.
+    pub(super) room: Room,
+}
+
+/// What a worker could start.
+#[derive(Clone, Copy)]
+pub(super) struct Room {
+    pub(super) reads: usize,
+    pub(super) writes: usize,
+    /// Writes that it has in flight.
+    pub(super) writing: usize,
+}
+
+impl Room {
+    pub(super) fn of(driver: &impl Driver) -> Room {
+        let [reads, writes] = [OpKind::Read, OpKind::Write].map(|kind| driver.room(kind));
+        Room { reads, writes, writing: driver.in_flight(OpKind::Write) }
+    }
+}
+
+/// What a worker takes from the queue at once.
+#[derive(Default)]
+pub(super) struct Batch {
+    pub(super) transfers: Vec<Queued>,
+    pub(super) unsummed: Option<Queued>,
+    pub(super) work: Option<Work>,
+}
+
+/// What a queued transfer counts.
+pub(super) fn weight((transfer, waiter): &Queued) -> u64 {
+    transfer.buf.len() as u64 + if waiter.is_called() { CALLED_BYTES } else { 0 }
+}
+
+/// The order is that of `state/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;
+/// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
+impl Queue {
+    /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted or due.
+    pub(super) fn take(&mut self, room: Room, wants_work: bool) -> Batch {
+        let rings = self.rings.max(1) as usize;
+        let mut taken = Batch::default();
+        let reads = self.reads.len().div_ceil(rings).min(room.reads);
+        taken.transfers.extend((0..reads).map_while(|_| self.reads.pop()).map(|(_, queued)| queued));
+        let reads = taken.transfers.len();
+        for _ in 0..self.writes.len().div_ceil(rings).min(self.writes_for(room)) {
+            taken.transfers.extend(self.next_write(|queue| &mut queue.writes));
+        }
+        let writes = taken.transfers.len() - reads;
+        let room = Room { reads: room.reads - reads, writes: room.writes - writes, writing: room.writing + writes };
+        self.bytes -= taken.transfers.iter().map(weight).sum::<u64>();
+        if (!wants_work || !taken.transfers.is_empty()) && self.passes < PASSES_MAX {
+            self.passes += u32::from(!self.work.is_empty() || self.unsummed.has_awaited());
+            return taken;
+        }
+        self.passes = 0;
+        if let Some((bytes, work)) = self.work.pop_front() {
+            self.bytes -= bytes;
+            taken.work = Some(work);
+        } else if self.writes_for(room) > 0
+            && let Some(queued) = self.next_write(|queue| &mut queue.unsummed)
+        {
+            self.bytes -= weight(&queued);
+            taken.unsummed = Some(queued);
+        }
+        taken
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.work.is_empty() && self.reads.is_empty() && self.writes.is_empty() && self.unsummed.is_empty()
+    }
+
+    /// How many writes a worker with this room may start.
+    fn writes_for(&self, room: Room) -> usize {
+        match self.reads.has_awaited() {
+            true => room.writes.min(1_usize.saturating_sub(room.writing)),
+            false => room.writes,
+        }
+    }
+
+    /// Takes the next write of a line that may start.
+    fn next_write(&mut self, line: impl FnOnce(&mut Self) -> &mut Line<Queued>) -> Option<Queued> {
+        let awaited_alone = self.reads.has_awaited();
+        let line = line(self);
+        let next = if awaited_alone { line.pop_awaited() } else { line.pop() };
+        next.map(|(_, queued)| queued)
+    }
+
+    /// Whether a worker with this room could start a transfer.
+    pub(super) fn has_transfer_for(&self, room: Room) -> bool {
+        let awaited_alone = self.reads.has_awaited();
+        let may_start = |line: &Line<Queued>| if awaited_alone { line.has_awaited() } else { !line.is_empty() };
+        let any_write = self.writes_for(room) > 0 && (may_start(&self.writes) || may_start(&self.unsummed));
+        any_write || (room.reads > 0 && !self.reads.is_empty())
+    }
+
+    /// Returns a worker to wake, unless the awake ones suffice for the queue.
+    pub(super) fn sleeper(&mut self, for_transfer: bool, wake_bytes: u64) -> Option<Sleeper> {
+        let (workers, asleep) = match for_transfer {
+            true => (self.rings, self.asleep.iter().filter(|sleeper| sleeper.worker < self.rings).count()),
+            false => (self.threads, self.asleep.len()),
+        };
+        let awake = u64::from(workers) - asleep as u64;
+        if awake > 0 && self.bytes <= wake_bytes.saturating_mul(awake) {
+            return None;
+        }
+        self.any_sleeper(for_transfer)
+    }
+
+    /// Returns a worker to wake, if one is asleep that can do it.
+    pub(super) fn any_sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
+        let at = self.asleep.iter().rposition(|sleeper| !for_transfer || self.has_transfer_for(sleeper.room))?;
+        Some(self.asleep.remove(at))
+    }
+}
