@@ -61,6 +61,10 @@ _PREFIXES_MAX = 65_536
 #: lie there.
 _LOCKED_S = 290
 
+#: Seconds for which LMCache surely keeps the memory of a load (600: `--l1-write-ttl-seconds`): what is read later may
+#: end up in another object.
+_STAGED_S = 590
+
 #: Age of the oldest store under way from which on no more are taken: those that wait then end in time.
 _BEHIND_S = 60
 
@@ -142,7 +146,7 @@ class KvhoistL2(L2AdapterInterface):
 
         def begin(task_id: int, task: _Task) -> None:
             with self._lock:
-                age = self._oldest_store_s()
+                age = self._oldest_s(is_load=False)
                 if age > _BEHIND_S:
                     raise UnavailableError(f"the drive is {age:.0f} s behind: nothing more is stored yet")
                 after = [self._before.pop(one, None) for one in task.named]
@@ -260,10 +264,10 @@ class KvhoistL2(L2AdapterInterface):
             self._end(Ended(task_id, is_load, [], {}, 0.0))
         return task_id
 
-    def _oldest_store_s(self) -> float:
-        """The age of the oldest store under way, 0.0 without one. With the lock held."""
+    def _oldest_s(self, is_load: bool) -> float:
+        """The age of the oldest load or store under way, 0.0 without one. With the lock held."""
         now = time.monotonic()
-        return now - next((task.begun for task in self._under_way.values() if not task.is_load), now)
+        return now - next((task.begun for task in self._under_way.values() if task.is_load == is_load), now)
 
     def _end(self, ended: Ended) -> None:
         """Takes the end of a task, on the store's thread."""
@@ -398,16 +402,17 @@ class KvhoistL2(L2AdapterInterface):
         disk, (stores, loads) = stats["tiers"]["disk"], self.store.tasks
         out = stats["disk_retired"] or stats["disk_read_only"]
         with self._lock:
-            oldest = self._oldest_store_s()
+            oldest_store, oldest_load = self._oldest_s(is_load=False), self._oldest_s(is_load=True)
         figures = ("checksum_failures", "read_errors", "write_errors", "writes_refused", "storage", "direct_io")
         return {
-            "is_healthy": not self._closed and not out,
+            "is_healthy": not self._closed and not out and oldest_load <= _STAGED_S,
             "type": type(self).__name__,
             "kvhoist_version": __version__,
             "out_of_service": str(out or ""),
             "store_inflight_task_count": stores,
-            "store_inflight_oldest_s": round(oldest, 3),
+            "store_inflight_oldest_s": round(oldest_store, 3),
             "load_inflight_task_count": loads,
+            "load_inflight_oldest_s": round(oldest_load, 3),
             "locked_object_count": len(self._locked),
             "block_bytes": self.store.block_bytes,
             "slots": disk["slots"],

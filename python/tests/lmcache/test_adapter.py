@@ -174,6 +174,18 @@ def test_a_drive_that_is_far_behind_gets_no_more_stores(store_dir, monkeypatch, 
         assert alone.store(keys) and alone.load(keys) == "HHH"
 
 
+def test_a_load_that_hangs_for_longer_than_its_memory_is_kept_is_told(store_dir, monkeypatch):
+    with Alone(adapter_config(store_dir)) as alone:
+        for age, is_healthy in ((580, True), (591, False)):
+            load = adapter._Task([], False, True, begun=time.monotonic() - age)
+            monkeypatch.setitem(alone.adapter._under_way, -1, load)
+            status = alone.adapter.report_status()
+            assert status["is_healthy"] == is_healthy and status["load_inflight_oldest_s"] >= age
+            assert status["store_inflight_oldest_s"] == 0
+            monkeypatch.undo()
+        assert alone.adapter.report_status()["is_healthy"]
+
+
 def test_objects_lie_across_the_edge_of_what_the_ring_pins(store_dir):
     """A lazy L1 grows behind what was there at the start."""
     for stable in (100 << 12, 0, 8 << 20):

@@ -22,7 +22,7 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # noqa: E402
 
-from kvhoist import ArgumentError, ConfigError, StoreError  # noqa: E402
+from kvhoist import ArgumentError, ConfigError, DeadlineError, StoreError  # noqa: E402
 
 
 def close(one, other):
@@ -173,6 +173,23 @@ def test_after_a_kill_the_prefix_is_there_and_right(store_dir):
     with opened(model, store_dir) as prefixes:
         logits, loaded = answer(model, prefixes, ids)
         assert loaded == 144 and torch.equal(logits, computed(model, ids, 144))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_block_that_was_slow_once_is_loaded_again(store_dir, monkeypatch, kind):
+    model, ids = tiny.model(kind), tiny.prompt(144)
+    with opened(model, store_dir) as prefixes:
+        answer(model, prefixes, ids)
+        cache, load = prefixes.store.caches[0], prefixes.store.caches[0].load
+        with monkeypatch.context() as patch:
+            # The block stays where it is: the store does not copy it once more.
+            patch.setattr(
+                cache, "load", lambda keys, *given, **more: [DeadlineError("a slow moment"), *load(keys, *given, **more)[1:]]
+            )
+            logits, loaded = answer(model, prefixes, ids)
+            assert loaded == 0 and close(logits, computed(model, ids))
+        logits, loaded = answer(model, prefixes, ids)
+        assert loaded == 143 and close(logits, computed(model, ids, loaded))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
