@@ -146,7 +146,7 @@ pub enum ServiceFault {
     Canceled,
     /// An argument is invalid: a region, a range, a size, a space. Correct the call.
     Argument,
-    /// The memory cannot be shared safely: it is not a memfd, cannot be sealed, or is shorter than the range.
+    /// The memory cannot be shared safely: it is not a memfd in plain memory, or is shorter than the range.
     Memory,
     /// There is no capacity left for a new space.
     Capacity,

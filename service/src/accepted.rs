@@ -1,17 +1,17 @@
 //! The service's end of a connection, whose peer may send anything.
 //!
-//! Descriptors come into this process only with a whole register frame, one at a time, and on a [`Brief`] thread. The
+//! Descriptors come into this process only with a whole register frame, and on a [`Brief`] thread. The
 //! service's thread looks first: a peek names no descriptor, but says that there is one. What the frame does not want
-//! stays in the socket, and goes with it.
+//! stays in the socket, and is dropped with all else that was not received, on a thread of its user.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     io,
     ops::Deref,
-    os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard},
     task::{Context, Poll},
-    thread,
+    time::Duration,
 };
 
 use rustix::{fs::fcntl_get_seals, net::sockopt::set_socket_oobinline};
@@ -27,22 +27,26 @@ use super::{
     wire::{self, Came, Coming, Descriptor, Lent, Wire},
 };
 
-/// Descriptors of one user that may be closing. The close of a file runs code of its file system, which a user may
-/// have written (FUSE), and no signal ends it.
-const CLOSING_MAX: u32 = 4;
+/// Closes of one user's descriptors that may wait when others are received.
+const CLOSING_MAX: usize = 2;
+/// Closes that may wait, of all users, before no more connections are accepted.
+const DISCARDS_MAX: usize = 1024;
+/// How often it is looked whether fewer of them wait.
+const DISCARDS_LOOK: Duration = Duration::from_millis(10);
 
 /// Where descriptors of clients are received and closed.
 pub(super) struct Aside {
     receives: Brief,
     closes: Arc<Brief>,
-    /// By user: descriptors that were no memory and are not closed yet.
-    closing: Mutex<BTreeMap<u32, u32>>,
+    /// By user: closes of descriptors that may be no memory. The close of a file runs code of its file system, which
+    /// that user may have written (FUSE), and no signal ends it: others' must not wait for it.
+    discards: Mutex<BTreeMap<u32, Brief>>,
 }
 
 impl Aside {
     pub(super) fn start() -> io::Result<Arc<Self>> {
         let (receives, closes) = (Brief::start("kvhoist-receive")?, Arc::new(Brief::start("kvhoist-close")?));
-        Ok(Arc::new(Aside { receives, closes, closing: Mutex::default() }))
+        Ok(Arc::new(Aside { receives, closes, discards: Mutex::default() }))
     }
 
     /// Waits until another connection may be accepted: those that are over are being closed.
@@ -51,33 +55,37 @@ impl Aside {
     /// Nothing is lost.
     pub(super) async fn room(&self) {
         self.closes.room().await;
+        while self.discards().values().map(Brief::waiting).sum::<usize>() > DISCARDS_MAX {
+            tokio::time::sleep(DISCARDS_LOOK).await;
+        }
     }
 
-    fn closing(&self) -> MutexGuard<'_, BTreeMap<u32, u32>> {
-        self.closing.lock().expect("nothing panics under it")
+    fn discards(&self) -> MutexGuard<'_, BTreeMap<u32, Brief>> {
+        self.discards.lock().expect("nothing panics under it")
     }
 
     /// Receives bytes that a descriptor comes with.
-    fn take(self: &Arc<Self>, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
+    fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        let closing = self.closing().get(&uid).copied().unwrap_or(0);
+        let closing = self.discards().get(&uid).map_or(0, Brief::waiting);
         if closing >= CLOSING_MAX {
             let text = "descriptors that are no memory and are not closed yet; end whoever serves their file system";
             return refuse(format!("user {uid} has sent {closing} {text}"));
         }
-        let mut bytes = vec![0; len];
-        let (len, fd, lost) = socket::receive_one(stream.as_fd(), &mut bytes)?;
+        let (mut bytes, mut fds) = (vec![0; len], Vec::new());
+        let (len, lost) = socket::receive_all(stream.as_fd(), &mut bytes, |fd| fds.push(fd))?;
         bytes.truncate(len);
+        let is_one = fds.len() <= 1 && !lost;
         // Asked of the kernel's own files only: a file system that a user has written does not see the question.
-        let lent = match fd {
-            Some(fd) if fcntl_get_seals(&fd).is_ok() => Lent::Memory(self.descriptor(fd)),
-            Some(fd) => {
-                self.close(fd, uid);
+        let lent = match fds.pop_if(|fd| is_one && fcntl_get_seals(fd).is_ok()) {
+            Some(fd) => Lent::Memory(self.descriptor(fd)),
+            None if fds.is_empty() => Lent::Nothing,
+            None => {
+                self.discard(uid, move || drop(fds));
                 Lent::Other
             }
-            None => Lent::Nothing,
         };
-        if lost {
+        if !is_one {
             return refuse(
                 "descriptors of a message were lost: it had more than one, or this process may open no more (raise \
                  LimitNOFILE, `ulimit -n`)"
@@ -97,21 +105,34 @@ impl Aside {
         Descriptor::new(fd, move |fd| closes.run(move || drop(fd)))
     }
 
-    /// Closes a descriptor of an unknown kind on a thread of its own, which may take for ever.
-    fn close(self: &Arc<Self>, fd: OwnedFd, uid: u32) {
-        *self.closing().entry(uid).or_default() += 1;
-        let (this, fd) = (Arc::clone(self), fd.into_raw_fd());
-        let close = move || {
-            // SAFETY: the descriptor was owned by the caller, who gave it up, and is closed here only.
-            drop(unsafe { OwnedFd::from_raw_fd(fd) });
-            let mut closing = this.closing();
-            if let Some(count) = closing.get_mut(&uid) {
-                *count -= 1;
-            }
-            closing.retain(|_, count| *count > 0);
+    /// Runs what closes descriptors of a user that may be of any kind, on a thread of that user.
+    fn discard(&self, uid: u32, job: impl FnOnce() + Send + 'static) {
+        let mut discards = self.discards();
+        discards.retain(|other, thread| *other == uid || thread.waiting() > 0);
+        let thread = match discards.entry(uid) {
+            Entry::Occupied(thread) => thread.into_mut(),
+            Entry::Vacant(none) => match Brief::start("kvhoist-discard") {
+                Ok(thread) => none.insert(thread),
+                Err(error) => {
+                    tracing::warn!(%error, uid, "found no thread to close a client's descriptors");
+                    drop(discards);
+                    return job();
+                }
+            },
         };
-        if let Err(error) = thread::Builder::new().name("kvhoist-discard".into()).spawn(close) {
-            tracing::error!(%error, uid, "a descriptor of a client stays open: no thread to close it");
+        thread.run(job);
+    }
+
+    /// Receives what nobody has received of a connection that is over, and closes it.
+    fn drain(&self, stream: Arc<UnixStream>, uid: u32) {
+        let mut bytes = [0; 16 << 10];
+        loop {
+            match socket::peek(stream.as_fd(), &mut bytes) {
+                Ok((_, true)) => return self.discard(uid, move || socket::drain(stream.as_fd())),
+                Ok((len @ 1.., false)) => drop(socket::receive(stream.as_fd(), &mut bytes[..len])),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                _ => return,
+            }
         }
     }
 }
@@ -176,7 +197,9 @@ impl Drop for Accepted {
         // The peer sees the hang-up, however many others are closed first, and whoever holds this end besides
         // ([`LateClose`](super::late_close::LateClose)).
         wire::hang_up(&stream);
-        self.aside.closes.run(move || drop(stream));
+        let (aside, uid) = (Arc::clone(&self.aside), self.uid);
+        // The last close may be that of [`LateClose`](super::late_close::LateClose): no descriptor is left for it.
+        self.aside.closes.run(move || aside.drain(stream, uid));
     }
 }
 
@@ -221,5 +244,77 @@ impl Wire for Accepted {
 
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
         wire::poll_ready(self, context, receive, send)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Read, os::unix::net::UnixStream as StdStream, sync::mpsc, time::Instant};
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    /// A connection of this user is over, with a descriptor in it that was not received: the other end of the pipe.
+    fn end_with_descriptor(aside: &Arc<Aside>, uid: u32) -> io::PipeReader {
+        let (ours, theirs) = StdStream::pair().expect("a pair");
+        ours.set_nonblocking(true).expect("set");
+        let ours = UnixStream::from_std(ours).expect("in a runtime");
+        let (reader, writer) = io::pipe().expect("a pipe");
+        socket::send(theirs.as_fd(), b"not received", &[writer.as_fd()]).expect("room");
+        drop(Accepted::new(ours, uid, Arc::clone(aside)).expect("set"));
+        reader
+    }
+
+    /// Where a user's file system does not end a close, the descriptors of others are closed and received all the same.
+    #[tokio::test]
+    async fn a_close_that_never_ends_is_waited_for_by_its_user_alone() {
+        let aside = Aside::start().expect("threads");
+        let (end, ends) = mpsc::channel::<()>();
+        aside.discard(1, move || _ = ends.recv());
+        let mut of_first: Vec<_> = (0..100).map(|_| end_with_descriptor(&aside, 1)).collect();
+        let mut of_other = end_with_descriptor(&aside, 2);
+        assert_eq!(of_other.read(&mut [0]).expect("closed"), 0);
+        tokio::time::timeout(Duration::from_secs(60), aside.room()).await.expect("others are accepted");
+        let (ours, theirs) = StdStream::pair().expect("a pair");
+        ours.set_nonblocking(true).expect("set");
+        let ours = UnixStream::from_std(ours).expect("in a runtime");
+        let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        socket::send(theirs.as_fd(), b"register", &[memory.as_fd()]).expect("room");
+        assert!(aside.take(&ours, 8, 1).map(drop).expect_err("refused").to_string().contains("user 1 has sent"));
+        assert!(matches!(aside.take(&ours, 8, 2), Ok((_, Lent::Memory(_)))));
+        drop(end);
+        for reader in &mut of_first {
+            assert_eq!(reader.read(&mut [0]).expect("closed"), 0);
+        }
+        // Its thread ends with its jobs.
+        let begin = Instant::now();
+        while aside.discards().get(&1).is_some_and(|thread| thread.waiting() > 0) {
+            assert!(begin.elapsed() < Duration::from_secs(60));
+            std::thread::yield_now();
+        }
+        aside.discard(3, || ());
+        assert!(!aside.discards().contains_key(&1));
+    }
+
+    /// None is closed where others wait.
+    #[tokio::test]
+    async fn descriptors_that_no_frame_wants_are_closed_by_the_thread_of_their_user() {
+        let aside = Aside::start().expect("threads");
+        let (ours, theirs) = StdStream::pair().expect("a pair");
+        ours.set_nonblocking(true).expect("set");
+        let ours = UnixStream::from_std(ours).expect("in a runtime");
+        let (end, ends) = mpsc::channel::<()>();
+        aside.discard(1, move || _ = ends.recv());
+        let (mut reader, writer) = io::pipe().expect("a pipe");
+        let more = writer.try_clone().expect("a copy");
+        socket::send(theirs.as_fd(), b"register", &[writer.as_fd(), more.as_fd()]).expect("room");
+        drop((writer, more));
+        let refused = aside.take(&ours, 8, 1).map(drop).expect_err("refused").to_string();
+        assert!(refused.contains("more than one"), "{refused}");
+        let mut look = [PollFd::new(&reader, PollFlags::IN)];
+        assert_eq!(poll(&mut look, Some(&Timespec::default())).expect("polled"), 0, "its thread has not come to them");
+        drop(end);
+        assert_eq!(reader.read(&mut [0]).expect("closed"), 0);
     }
 }

@@ -66,12 +66,17 @@ impl Brief {
         let _ends_after_its_senders = self.jobs.send(Box::new(job));
     }
 
+    /// Jobs that are not done.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.0.load(Ordering::Acquire)
+    }
+
     /// Waits until few jobs wait.
     ///
     /// # Cancel safety
     /// Nothing is lost.
     pub(super) async fn room(&self) {
-        while self.waiting.0.load(Ordering::Acquire) > JOBS_MAX {
+        while self.waiting() > JOBS_MAX {
             self.waiting.1.notified().await;
         }
     }

@@ -185,14 +185,13 @@ fn receive(stream: BorrowedFd<'_>, mut buf: &mut [u8], fd: &mut Option<OwnedFd>)
             Err(rustix::io::Errno::INTR) => continue,
             polled => polled?,
         };
-        let (bytes, came, _) = match socket::receive_one(stream, buf) {
+        let (bytes, _) = match socket::receive_all(stream, buf, |came| *fd = Some(came)) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             received => received?,
         };
         if bytes == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        *fd = came.or(fd.take());
         buf = &mut buf[bytes..];
     }
     Ok(())

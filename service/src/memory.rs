@@ -1,14 +1,15 @@
 //! Clients' memory: memfds, and device memory, mapped by the service.
 //!
-//! An access to a mapping whose file has shrunk raises SIGBUS, which ends the process. So the service seals the files
-//! that it maps, and [guards](Guard) files that take no seal. It maps plain memory only: in a file system of
-//! huge pages a hole may be punched, and touched again when no huge page is left.
+//! An access to a mapping whose file has shrunk, or has got no page, raises SIGBUS, which ends the process. So the
+//! service [guards](Guard) what it maps. It does not seal it: that waits for whoever changes the file, for as long as
+//! its maker likes. It maps plain memory only: in a file system of huge pages a hole may be punched, and touched again
+//! when no huge page is left.
 
 use std::{cell::Cell, io, os::fd::OwnedFd};
 
 use kvhoist::internals::service::{Guard, ImportedMemory};
 use rustix::{
-    fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs},
+    fs::{fstat, fstatfs},
     io::Errno,
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
@@ -22,7 +23,7 @@ use crate::error::ServiceFault;
 pub struct Mapped {
     start: *mut u8,
     len: usize,
-    /// The guard of a file that can shrink.
+    /// The guard of a client's file.
     guard: Option<Guard>,
     /// Device memory, which is unmapped when this is dropped.
     imported: Cell<Option<ImportedMemory>>,
@@ -50,12 +51,12 @@ impl Mapped {
         self.len
     }
 
-    /// The guard of a file that can shrink.
+    /// The guard of a client's file.
     pub(super) fn guard(&self) -> Option<&Guard> {
         self.guard.as_ref()
     }
 
-    /// Whether its file has shrunk while it was used. Still known when it is unmapped.
+    /// Whether its file had no page where it was used. Still known when it is unmapped.
     pub(super) fn is_spoiled(&self) -> bool {
         self.guard().is_some_and(Guard::is_spoiled)
     }
@@ -66,7 +67,7 @@ impl Mapped {
     }
 }
 
-/// Seals a client's memfd against shrinking, or guards against it, and maps a range of it.
+/// Maps a range of a client's memfd, guarded.
 ///
 /// # Errors
 /// [`ServiceFault::Memory`] for a file that is no plain memory, for a range beyond its end, and if the system
@@ -87,24 +88,21 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
         return Err(refused(format!("{len} bytes from {offset} on"), &expected));
     }
     check_kind(fd).map_err(|found| refused(found, "a memfd in plain memory"))?;
-    let sealed = seal(fd);
-    // Sealed, it has at least this size from now on.
     let stat = fstat(fd).map_err(system("fstat"))?;
     if u64::try_from(stat.st_size).is_ok_and(|size| size < end) {
         return Err(refused(format!("a file of {} bytes", stat.st_size), &format!("one of {end} bytes or more")));
     }
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink or is guarded below.
+    // SAFETY: a new mapping, at an address of the kernel's choice, of a file that is guarded below.
     let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, fd, offset) };
     let start = start.map_err(system("mmap"))?;
     let start = start.cast();
-    let guard = if sealed { None } else { Some(Guard::new(start, bytes)) };
-    match guard.transpose() {
-        Ok(guard) => Ok(Mapped { start, len: bytes, guard, imported: Cell::default() }),
+    match Guard::new(start, bytes) {
+        Ok(guard) => Ok(Mapped { start, len: bytes, guard: Some(guard), imported: Cell::default() }),
         Err(error) => {
             // SAFETY: mapped above, and used nowhere.
             let _gone_with_the_process = unsafe { munmap(start.cast(), bytes) };
-            Err(refused(format!("sigaction: {error}"), "a memfd made with MFD_ALLOW_SEALING, which needs no handler"))
+            Err(refused(format!("sigaction: {error}"), "a service that may handle SIGBUS"))
         }
     }
 }
@@ -120,17 +118,11 @@ fn check_kind(fd: &OwnedFd) -> Result<(), String> {
     }
 }
 
-/// Seals a file against shrinking; false if it takes no seal.
-fn seal(fd: &OwnedFd) -> bool {
-    fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK))
-        || fcntl_add_seals(fd, SealFlags::SHRINK).is_ok()
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
 
-    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, ftruncate, memfd_create};
 
     use super::*;
 
@@ -146,27 +138,26 @@ mod tests {
         failure.text
     }
 
+    /// A seal waits for whoever changes the file: a write that its maker does not end.
     #[test]
-    fn a_memfd_is_sealed_before_it_is_mapped() {
+    fn a_memfd_is_not_sealed() {
         let fd = memfd(MemfdFlags::ALLOW_SEALING, 8192);
         let mapped = map(&fd, 4096, 4096).expect("mapped");
         // SAFETY: mapped above, and written to by nobody else.
         unsafe { mapped.start().write(7) };
-        let file = File::from(fd);
-        file.set_len(4096).expect_err("it cannot shrink any more");
-        file.set_len(16384).expect("it may grow");
+        assert_eq!(fcntl_get_seals(&fd).expect("its seals"), SealFlags::empty());
         // SAFETY: mapped above, and used nowhere.
         unsafe { libc::munmap(mapped.start().cast(), mapped.len()) };
     }
 
     #[test]
     fn memory_that_is_taken_away_reads_as_zeros() {
-        let fd = memfd(MemfdFlags::empty(), 8192);
+        let fd = memfd(MemfdFlags::ALLOW_SEALING, 8192);
         let mapped = map(&fd, 0, 8192).expect("mapped");
         // SAFETY: mapped above, and written to by nobody else.
         unsafe { mapped.start().add(5000).write(7) };
         assert!(!mapped.is_spoiled());
-        File::from(fd).set_len(0).expect("it takes no seal");
+        File::from(fd).set_len(0).expect("it is not sealed");
         // SAFETY: mapped, if not by the file any more.
         assert_eq!(unsafe { mapped.start().add(5000).read_volatile() }, 0);
         assert!(mapped.is_spoiled(), "whoever lent it is to be told");

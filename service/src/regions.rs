@@ -31,7 +31,7 @@ pub(super) struct Lent {
 }
 
 impl Lent {
-    /// Whether its file has shrunk while it was used.
+    /// Whether its file had no page where it was used: it has shrunk, or the system has no memory.
     pub(super) fn is_spoiled(&self) -> bool {
         self.mapped.is_spoiled()
     }
@@ -180,12 +180,17 @@ impl Regions {
         self.cache.pin_region(&held.region).await.unwrap_or(false)
     }
 
-    /// Those of these places' regions whose files can shrink. Whoever uses them asks afterwards
+    /// Those of these places' regions that are guarded. Whoever uses them asks afterwards
     /// [whether they did](Lent::is_spoiled), also of one that was released in between.
     pub(super) fn guarded(&self, places: impl Iterator<Item = Place>) -> BTreeMap<u32, Rc<Lent>> {
         let (held, mut guarded) = (self.held.borrow(), BTreeMap::new());
         if held.values().any(|held| held.lent.mapped.guard().is_some()) {
+            let mut last = None;
             for place in places {
+                // Blocks lie in few regions, one after the other.
+                if last.replace(place.region) == Some(place.region) {
+                    continue;
+                }
                 if let Some(held) = held.get(&place.region).filter(|held| held.lent.mapped.guard().is_some()) {
                     guarded.entry(place.region).or_insert_with(|| Rc::clone(&held.lent));
                 }
@@ -273,7 +278,7 @@ fn segment(held: &BTreeMap<u32, Rc<Held>>, place: Place) -> Result<Segment, Fail
     let Place { region, len, offset } = place;
     let wrong = |found: String| Failure::new(ServiceFault::Argument, format!("place: found {found}"));
     let Some(held) = held.get(&region).filter(|held| !held.leaving.get()) else {
-        let expected = "one that is registered, and was not given up because its file has shrunk";
+        let expected = "one that is registered, whose file has not shrunk, nor lacked a page";
         return Err(wrong(format!("region {region}, expected {expected}")));
     };
     let mapped = &held.lent.mapped;
@@ -294,9 +299,10 @@ pub(super) fn taken(region: u32) -> Failure {
     Failure::new(ServiceFault::Argument, text)
 }
 
-/// The failure of a region whose file has shrunk.
+/// The failure of a region whose file had no page where it was used.
 pub(super) fn shrunk(region: u32) -> Failure {
-    let text = format!("region {region}: found a file that has shrunk, expected one that keeps its size");
+    let text =
+        format!("region {region}: found a file that has shrunk or has no page, expected one that keeps its size");
     Failure::new(ServiceFault::Memory, text)
 }
 

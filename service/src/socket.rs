@@ -23,9 +23,10 @@ use rustix::{
 use super::{peers::own_uid, place::Place};
 use crate::error::{Error, Result};
 
-/// Descriptors that a message has at most.
+/// Descriptors that a message of ours has at most, and that one of anybody's has: the kernel's `SCM_MAX_FD`.
 const DESCRIPTORS_MAX: usize = 2;
-const CONTROL_BYTES: usize = control_bytes(DESCRIPTORS_MAX).next_multiple_of(align_of::<libc::cmsghdr>());
+const ANY_DESCRIPTORS_MAX: usize = 253;
+const CONTROL_BYTES: usize = control_bytes(ANY_DESCRIPTORS_MAX).next_multiple_of(align_of::<libc::cmsghdr>());
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 256;
 /// Bytes of a socket's name: the kernel wants a zero behind it.
@@ -62,26 +63,16 @@ pub(super) fn peek(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize,
     Ok((seen.bytes, seen.flags.contains(ReturnFlags::CTRUNC)))
 }
 
-/// Receives as [`receive`], with room for one descriptor; whether there were more.
-pub(super) fn receive_one(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>, bool)> {
-    let mut fd = None;
-    let (bytes, lost) = receive_some(socket, buf, 1, |came| fd = Some(came))?;
-    Ok((bytes, fd, lost))
-}
-
-/// Receives as [`receive`], with room for as many descriptors as a message has; there may have been more.
-pub(super) fn receive_all(socket: BorrowedFd<'_>, buf: &mut [u8], each: impl FnMut(OwnedFd)) -> io::Result<usize> {
-    Ok(receive_some(socket, buf, DESCRIPTORS_MAX, each)?.0)
-}
-
-fn receive_some(
+/// Receives as [`receive`], and gives each descriptor to `each`: none is closed in this thread. Whether some were lost,
+/// for which this process has no room.
+pub(super) fn receive_all(
     socket: BorrowedFd<'_>,
     buf: &mut [u8],
-    descriptors: usize,
-    mut each: impl FnMut(OwnedFd),
+    each: impl FnMut(OwnedFd),
 ) -> io::Result<(usize, bool)> {
+    let mut each = each;
     let mut control = Control::new();
-    let mut control = RecvAncillaryBuffer::new(&mut control.0[..control_bytes(descriptors)]);
+    let mut control = RecvAncillaryBuffer::new(&mut control.0[..control_bytes(ANY_DESCRIPTORS_MAX)]);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let received = recvmsg(socket, &mut [IoSliceMut::new(buf)], &mut control, flags)?;
     for message in control.drain() {
@@ -90,6 +81,19 @@ fn receive_some(
         }
     }
     Ok((received.bytes, received.flags.contains(ReturnFlags::CTRUNC)))
+}
+
+/// Receives all that has come, of a socket to which nothing comes any more, and drops it, with its descriptors: in this
+/// thread.
+pub(super) fn drain(socket: BorrowedFd<'_>) {
+    let mut bytes = [0; 16 << 10];
+    loop {
+        match receive(socket, &mut bytes) {
+            Ok(0) => return,
+            Err(error) if error.kind() != io::ErrorKind::Interrupted => return,
+            _ => {}
+        }
+    }
 }
 
 /// Sends as much as the socket takes without waiting; the descriptors, two at most, go with the first byte.
@@ -162,7 +166,8 @@ mod tests {
         let (mut bytes, mut fd, mut buf) = (Vec::<u8>::new(), None, [0; 100]);
         while bytes.len() < 16 {
             let (len, has_descriptor) = peek(theirs.as_fd(), &mut buf).expect("bytes");
-            let (received, came, lost) = receive_one(theirs.as_fd(), &mut buf[..len]).expect("bytes");
+            let mut came = None;
+            let (received, lost) = receive_all(theirs.as_fd(), &mut buf[..len], |fd| came = Some(fd)).expect("bytes");
             assert_eq!((received, came.is_some(), lost), (len, has_descriptor, false));
             // No later than its first byte.
             bytes.extend(&buf[..len]);

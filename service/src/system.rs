@@ -66,7 +66,7 @@ pub trait System {
     /// Runs work that takes long on another thread. Where none can be started, on one that there is.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
 
-    /// Maps a range of a client's memfd, which is sealed or guarded.
+    /// Maps a range of a client's memfd, guarded.
     ///
     /// # Errors
     /// As [`map`].

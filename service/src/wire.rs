@@ -133,7 +133,7 @@ impl Wire for Dialed {
             came.push(fd);
         };
         let received = self.stream.try_io(Interest::READABLE, || {
-            let len = socket::receive_all(self.stream.as_fd(), buf, keep)?;
+            let (len, _) = socket::receive_all(self.stream.as_fd(), buf, keep)?;
             if len > 0 && len < buf.len() {
                 // The socket is empty, which another call would have to find out. More bytes wake the reactor again.
                 part = Some(Came::Bytes(len));

@@ -67,8 +67,7 @@ impl Memory {
     }
 
     /// Host memory that a service can map: `len` bytes that the caller has mapped at `start` from `offset` of a memfd
-    /// on (`MAP_SHARED`). The memfd must have been made with `MFD_ALLOW_SEALING`: the service seals it against
-    /// shrinking.
+    /// on (`MAP_SHARED`).
     ///
     /// # Safety
     /// As of [`Memory`]. In addition, `start` must be a mapping of the memfd from `offset` on: the service finds a

@@ -1,10 +1,10 @@
-//! Memory of another process that cannot be sealed: a file that shrinks under its mapping hurts its owner alone.
+//! Memory of another process, whose file may shrink under its mapping: that hurts its owner alone.
 //!
-//! An access to a mapping whose file has shrunk raises SIGBUS. The handler maps zeros in the place of the whole range
-//! and marks it as spoiled; the thread goes on. libwayland guards compositors against their clients' pools in the same
-//! way. The range costs one mapping before and after, however many of its pages are gone: with a mapping a page, a
-//! client that takes every second page away would use up the mappings that a process may have. The kernel's own
-//! accesses fail with EFAULT.
+//! An access to a mapping whose file has shrunk, or that the system has no page for, raises SIGBUS. The handler maps
+//! zeros in the place of the whole range and marks it as spoiled; the thread goes on. libwayland guards compositors
+//! against their clients' pools in the same way. The range costs one mapping before and after, however many of its
+//! pages are gone: with a mapping a page, a client that takes every second page away would use up the mappings that a
+//! process may have. The kernel's own accesses fail with EFAULT.
 
 use std::{
     io,

@@ -16,7 +16,7 @@ KEYS = [bytes([n]) * 32 for n in range(4)]
 def pages(store_dir):
     """Pages of one buffer, all of which are stored."""
     buffer = numpy.zeros((len(KEYS), BYTES), dtype=numpy.uint8)
-    with Cache(store_dir, block_bytes=BYTES, host_bytes="1MiB", capacity="1MiB", direct_io="prefer") as cache:
+    with Cache(store_dir, block_bytes=BYTES, host_bytes="1MiB", capacity="4MiB", direct_io="prefer") as cache:
         region = cache.register_host(buffer.ctypes.data, buffer.nbytes)
         made = Pages("kv", [Piece(0, buffer.ctypes.data, BYTES, BYTES, 0)], cache, "disk")
         assert made.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)

@@ -244,13 +244,14 @@ impl Session {
                 let ended = joined.and_then(Result::ok);
                 self.end(ended)
             }
-            ready = io => {
-                ready?;
-                if listens { self.receive().await } else { Ok(()) }
-            }
+            // Before more is received: a client that never stops sending would keep what has no room.
             () = self.link.receiver.is_crowded_out() => {
                 let text = "busy: long frames of other connections have no room; send a frame at once";
                 Err(End::Cut(Failure::new(ServiceFault::Busy, text)))
+            }
+            ready = io => {
+                ready?;
+                if listens { self.receive().await } else { Ok(()) }
             }
             () = self.state.drains(), if !draining => Ok(()),
             () = sleep_until(stalled), if outbox > 0 => {

@@ -91,7 +91,7 @@ fn a_transfer_that_comes_after_the_end_is_told_to_be_lost() {
     let file = OpenFile { file: Arc::clone(&queue.1), id: FileId(0), by_calls: false };
     let transfer = Transfer { kind: OpKind::Read, file, offset: 0, buf: AlignedBuf::zeroed(PAGE).lend() };
     let told = move |result: Option<std::io::Result<u64>>| {
-        told.send((result.is_none(), memory.strong_count())).expect("awaited")
+        told.send((result.is_none(), memory.strong_count())).expect("awaited");
     };
     let pushed = queue.0.push_transfer(Awaited, transfer, Waiter::calling(PAGE, told));
     assert!(ended.try_recv().is_err(), "not under the locks of its caller");
