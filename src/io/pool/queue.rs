@@ -90,28 +90,37 @@ impl Queue {
         let mut taken = Batch::default();
         let reads = self.reads.len().div_ceil(rings).min(room.reads);
         taken.transfers.extend((0..reads).map_while(|_| self.reads.pop()).map(|(_, queued)| queued));
-        let reads = taken.transfers.len();
+        // Before writes that need no checksum, which would take its room every time.
+        let (mut room, is_due) = (room, self.passes >= PASSES_MAX);
+        if is_due {
+            self.take_piece(&mut room, &mut taken);
+        }
         for _ in 0..self.writes.len().div_ceil(rings).min(self.writes_for(room)) {
-            taken.transfers.extend(self.next_write(|queue| &mut queue.writes));
+            taken.transfers.extend(self.next_write(&mut room, |queue| &mut queue.writes));
         }
-        let writes = taken.transfers.len() - reads;
-        let room = Room { reads: room.reads - reads, writes: room.writes - writes, writing: room.writing + writes };
         self.bytes -= taken.transfers.iter().map(weight).sum::<u64>();
-        if (!wants_work || !taken.transfers.is_empty()) && self.passes < PASSES_MAX {
+        if !is_due && wants_work && taken.transfers.is_empty() {
+            self.take_piece(&mut room, &mut taken);
+        } else if !is_due {
             self.passes += u32::from(!self.work.is_empty() || self.unsummed.has_awaited());
-            return taken;
         }
-        self.passes = 0;
+        taken
+    }
+
+    /// Takes a unit of work, or a write whose block must be checksummed first.
+    fn take_piece(&mut self, room: &mut Room, taken: &mut Batch) {
         if let Some((bytes, work)) = self.work.pop_front() {
             self.bytes -= bytes;
             taken.work = Some(work);
-        } else if self.writes_for(room) > 0
-            && let Some(queued) = self.next_write(|queue| &mut queue.unsummed)
+        } else if self.writes_for(*room) > 0
+            && let Some(queued) = self.next_write(room, |queue| &mut queue.unsummed)
         {
             self.bytes -= weight(&queued);
             taken.unsummed = Some(queued);
+        } else {
+            return;
         }
-        taken
+        self.passes = 0;
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -126,12 +135,13 @@ impl Queue {
         }
     }
 
-    /// Takes the next write of a line that may start.
-    fn next_write(&mut self, line: impl FnOnce(&mut Self) -> &mut Line<Queued>) -> Option<Queued> {
+    /// Takes the next write of a line that may start, and its room.
+    fn next_write(&mut self, room: &mut Room, line: impl FnOnce(&mut Self) -> &mut Line<Queued>) -> Option<Queued> {
         let awaited_alone = self.reads.has_awaited();
         let line = line(self);
-        let next = if awaited_alone { line.pop_awaited() } else { line.pop() };
-        next.map(|(_, queued)| queued)
+        let (_, queued) = if awaited_alone { line.pop_awaited() } else { line.pop() }?;
+        (room.writes, room.writing) = (room.writes - 1, room.writing + 1);
+        Some(queued)
     }
 
     /// Whether a worker with this room could start a transfer.

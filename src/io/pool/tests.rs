@@ -69,17 +69,20 @@ fn while_awaited_reads_wait_a_worker_writes_one_awaited_block_at_a_time() {
 }
 
 #[test]
-fn a_write_that_is_due_to_be_checksummed_takes_the_room_that_other_writes_have_left() {
+fn a_write_that_is_due_to_be_checksummed_takes_the_room_of_other_writes() {
     let queue = Queued::new(1);
     queue.push(OpKind::Write, Awaited, 10, 0);
     queue.push(OpKind::Write, Awaited, 11, 0);
     queue.push(OpKind::Write, Awaited, 12, PAGE);
     queue.push(OpKind::Read, Awaited, 20, 0);
     queue.0.lock().passes = PASSES_MAX;
-    assert_eq!(queue.take(0, 9, 0), [10], "one awaited write beside awaited reads");
+    assert_eq!(queue.take(0, 9, 0), [12], "one awaited write beside awaited reads, the one that is due");
+    assert_eq!(queue.take(0, 9, 0), [10]);
+    queue.push(OpKind::Write, Awaited, 13, PAGE);
     queue.0.lock().passes = PASSES_MAX;
-    assert_eq!(queue.take(1, 1, 0), [20, 11], "there is room for one write");
-    assert_eq!(queue.take(0, 1, 0), [12]);
+    assert_eq!(queue.take(0, 8, 1), [0_u64; 0], "one is in flight");
+    assert_eq!(queue.take(1, 1, 0), [20, 13], "it is due still, and there is room for one write");
+    assert_eq!(queue.take(0, 1, 0), [11]);
 }
 
 #[test]
