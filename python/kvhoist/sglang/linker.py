@@ -307,10 +307,16 @@ class KvhoistLinker(UnifiedCacheLinker):
         if self._closed or not named:
             return False
         if not self._writes:
-            self._offloads.offload(lambda: True)
+            self._offloads.offload(self._remove_left)
             return True
         events = self.record_offload_ready()
         self._offloads.offload(lambda: self._store(named, events))
+        return True
+
+    def _remove_left(self) -> bool:
+        """The removals that have failed, on ranks that store nothing."""
+        for pages in self._pages.values():
+            self._failures.guarded("remove", None, pages.remove_left)
         return True
 
     def _store(self, transfers: list, events: list) -> bool:

@@ -102,7 +102,7 @@ class Pages:
 
     def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
         """Stores the pages of a chain out of rows of the pools: for each True, False, or why not. Waits."""
-        self.remove(())
+        self.remove_left()
         # `select` takes no descriptor from 1024 on, and a server with many connections has such.
         poll = select.poll()
         poll.register(self._queue.event_fd, select.POLLIN)
@@ -128,6 +128,10 @@ class Pages:
         Where a drive or a service does not answer, they are removed before the next store, and not offered until then.
         """
         self._left.extend(keys)
+        self.remove_left()
+
+    def remove_left(self) -> None:
+        """Removes pages whose removal has failed."""
         failed = None
         while self._left:
             try:
