@@ -44,7 +44,7 @@ impl OutputFile {
     pub fn replacing(flag: &'static str, place: PathBuf) -> Result<Self, Failure> {
         let shown = shown(&place);
         let refused = |what: String| Failure::usage(format!("{flag} {shown}: {what}; name a file that can be written"));
-        if place.is_dir() {
+        if place.symlink_metadata().is_ok_and(|found| found.is_dir()) {
             return Err(refused("found a directory".into()));
         }
         let parent = place.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -214,8 +214,11 @@ async fn blocks_whose_objects_are_there_and_are_not_offered_are_tried_once_befor
     store_all(64, 200).await;
     eventually("tried", async || unsent() > tried).await;
     settled().await;
-    let (stats, tried) = (cache.stats(), unsent() - tried);
-    assert_eq!(((store.writes() - writes) as u64, stats.remote_invalid, stats.remote_errors), (tried, tried, 0));
-    assert_eq!(stats.tier(Tier::Remote).resident, 0);
+    eventually("each of them once", async || {
+        let (stats, tried) = (cache.stats(), unsent() - tried);
+        ((store.writes() - writes) as u64, stats.remote_invalid, stats.remote_errors) == (tried, tried, 0)
+    })
+    .await;
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, 0);
     cache.close().await.expect("closed");
 }
