@@ -157,7 +157,8 @@ impl Model {
     }
 
     pub fn store_ends(&mut self, began: Began, end: StoreEnd) {
-        let keeps = self.keeps;
+        // A report since it began may have been of it: a caller hears of its end later than a sync that is under way.
+        let keeps = self.keeps && began.reports == self.reports;
         let state = &mut self.blocks[began.block];
         if end != StoreEnd::GoesOn {
             state.stores -= 1;
