@@ -68,9 +68,8 @@ pub(super) fn peek(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize,
 pub(super) fn receive_all(
     socket: BorrowedFd<'_>,
     buf: &mut [u8],
-    each: impl FnMut(OwnedFd),
+    mut each: impl FnMut(OwnedFd),
 ) -> io::Result<(usize, bool)> {
-    let mut each = each;
     let mut control = Control::new();
     let mut control = RecvAncillaryBuffer::new(&mut control.0[..control_bytes(ANY_DESCRIPTORS_MAX)]);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
