@@ -57,8 +57,6 @@ impl Cache {
 
 #[cfg(test)]
 mod tests {
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
     use super::*;
     use crate::{BlockKey, Config, block_on, fork::Home};
 
@@ -135,6 +133,8 @@ mod tests {
     #[cfg(feature = "sim")]
     #[test]
     fn what_is_parked_is_dropped_where_an_invariant_is_broken() {
+        use std::panic::{AssertUnwindSafe, catch_unwind};
+
         let cache = open(2);
         let mut parked = cache.parked();
         assert_eq!(parked.park(1), 1);

@@ -181,13 +181,8 @@ impl<T> Ring<T> {
 
     /// Collects completions.
     fn collect(&mut self) {
-        let mut completions = [const { None::<cqueue::Entry> }; 2 * ENTRIES as usize];
-        let mut count = 0;
-        for (place, completion) in completions.iter_mut().zip(self.ring.completion()) {
-            *place = Some(completion);
-            count += 1;
-        }
-        for completion in completions.into_iter().take(count).flatten() {
+        loop {
+            let Some(completion) = self.ring.completion().next() else { return };
             self.complete(&completion);
         }
     }
