@@ -4,9 +4,17 @@ use std::{
     ffi::OsString,
     fs,
     io::{self, Read, Write},
-    os::unix::{fs::MetadataExt, net::UnixStream},
+    os::{
+        fd::OwnedFd,
+        unix::{fs::MetadataExt, net::UnixStream},
+    },
     path::{Path, PathBuf},
     time::Duration,
+};
+
+use rustix::net::{
+    self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with,
+    sockopt::{Timeout, set_socket_timeout},
 };
 
 use super::{
@@ -91,11 +99,35 @@ fn lost(socket: &Path, patience: Duration) -> impl Fn(io::Error) -> Error {
     }
 }
 
+/// Connects, where a service that accepts nobody may be so for `patience`: its backlog may be full. A write may take as
+/// long.
+fn connect(socket: &Path, patience: Duration) -> Result<UnixStream> {
+    let connected = (|| -> io::Result<OwnedFd> {
+        let address = SocketAddrUnix::new(socket)?;
+        let ours = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        set_socket_timeout(&ours, Timeout::Send, Some(patience))?;
+        net::connect(&ours, &address)?;
+        Ok(ours)
+    })();
+    match connected {
+        Ok(ours) => Ok(ours.into()),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            let text = format!(
+                "{}: the service accepted no connection within {} s; look into its log",
+                socket.display(),
+                patience.as_secs_f64()
+            );
+            Err(Error::service(ServiceFault::Timeout, text))
+        }
+        Err(error) => Err(cannot_connect(socket, &error)),
+    }
+}
+
 /// Connects, as far as the service admits this process. Its answers may take [`PATIENCE`].
 pub(super) fn greet(socket: &Path) -> Result<UnixStream> {
     let lost = lost(socket, PATIENCE);
-    let mut stream = UnixStream::connect(socket).map_err(|error| cannot_connect(socket, &error))?;
-    stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE))).map_err(&lost)?;
+    let mut stream = connect(socket, PATIENCE)?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(&lost)?;
     // A service that refuses the connection may have hung up already; its answer can be read all the same.
     let sent = stream.write_all(&Hello::ours().encode());
     let mut welcome = [0; Welcome::BYTES];
@@ -200,6 +232,26 @@ mod tests {
         assert_eq!(of(&[("KVHOIST_SOCKET", ""), own], true), "/run/kvhoist/kvhoist.sock");
         assert_eq!(of(&[own], false), "/run/user/7/kvhoist.sock");
         assert_eq!(of(&[], false), "/run/kvhoist.sock");
+    }
+
+    #[test]
+    fn a_service_that_accepts_nobody_does_not_hold_up_who_connects() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("s");
+        let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("one");
+        net::bind(&listener, &SocketAddrUnix::new(&socket).expect("short")).expect("bound");
+        net::listen(&listener, 1).expect("listens");
+        // The kernel keeps those that come first for it, also where they have gone.
+        let mut refused = None;
+        for _ in 0..4 {
+            refused = connect(&socket, Duration::from_millis(20)).err();
+        }
+        match refused {
+            Some(Error::Service { fault: ServiceFault::Timeout, text }) => {
+                assert!(text.contains("accepted no connection"), "{text}");
+            }
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::{
     sync::Arc,
 };
 
-use kvhoist::{BlockKey, Cache, Segment, internals::service::Gpu};
+use kvhoist::{Cache, Segment, internals::service::Gpu};
 use tokio::{
     sync::{Notify, Semaphore},
     task::{JoinSet, yield_now},
@@ -216,8 +216,7 @@ impl ClientTransfers {
             Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(parent) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
-        let stored = matches!(way, Way::Store(_)).then_some(keys);
-        if let Some(failure) = self.settle(guarded, stored.unwrap_or_default()).await {
+        if let Some(failure) = self.settle(guarded).await {
             return refuse(failure);
         }
         match ended {
@@ -226,26 +225,16 @@ impl ClientTransfers {
         }
     }
 
-    /// Whether memory of a movement that has ended was taken away meanwhile: then it is given up, and what was `stored`
-    /// from it is forgotten.
-    async fn settle(&self, guarded: BTreeMap<u32, Rc<Lent>>, stored: &[BlockKey]) -> Option<Failure> {
+    /// Whether memory of a movement that has ended was taken away meanwhile: then it is given up. The cache has stored
+    /// nothing from it since then; what it has of the same keys is others'.
+    async fn settle(&self, guarded: BTreeMap<u32, Rc<Lent>>) -> Option<Failure> {
         let spoiled: Vec<_> = guarded.into_iter().filter(|(_, lent)| lent.is_spoiled()).collect();
         let (first, _) = spoiled.first()?;
-        self.forget(stored).await;
         // What is written there is the service's memory.
         for (region, lent) in &spoiled {
             self.regions.give_up(*region, lent).await;
         }
         Some(shrunk(*first))
-    }
-
-    /// Removes blocks whose bytes may be the guard's zeros.
-    async fn forget(&self, keys: &[BlockKey]) {
-        for key in keys {
-            if let Err(error) = self.cache.remove(key).await {
-                tracing::warn!(%error, "a block of memory that was taken away stays");
-            }
-        }
     }
 }
 

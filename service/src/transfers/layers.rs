@@ -47,7 +47,7 @@ impl ClientTransfers {
             tell(Reply::Layer { layer: layer as u32, leading: leading as u32, failed: error.is_some() });
         }
         let results = load.blocks().await;
-        match self.settle(guarded, &[]).await {
+        match self.settle(guarded).await {
             Some(failure) => Ok(vec![Err(failure); count]),
             None => Ok(results.into_iter().map(told).collect()),
         }

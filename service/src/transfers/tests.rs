@@ -151,7 +151,7 @@ async fn memory_that_was_taken_away_costs_no_other_that_has_its_number_since() {
             Rc::clone(&transfers).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
         assert!(stored.iter().all(Result::is_err) && !transfers.regions.has(1), "{stored:?}");
         transfers.regions.add(1, RegionKind::Host, &unsealed(len), 0, len).expect("its number is free");
-        let failure = transfers.settle(late, &[]).await.expect("its memory was taken away");
+        let failure = transfers.settle(late).await.expect("its memory was taken away");
         assert!(failure.text.contains("shrunk") && transfers.regions.has(1), "{}", failure.text);
         let stored =
             Rc::clone(&transfers).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");

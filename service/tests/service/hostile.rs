@@ -111,8 +111,9 @@ fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
         assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), fd.as_fd()), Reply::Registered { .. }));
         assert_eq!(raw.ask(3, &load(1, 0, BLOCK_BYTES as u32)), Reply::Results(vec![Ok(true)]));
         File::from(fd).set_len(if life % 2 == 0 { 0 } else { 4096 }).expect("it takes no seal");
-        let places = [[Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }]].into_iter().collect();
-        let mine = Blocks { keys: vec![key(1 << 40)], places };
+        let place = [Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }];
+        // The second block is others', who have stored it before.
+        let mine = Blocks { keys: vec![key(1 << 40), key(0)], places: [place; 2].into_iter().collect() };
         let refused = |reply: Reply| {
             let refused = match &reply {
                 Reply::Results(results) => results[0].is_err(),
@@ -123,7 +124,7 @@ fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
         refused(raw.ask(4, &Request::Store { parent: None, blocks: mine.clone() }));
         refused(raw.ask(5, &load(1, 0, BLOCK_BYTES as u32)));
         let there = raw.ask(6, &Request::Contains { keys: mine.keys });
-        assert_eq!(there, Reply::Flags(vec![false]), "nobody is served what was left of it");
+        assert_eq!(there, Reply::Flags(vec![false, true]), "nobody is served what was left of it, nor loses a block");
         shared.check();
     }
     shared.node.wait_for_held(&held);

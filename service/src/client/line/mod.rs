@@ -114,6 +114,14 @@ impl State {
         Some(pending)
     }
 
+    /// Has a call wait to be sent. Calls that were dropped meanwhile leave the line once they are most of it.
+    fn wait(&mut self, id: u64) {
+        if self.waiting.len() > 2 * self.pending.len() {
+            self.waiting.retain(|id| self.pending.contains_key(id));
+        }
+        self.waiting.push_back(id);
+    }
+
     /// Sends bytes; true if the socket does not take all of them now. The thread finds out that a socket is broken: it
     /// reads all that has come.
     fn flush(&mut self) -> bool {
@@ -206,7 +214,7 @@ impl Line {
             Phase::Parting(_) => pending.frame = None,
             Phase::Up(_) if state.closing.is_some() => pending.frame = None,
             _ if matches!(pending.what, What::Wait) => {}
-            Phase::Connecting | Phase::Up(_) | Phase::Closed => state.waiting.push_back(id),
+            Phase::Connecting | Phase::Up(_) | Phase::Closed => state.wait(id),
         }
         state.pending.insert(id, pending);
         if let Some(late) = deadline {

@@ -221,3 +221,16 @@ async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests
     read_available(&theirs, &mut came);
     assert!(came == Request::Unregister { region: 7 }.encode(3));
 }
+
+#[test]
+fn calls_that_are_dropped_unsent_leave_nothing() {
+    let line = Line::new("a test".into(), PATIENCE, None);
+    let stays = begin(&line, 0, &Request::Status);
+    for id in 1..1000 {
+        drop(begin(&line, id, &Request::Status));
+        line.forget(id);
+        assert!(line.lock().waiting.len() < 8, "after {id}");
+    }
+    assert!(line.lock().waiting.contains(&0));
+    drop(stays);
+}
