@@ -110,6 +110,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             state.decline_write(id, &key);
             return Vec::new();
         }
+        if let Some(write_budget) = &self.write_budget {
+            let mut write_budget = write_budget.borrow_mut();
+            let declines = write_budget.declines(self.opened.elapsed(), worth.again, worth.coin);
+            state.export(shared.metrics.write_share.set_later(write_budget.share()));
+            if declines {
+                state.count(by_budget, 1);
+                state.decline_write(id, &key);
+                return Vec::new();
+            }
+        }
         let mut chain = state.index.unwritten_chain(id, CHAIN_MAX, |above| known.contains(above));
         let mut wanted = Vec::new();
         chain.retain(|&above_id| {
@@ -124,9 +134,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         });
         let taken = match &self.write_budget {
             Some(write_budget) => {
-                let mut write_budget = write_budget.borrow_mut();
-                let taken = write_budget.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());
-                state.export(shared.metrics.write_share.set_later(write_budget.share()));
+                let (now, mut write_budget) = (self.opened.elapsed(), write_budget.borrow_mut());
+                let taken = write_budget.admit(now, worth.again, worth.coin, chain.len());
                 state.count(by_budget, u64::from(taken < chain.len()));
                 taken
             }

@@ -16,6 +16,9 @@ const SAVED: f64 = 0.1;
 /// Time for which demand counts, in seconds.
 const MEMORY: f64 = 600.0;
 
+/// What rounding may take of a level: the smallest budget has room for one block.
+const ROUNDED: f64 = 1e-6;
+
 /// How many blocks may be written. All counts are of blocks.
 pub(super) struct WriteBudget {
     a_second: f64,
@@ -43,22 +46,28 @@ impl WriteBudget {
     /// Takes up to `blocks` unwritten blocks of a chain, from its top, and returns how many. `now` is a time since any
     /// fixed one; `again`: the chain's last block was used before; `coin`: the chain's random draw.
     pub(super) fn admit(&mut self, now: Duration, again: bool, coin: f64, blocks: usize) -> usize {
-        self.pass(now);
-        let taken = again || coin < self.share;
-        // A chain that is not taken is offered block by block.
-        let offered = if taken { blocks as f64 } else { 1.0 };
-        if again {
-            self.again += offered;
-        } else {
-            self.first += offered;
-        }
-        if !taken {
+        if self.declines(now, again, coin) {
             return 0;
         }
-        // The smallest budget has room for one block, whatever rounding leaves of it.
-        let blocks = blocks.min((self.level + 1e-6) as usize);
+        self.offer(again, blocks);
+        let blocks = blocks.min((self.level + ROUNDED) as usize);
         self.level -= blocks as f64;
         blocks
+    }
+
+    /// Whether a chain is declined, however long it is. It is offered block by block then.
+    pub(super) fn declines(&mut self, now: Duration, again: bool, coin: f64) -> bool {
+        self.pass(now);
+        let is_taken = again || coin < self.share;
+        let declines = !is_taken || self.level + ROUNDED < 1.0;
+        if declines {
+            self.offer(again, 1);
+        }
+        declines
+    }
+
+    fn offer(&mut self, again: bool, blocks: usize) {
+        *if again { &mut self.again } else { &mut self.first } += blocks as f64;
     }
 
     /// The share of chains in their first use that is taken now.
@@ -130,6 +139,17 @@ mod tests {
         assert_eq!(write_budget.admit(Duration::from_hours(48), true, 0.0, 10_000), 360);
         assert_eq!(write_budget.admit(Duration::from_hours(48), true, 0.0, 1), 0);
         assert_eq!(write_budget.admit(Duration::from_hours(47), true, 0.0, 1), 0, "time never goes back");
+    }
+
+    /// Chains are looked at from their ends: one that is declined for want of room comes again without its last block.
+    #[test]
+    fn a_chain_that_finds_no_room_is_offered_block_by_block() {
+        let mut write_budget = WriteBudget::new(86_400 * 1000, 1000, true);
+        assert_eq!(write_budget.admit(Duration::ZERO, false, 0.0, 360), 360);
+        for blocks in (1..=200).rev() {
+            assert_eq!(write_budget.admit(Duration::ZERO, false, 0.0, blocks), 0);
+        }
+        assert_eq!(write_budget.admit(Duration::from_mins(10), false, 0.9, 1), 1, "less was offered than has come in");
     }
 
     /// A process that starts again every few minutes, as a service does that is killed and restarted.
