@@ -2,6 +2,7 @@
 
 use std::{
     collections::BinaryHeap,
+    iter,
     rc::Rc,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -30,6 +31,10 @@ const SEEN_PER_TURN: usize = 1024;
 
 /// Objects that are deleted after a listing at most: their names take some 13 MB.
 const DELETED_PER_LISTING: usize = 1 << 16;
+
+/// Bytes of the tables that one call reads, as of the blocks that one reads together: each call in flight has memory
+/// for all of its tables.
+const TABLES_TOGETHER_BYTES: u64 = 1 << 20;
 
 /// The oldest objects of a listing, so many at most, with the bytes of all.
 struct Oldest {
@@ -62,6 +67,22 @@ impl Oldest {
         });
         beyond.collect()
     }
+}
+
+/// Cuts objects into calls: each of `objects_max`, and of [`TABLES_TOGETHER_BYTES`] or of one object.
+fn calls<T>(objects: &[T], objects_max: usize, table_bytes: impl Fn(&T) -> u64) -> impl Iterator<Item = &[T]> {
+    let mut left = objects;
+    iter::from_fn(move || {
+        let mut bytes = 0;
+        let fits = |object: &&T| {
+            bytes += table_bytes(object);
+            bytes <= TABLES_TOGETHER_BYTES
+        };
+        let fitting = left.iter().take(objects_max).take_while(fits).count();
+        let (call, rest) = left.split_at(fitting.max(1).min(left.len()));
+        left = rest;
+        (!call.is_empty()).then_some(call)
+    })
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -106,7 +127,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 new.extend(objects.iter().filter(|object| !remote.see(object, listing)));
                 crate::io::yield_now().await;
             }
-            let calls = stream::iter(new.chunks(reads_per_call));
+            // One that has no table is not read.
+            let table_bytes = |object: &&Object| remote.space.table_bytes(object.bytes).unwrap_or(0);
+            let calls = stream::iter(calls(&new, reads_per_call, table_bytes));
             calls.for_each_concurrent(in_flight, |objects| self.enter_objects(remote, objects)).await;
             let mut objects = page.objects.into_iter().filter(|_| bytes_max.is_some()).peekable();
             while objects.peek().is_some() {
@@ -231,5 +254,17 @@ mod tests {
         assert_eq!(beyond(100, 151), ["b0", "a1", "b1", "a2"]);
         assert_eq!(beyond(3, 151), ["b0", "a1", "b1"], "the rest is for the next listing");
         assert_eq!(beyond(100, 0).len(), 19);
+    }
+
+    #[test]
+    fn a_call_reads_as_many_tables_as_the_store_takes_and_as_memory_allows_and_one_at_least() {
+        const MOST: u64 = TABLES_TOGETHER_BYTES;
+        let cut = |table_bytes: &[u64], objects_max| {
+            calls(table_bytes, objects_max, |bytes| *bytes).map(<[u64]>::to_vec).collect::<Vec<_>>()
+        };
+        assert_eq!(cut(&[], 3), [[0; 0]; 0]);
+        assert_eq!(cut(&[0, 1, 2, 3, 4, 5, 6], 3), [vec![0, 1, 2], vec![3, 4, 5], vec![6]]);
+        assert_eq!(cut(&[1, MOST - 1, 0, 1, MOST], 9), [vec![1, MOST - 1, 0], vec![1], vec![MOST]]);
+        assert_eq!(cut(&[MOST + 1, 2 * MOST, 1, 1], 9), [vec![MOST + 1], vec![2 * MOST], vec![1, 1]]);
     }
 }

@@ -41,6 +41,8 @@ pub(crate) struct Run {
     /// Its table is to be read again. A block of it was read with another checksum: it is damaged, or was deleted and
     /// created anew since. Or its table was not read yet, or is none.
     is_doubted: bool,
+    /// None of its blocks is offered until its table was read again: a read of them was not what it should be.
+    is_hidden: bool,
     /// Its table is none.
     is_passed_over: bool,
 }
@@ -48,7 +50,8 @@ pub(crate) struct Run {
 impl Run {
     pub(crate) fn new(name: &str, parent: Option<BlockKey>, blocks: Box<[Known]>, seen: u64) -> Self {
         let name = name.into();
-        Run { name, parent, blocks, seen, refuses_writes: None, is_doubted: false, is_passed_over: false }
+        let (is_doubted, is_hidden, is_passed_over) = (false, false, false);
+        Run { name, parent, blocks, seen, refuses_writes: None, is_doubted, is_hidden, is_passed_over }
     }
 }
 
@@ -148,11 +151,15 @@ impl Presence {
     }
 
     /// Enters an object, unless it is known or the map is full; true if it is known from now on. One that was doubted
-    /// stays as it is known if its table is the same, and is entered anew if not.
+    /// stays as it is known if its table is the same, and hidden no longer, and is entered anew if not.
     pub(crate) fn enter(&mut self, run: Run) -> bool {
         if let Some(id) = self.id_of(&run.name) {
             let known = &mut self.objects[id as usize];
-            if !mem::take(&mut known.is_doubted) || known.blocks == run.blocks {
+            if !mem::take(&mut known.is_doubted) {
+                return true;
+            }
+            known.is_hidden = false;
+            if known.blocks == run.blocks {
                 return true;
             }
             self.forget_object(&run.name);
@@ -192,11 +199,12 @@ impl Presence {
         self.object_bytes -= run_bytes(&forgotten);
     }
 
-    /// Forgets every block of an object, which is not what it should be, and stays so. The object stays known, so the
-    /// next listing does not bring them back.
+    /// Offers no block of an object, which is not what it should be, until a listing has had its table read again and
+    /// that is sound. What is forgotten meanwhile stays forgotten, so the blocks keep their places in the table by key.
     pub(crate) fn hide_object(&mut self, name: &str) {
         if let Some(id) = self.id_of(name) {
-            self.unlist(id);
+            let run = &mut self.objects[id as usize];
+            (run.is_doubted, run.is_hidden) = (true, true);
         }
     }
 
@@ -207,7 +215,8 @@ impl Presence {
         }
         let Some(object) = self.id_of(name) else { return false };
         let Presence { objects, by_key, hasher, .. } = self;
-        let known = objects[object as usize].blocks.get(at);
+        let run = &objects[object as usize];
+        let known = run.blocks.get(at).filter(|_| !run.is_hidden);
         if known.is_none_or(|known| known.key != *key || known.checksum != checksum) {
             return false;
         }
@@ -237,7 +246,7 @@ impl Presence {
         }
     }
 
-    /// The keys of the blocks in one of [`SHARDS`] that are offered.
+    /// The keys of the blocks in one of [`SHARDS`] that are offered, or hidden with their object.
     pub(crate) fn keys_of(&self, shard: usize) -> impl Iterator<Item = BlockKey> {
         self.by_key[shard].iter().map(|place| key_of(&self.objects, *place))
     }
@@ -325,10 +334,14 @@ impl Presence {
         (reads, unknown)
     }
 
-    /// Where a block is: in any of the objects that have it.
+    /// Where a block is: in any of the objects that have it and are not hidden.
     fn find(&self, key: &BlockKey) -> Option<Place> {
         let hash = self.hasher.hash(key);
-        self.by_key[shard(hash)].find(hash, |place| key_of(&self.objects, *place) == *key).copied()
+        let is_offered = |place: &Place| {
+            let run = &self.objects[place.object as usize];
+            run.blocks[place.at as usize].key == *key && !run.is_hidden
+        };
+        self.by_key[shard(hash)].find(hash, is_offered).copied()
     }
 
     fn hash_name(&self, name: &str) -> u64 {

@@ -3,8 +3,9 @@
 
 use std::{
     fmt, io,
+    ops::{Deref, DerefMut},
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -23,6 +24,10 @@ use crate::failure::{LOGIN, of_network};
 /// Bytes of a connection's buffer, into which all is received: as many as stay in a processor's cache until they are
 /// checksummed and copied to where they belong.
 const BUFFER_BYTES: usize = 128 << 10;
+
+/// How long a connection without requests is kept; S3 has the same limit. A firewall may drop a connection that is idle
+/// and tell neither end: the next call over it would wait for its whole time limit.
+pub const IDLE: Duration = Duration::from_secs(30);
 
 /// A server, and who logs in.
 pub struct Server {
@@ -110,8 +115,20 @@ impl Connection {
 /// The connections of a store.
 pub struct Pool {
     server: Server,
-    idle: Mutex<Vec<Connection>>,
+    /// Each with the time since which it is idle; the one that was used last is the last.
+    idle: Mutex<Vec<(Instant, Connection)>>,
     idle_max: usize,
+    /// How long one may be idle.
+    idle_limit: Duration,
+}
+
+/// The connection of one call. If the call is dropped before its [`end`](Self::end), at its time limit or because
+/// nobody waits for it, this connection is closed, and so are all that are idle: what made this one silent may have
+/// ended them too.
+pub struct Call<'a> {
+    pool: &'a Pool,
+    /// Until the end of the call.
+    connection: Option<Connection>,
 }
 
 impl fmt::Debug for Pool {
@@ -122,33 +139,151 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    pub fn new(server: Server, idle_max: usize) -> Self {
-        Pool { server, idle: Mutex::default(), idle_max }
+    pub fn new(server: Server, idle_max: usize, idle_limit: Duration) -> Self {
+        Pool { server, idle: Mutex::default(), idle_max, idle_limit }
     }
 
-    /// A connection for one call: the one that was used last, or a new one.
-    pub async fn take(&self) -> Result<Connection, RemoteError> {
-        let idle = self.idle().pop();
-        match idle {
-            Some(connection) => Ok(connection),
-            None => self.server.connect().await,
-        }
+    /// A connection for one call: the one that was used last, unless it is idle for too long, or a new one.
+    pub async fn take(&self) -> Result<Call<'_>, RemoteError> {
+        let idle = self.pop_idle();
+        let connection = match idle {
+            Some(connection) => connection,
+            None => self.server.connect().await?,
+        };
+        Ok(Call { pool: self, connection: Some(connection) })
     }
 
+    /// The connection that was used last. Those that are idle for too long are closed.
+    fn pop_idle(&self) -> Option<Connection> {
+        let mut idle = self.idle();
+        idle.retain(|(since, _)| since.elapsed() < self.idle_limit);
+        idle.pop().map(|(_, connection)| connection)
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<(Instant, Connection)>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Call<'_> {
     /// Ends a call. After an error its connection is closed, since replies may be left there; where that failed or
     /// said nothing that is known, all that are idle are closed too: a server that went away has ended them.
-    pub fn end<T>(&self, connection: Connection, result: Result<T, RemoteError>) -> Result<T, RemoteError> {
-        let mut idle = self.idle();
+    pub fn end<T>(mut self, result: Result<T, RemoteError>) -> Result<T, RemoteError> {
+        let connection = self.connection.take();
+        let mut idle = self.pool.idle();
         match &result {
-            Ok(_) if idle.len() < self.idle_max => idle.push(connection),
+            Ok(_) if idle.len() < self.pool.idle_max => idle.extend(connection.map(|it| (Instant::now(), it))),
             Err(RemoteError::Unavailable(_)) => idle.clear(),
             _ => {}
         }
         drop(idle);
         result
     }
+}
 
-    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        if self.connection.is_some() {
+            self.pool.idle().clear();
+        }
+    }
+}
+
+impl Deref for Call<'_> {
+    type Target = Connection;
+
+    fn deref(&self) -> &Connection {
+        self.connection.as_ref().expect("it is there until the end, which takes the call")
+    }
+}
+
+impl DerefMut for Call<'_> {
+    fn deref_mut(&mut self) -> &mut Connection {
+        self.connection.as_mut().expect("it is there until the end, which takes the call")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead, BufReader as Lines, Write},
+        net::TcpListener,
+        thread,
+    };
+
+    use super::*;
+    use crate::{options::Options, runtime::Runtime};
+
+    /// More than an answer takes on a busy machine.
+    const PATIENT: Duration = Duration::from_secs(60);
+
+    /// A pool of a server that answers WHO with how many connections came before this one, and nothing else at all.
+    fn pool(idle_limit: Duration) -> (Arc<Pool>, Runtime) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("a port").port();
+        thread::spawn(move || {
+            for (number, stream) in listener.incoming().map_while(Result::ok).enumerate() {
+                thread::spawn(move || {
+                    let asks = Lines::new(&stream).lines().map_while(Result::ok).filter(|line| line == "WHO");
+                    asks.for_each(|_| drop((&stream).write_all(format!(":{number}\r\n").as_bytes())));
+                });
+            }
+        });
+        let server = Server {
+            host: "127.0.0.1".into(),
+            port,
+            database: 0,
+            user: None,
+            password: None,
+            tls: None,
+            connect_timeout: PATIENT,
+        };
+        let runtime = Runtime::start(&Options::default()).expect("threads");
+        (Arc::new(Pool::new(server, 8, idle_limit)), runtime)
+    }
+
+    /// The connections that so many calls at a time have.
+    fn who((pool, runtime): &(Arc<Pool>, Runtime), calls: usize) -> Vec<Reply> {
+        let pool = Arc::clone(pool);
+        let all = async move {
+            let (mut taken, mut replies) = (Vec::new(), Vec::new());
+            for _ in 0..calls {
+                taken.push(pool.take().await?);
+            }
+            for mut call in taken {
+                let reply = call.run(&[b"WHO"]).await;
+                replies.push(call.end(reply)?);
+            }
+            Ok(replies)
+        };
+        pollster::block_on(runtime.call(PATIENT, all)).expect("answered")
+    }
+
+    fn numbers(numbers: &[i64]) -> Vec<Reply> {
+        numbers.iter().map(|number| Reply::Integer(*number)).collect()
+    }
+
+    #[test]
+    fn after_a_call_without_an_answer_in_time_no_idle_connection_is_used() {
+        let pool = pool(IDLE);
+        assert_eq!(who(&pool, 3), numbers(&[0, 1, 2]));
+        assert_eq!(who(&pool, 1), numbers(&[2]), "the one that was used last");
+        let silent = Arc::clone(&pool.0);
+        let silent = async move {
+            let mut call = silent.take().await?;
+            let reply = call.run(&[b"SILENCE"]).await;
+            call.end(reply)
+        };
+        let error = pollster::block_on(pool.1.call(Duration::from_millis(50), silent)).expect_err("silence");
+        assert!(matches!(error, RemoteError::Unavailable(_)), "{error}");
+        assert_eq!(who(&pool, 2), numbers(&[3, 4]), "new ones");
+    }
+
+    #[test]
+    fn a_connection_that_is_idle_for_too_long_is_not_used() {
+        let kept = pool(PATIENT);
+        assert_eq!([who(&kept, 2), who(&kept, 2)], [numbers(&[0, 1]), numbers(&[1, 0])]);
+        let closed = pool(Duration::ZERO);
+        assert_eq!([who(&closed, 2), who(&closed, 2)], [numbers(&[0, 1]), numbers(&[2, 3])]);
     }
 }

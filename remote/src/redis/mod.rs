@@ -15,7 +15,7 @@ use crate::{
     runtime::Runtime,
     tls,
 };
-use connection::{Pool, Server};
+use connection::{IDLE, Pool, Server};
 use resp::{Reply, command, command_with_value};
 
 /// Names that one request of a listing looks at.
@@ -61,7 +61,7 @@ impl Redis {
             requests_in_flight: options.requests_in_flight,
             reads_per_call: READS_PER_CALL,
         };
-        let pool = Pool::new(server, options.requests_in_flight as usize);
+        let pool = Pool::new(server, options.requests_in_flight as usize, IDLE);
         let database = Arc::new(Database { pool, ttl_s: options.ttl_s });
         Ok(Redis { database, runtime, capabilities, timeout: options.timeout })
     }
@@ -102,7 +102,7 @@ impl Database {
     async fn run(&self, words: &[&[u8]]) -> Result<Reply, RemoteError> {
         let mut connection = self.pool.take().await?;
         let reply = connection.run(words).await;
-        self.pool.end(connection, reply)
+        connection.end(reply)
     }
 
     /// Fills the buffers with parts of values, which are asked for at once.
@@ -126,7 +126,7 @@ impl Database {
             Ok(())
         };
         let all = all.await;
-        self.pool.end(connection, all)?;
+        connection.end(all)?;
         // A range of no value is an empty string, and so is one behind the end of a value.
         let empty = filled.iter().filter(|(.., buffer, wanted)| *wanted > 0 && buffer.remaining() == *wanted);
         let empty: Vec<String> = empty.map(|(name, ..)| name.clone()).collect();
@@ -158,7 +158,7 @@ impl Database {
             connection.reply().await
         };
         let reply = reply.await;
-        match self.pool.end(connection, reply)? {
+        match connection.end(reply)? {
             Reply::Nil => Ok(Created::Already),
             Reply::Text(_) => Ok(Created::Now),
             other => Err(unexpected(&other, "OK or nil")),
@@ -182,7 +182,7 @@ impl Database {
                 Ok(())
             };
             let all = all.await;
-            self.pool.end(connection, all)?;
+            connection.end(all)?;
         }
         Ok(lengths)
     }

@@ -129,6 +129,35 @@ fn a_doubted_object_is_entered_anew_if_its_table_is_another_and_its_block_stays_
 }
 
 #[test]
+fn a_hidden_object_is_offered_again_once_a_listing_finds_its_table_sound_but_for_what_is_forgotten() {
+    let mut presence = presence();
+    let offered = |presence: &Presence| [0, 1, 2, 3].map(|n| presence.contains(&key(n)));
+    assert!(presence.enter(run("a", 0..4)) && presence.enter(run("b", 3..5)));
+    presence.forget(&key(0));
+    presence.hide_object("a");
+    assert_eq!(offered(&presence), [false, false, false, true], "another object has the last");
+    presence.forget(&key(1));
+    assert!(!presence.offer("a", 1, &key(1), 1) && !presence.offer("a", 2, &key(2), 2));
+    let (reads, unknown) = presence.plan(&[key(2), key(3)], ReadLimits { range_blocks: 9, ranges: 9, blocks: 9 });
+    assert_eq!((reads.len(), &*reads[0][0].object, unknown), (1, "b", vec![key(2)]));
+    for listing in 2..4 {
+        assert!(!presence.see("a", Some(4), listing) && !presence.contains(&key(2)), "its table is to be read");
+        assert!(presence.enter(run("a", 0..4)) && presence.see("a", Some(4), listing), "it was read");
+        assert_eq!(offered(&presence), [false, false, true, true]);
+        presence.hide_object("a");
+    }
+    // Its table is none, another one, or the same after all was removed.
+    assert!(presence.pass_over("a", 4) && presence.enter(run("a", 0..4)));
+    presence.hide_object("a");
+    assert!(presence.enter(run("a", 1..5)) && presence.see("a", Some(4), 5));
+    assert_eq!(offered(&presence), [false, true, true, true]);
+    presence.hide_object("a");
+    presence.forget_all();
+    assert!(presence.enter(run("a", 1..5)) && presence.see("a", Some(4), 6));
+    assert_eq!((offered(&presence), presence.len()), ([false; 4], 0));
+}
+
+#[test]
 fn a_block_takes_few_bytes_and_the_map_no_more_than_it_may() {
     for (blocks, objects, most) in [(64, 400u64, 75), (1, 4000, 400)] {
         let mut presence = presence();
