@@ -100,9 +100,6 @@ fn below(paths: &[PathBuf], folders_max: usize) -> Below {
                 let place = folder.strip_prefix(root).unwrap_or(Path::new("")).to_owned();
                 found.stores.entry(place).or_default().push(folder.clone());
             }
-            if depth == DEPTH {
-                continue;
-            }
             let entries = match fs::read_dir(&folder) {
                 Ok(entries) => entries,
                 Err(error) => {
@@ -112,6 +109,10 @@ fn below(paths: &[PathBuf], folders_max: usize) -> Below {
                 }
             };
             for entry in entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
+                if depth == DEPTH {
+                    found.unread.push((entry.path(), format!("deeper than the {DEPTH} folders that are looked into")));
+                    break;
+                }
                 if looked_at + folders.len() == folders_max {
                     let why = format!("below {} are more than the {folders_max} that are looked into", shown(root));
                     found.unread.push((entry.path(), why));

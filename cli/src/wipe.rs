@@ -40,9 +40,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         ));
     }
     refuse_what_is_above(&args.paths)?;
-    // A space's folder, or its store there.
-    let is_space =
-        |path: &PathBuf| path.join(SPACE).is_file() || path.is_file() && path.with_file_name(SPACE).is_file();
+    // A space's folder, or its store there. Only the one below the service's first path has the file.
+    let is_space = |path: &PathBuf| {
+        let folder = if path.is_file() { path.parent() } else { Some(&**path) };
+        folder.is_some_and(|folder| folder.join(SPACE).is_file() || has_name_of_space(folder))
+    };
     if let Some(path) = args.paths.iter().find(|path| is_space(path)) {
         return Err(Failure::usage(format!(
             "{}: found a space of a service, expected a store of an engine or a program; remove it by `kvhoist space \
@@ -68,6 +70,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         true => emit(&format!("removed {told}\n")),
         false => Err(Failure::run("nothing was removed")),
     }
+}
+
+/// True for a folder that is named as a service names those of its spaces: by 12 bytes of a hash.
+fn has_name_of_space(folder: &Path) -> bool {
+    let number = folder.file_name().and_then(|name| name.to_str()?.strip_prefix("space-"));
+    number.is_some_and(|number| number.len() == 24 && number.bytes().all(|digit| digit.is_ascii_hexdigit()))
 }
 
 fn describe(shape: Option<&Shape>, paths: &[PathBuf], gone: &[&Path]) -> String {

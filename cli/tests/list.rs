@@ -61,6 +61,12 @@ fn stores_are_listed_by_model_and_rank_with_their_folders() {
     let list: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&list[0]["full"], &list[0]["slots"], &list[0]["in_use"]), (&5.into(), &20.into(), &false.into()));
     assert!(list[0]["bytes"].as_u64().is_some_and(|bytes| bytes > 20 * BLOCK_BYTES as u64), "{list}");
+    // From farther above than folders are looked into.
+    let deep = roots[0].join("1/2/3/4/5");
+    fs::create_dir_all(&deep).expect("made");
+    let cut = kvhoist(&["ls", shown(&roots[0])]);
+    assert!(text(&cut.stderr).contains("deeper than the 4 folders"), "{}", text(&cut.stderr));
+    fs::remove_dir_all(roots[0].join("1")).expect("removed");
     // A drive that is not named, or is gone.
     let half = kvhoist(&["ls", shown(&roots[0])]);
     assert!(text(&half.stdout).contains("a store of 2 members"), "{}", text(&half.stdout));
@@ -140,24 +146,30 @@ fn a_space_of_a_service_is_listed_and_not_wiped_behind_its_back() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let place = tempfile::tempdir().expect("a directory");
     let mut config = ServerConfig::new(place.path().join("s"));
-    config.paths = vec![dir.path().to_owned()];
+    let roots = ["nvme0", "nvme1"].map(|name| dir.path().join(name));
+    roots.iter().for_each(|root| fs::create_dir(root).expect("made"));
+    config.paths = roots.to_vec();
     (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
     config.cache = Config::default().direct_io(DirectIo::Prefer);
     let server = Server::start(config).expect("a service");
     let client =
         block_on(Client::connect(server.socket(), ClientOptions::new("qwen", BLOCK_BYTES))).expect("connected");
-    let listed = kvhoist(&["ls", shown(dir.path())]);
+    let listed = kvhoist(&["ls", shown(&roots[0]), shown(&roots[1])]);
     let listed = text(&listed.stdout);
     assert!(listed.contains("yes     qwen") && listed.contains("(a service's space)"), "{listed}");
     block_on(client.close()).expect("closed");
     server.drain();
     server.wait().expect("ended");
-    let list: Value = serde_json::from_slice(&kvhoist(&["ls", "--json", shown(dir.path())]).stdout).expect("JSON");
-    let folder = list[0]["paths"][0].as_str().expect("a folder");
-    let file = Path::new(folder).join("kvhoist.store");
-    for path in [folder, shown(&file)] {
-        let refused = kvhoist(&["wipe", "--yes", path]);
-        assert!(text(&refused.stderr).contains("`kvhoist space rm`"), "{}", text(&refused.stderr));
-        assert!(file.exists());
+    let list = kvhoist(&["ls", "--json", shown(&roots[0]), shown(&roots[1])]);
+    let list: Value = serde_json::from_slice(&list.stdout).expect("JSON");
+    for folder in list[0]["paths"].as_array().filter(|paths| paths.len() == 2).expect("two folders") {
+        let folder = folder.as_str().expect("a folder");
+        let file = Path::new(folder).join("kvhoist.store");
+        // Also beside a folder that is not there, as of a mistyped one.
+        for paths in [&[folder][..], &[shown(&file)], &[shown(&roots[0].join("mistyped")), folder]] {
+            let refused = kvhoist(&[&["wipe", "--yes"][..], paths].concat());
+            assert!(text(&refused.stderr).contains("`kvhoist space rm`"), "{}", text(&refused.stderr));
+            assert!(file.exists());
+        }
     }
 }

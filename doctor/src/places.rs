@@ -16,7 +16,7 @@ use kvhoist::internals::{
     machine::{Kernel, drive_folder, shown},
 };
 
-use crate::plan::{Finding, Plan};
+use crate::plan::{Finding, Plan, PlannedPath};
 
 /// Share of a file system that the adapters leave free.
 const FREE_SHARE_MIN: f64 = 0.01;
@@ -28,7 +28,8 @@ const FOLDERS_MAX: usize = 4096;
 pub(crate) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut systems: BTreeMap<u64, Shared<'_>> = BTreeMap::new();
-    for path in &plan.paths {
+    for planned in &plan.paths {
+        let path = planned.at.as_path();
         let metadata = match fs::metadata(path) {
             Ok(metadata) => metadata,
             Err(error) => {
@@ -47,15 +48,15 @@ pub(crate) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
             findings.push(Finding::trouble("path", format!("{}: no directory", path.display()), fix));
             continue;
         }
-        findings.push(lies_on(path, kernel, plan));
+        findings.push(lies_on(planned, kernel, plan));
         findings.extend(unmounted(path, kernel));
         findings.extend(drive(&metadata, kernel));
         if metadata.file_type().is_block_device() {
             continue;
         }
-        systems.entry(metadata.dev()).or_default().paths.push(path);
+        systems.entry(metadata.dev()).or_default().paths.push(planned);
     }
-    if plan.disk_bytes > 0 {
+    if plan.paths.iter().any(|path| path.bytes > 0) {
         findings.extend(systems.values().filter_map(|system| system.space(plan)));
     }
     findings
@@ -64,16 +65,18 @@ pub(crate) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
 /// Paths on one file system, which share its space.
 #[derive(Default)]
 struct Shared<'a> {
-    paths: Vec<&'a Path>,
+    paths: Vec<&'a PlannedPath>,
 }
 
 impl Shared<'_> {
     fn space(&self, plan: &Plan) -> Option<Finding> {
-        let (free, size) = free_bytes(self.paths[0])?;
-        let names: Vec<String> = self.paths.iter().map(|path| path.display().to_string()).collect();
-        let (ranks, here, all) = (u64::from(plan.ranks), self.paths.len() as u64, plan.paths.len() as u64);
-        let wanted = (plan.disk_bytes / all).saturating_mul(here).saturating_mul(ranks);
-        let stores: u64 = self.paths.iter().map(|path| store_bytes(path)).sum();
+        let (free, size) = free_bytes(&self.paths[0].at)?;
+        let names: Vec<String> = self.paths.iter().map(|path| path.path.display().to_string()).collect();
+        let (ranks, here, all) = (u64::from(plan.ranks), self.paths.len(), plan.paths.len());
+        let of_rank = self.paths.iter().fold(0, |sum: u64, path| sum.saturating_add(path.bytes));
+        let wanted = of_rank.saturating_mul(ranks);
+        // Those of others, beside a path that will be made, are theirs.
+        let stores: u64 = self.paths.iter().map(|path| store_bytes(&path.path)).sum();
         let usable = free.saturating_sub((size as f64 * FREE_SHARE_MIN) as u64).saturating_add(stores);
         let mut found = format!("{}: {} for stores", names.join(" and "), shown(usable));
         if stores > 0 {
@@ -83,8 +86,10 @@ impl Shared<'_> {
         if wanted <= usable {
             return Some(Finding::note("space", found));
         }
-        let fits = usable / ranks.max(1) / here * all;
-        let fix = format!("lower capacity to {} a rank, or free space: du -xh --max-depth=2 {}", shown(fits), names[0]);
+        let all_of_rank = plan.paths.iter().fold(0, |sum: u64, path| sum.saturating_add(path.bytes));
+        let fits = (all_of_rank as f64 * (usable as f64 / wanted as f64)) as u64;
+        let folder = self.paths[0].at.display();
+        let fix = format!("lower capacity to {} a rank, or free space: du -xh --max-depth=2 {folder}", shown(fits));
         Some(Finding::trouble("space", found, fix))
     }
 }
@@ -165,9 +170,16 @@ fn unescaped(field: &str) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
+/// True for file systems of a network. Those in user space have names of their own behind a point; `fuseblk` is a local
+/// drive's.
+fn is_of_network(kind: &str) -> bool {
+    matches!(kind, "nfs" | "nfs4" | "cifs" | "smb3" | "ceph" | "lustre" | "9p" | "fuse") || kind.starts_with("fuse.")
+}
+
 /// The file system of a path.
-fn lies_on(path: &Path, kernel: &Kernel<'_>, plan: &Plan) -> Finding {
+fn lies_on(planned: &PlannedPath, kernel: &Kernel<'_>, plan: &Plan) -> Finding {
     const WHAT: &str = "path";
+    let path = planned.at.as_path();
     let Some(Mount { point, kind, source, read_only }) = mount_of(path, kernel) else {
         return Finding::note(WHAT, path.display().to_string());
     };
@@ -189,13 +201,13 @@ fn lies_on(path: &Path, kernel: &Kernel<'_>, plan: &Plan) -> Finding {
             format!("{found}: the container's own layer"),
             "mount a directory of a drive into the container: docker -v /mnt/nvme/kv:/kv, hostPath in Kubernetes",
         ),
-        "nfs" | "nfs4" | "cifs" | "fuse" => Finding::trouble(
+        kind if is_of_network(kind) => Finding::trouble(
             WHAT,
             format!("{found}: a store on a network is slower than what it saves, and its locks are not dependable"),
             "name a directory on a local drive: lsblk -o NAME,MOUNTPOINTS,MODEL",
         ),
         _ if point == Path::new("/") => {
-            let bytes = plan.disk_bytes.saturating_mul(plan.ranks.into()) / plan.paths.len().max(1) as u64;
+            let bytes = planned.bytes.saturating_mul(plan.ranks.into());
             let takes = if bytes > 0 { format!(", and will take {} of it", shown(bytes)) } else { String::new() };
             Finding::note(WHAT, format!("{found}, the root file system{takes}"))
                 .fix("if a drive belongs there it is not mounted: lsblk -o NAME,MOUNTPOINTS,MODEL")

@@ -24,7 +24,11 @@ fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn plan(ranks: u32, host_bytes: u64) -> Plan {
-    Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes, write_bytes_a_day: 0, takes_files: false }
+    Plan { ranks, paths: Vec::new(), host_bytes, write_bytes_a_day: 0, takes_files: false }
+}
+
+fn planned(paths: &[PathBuf], bytes: u64) -> Vec<PlannedPath> {
+    paths.iter().map(|path| PlannedPath { path: path.clone(), at: path.clone(), bytes }).collect()
 }
 
 /// The troubles of a plan on such a machine, with their fixes.
@@ -101,7 +105,7 @@ fn space_is_summed_over_the_paths_and_ranks_of_a_file_system() {
     let (free, size) = places::free_bytes(dir.path()).expect("a file system");
     let usable = free - size / 100;
     let space = |ranks, disk_bytes| {
-        let plan = Plan { paths: paths.clone(), disk_bytes, ..plan(ranks, 0) };
+        let plan = Plan { paths: planned(&paths, disk_bytes / 2), ..plan(ranks, 0) };
         let all = examine_at(&plan, root.path());
         all.into_iter().find(|finding| finding.what == "space").expect("one for the file system")
     };
@@ -114,10 +118,20 @@ fn space_is_summed_over_the_paths_and_ranks_of_a_file_system() {
     std::io::Write::write_all(&mut store, &vec![1; 3 << 20]).expect("written");
     store.sync_all().expect("allocated");
     assert!(space(1, 1 << 20).found.contains("(3.0 MiB of them in stores that are there)"), "{:?}", space(1, 1 << 20));
-    let file =
-        Plan { paths: vec![paths[1].join("kvhoist.store")], takes_files: true, disk_bytes: 1 << 20, ..plan(1, 0) };
+    let file = Plan { paths: planned(&[paths[1].join("kvhoist.store")], 1 << 20), takes_files: true, ..plan(1, 0) };
     let all = examine_at(&file, root.path());
     assert!(all.iter().any(|finding| finding.found.contains("(3.0 MiB of them")), "a path that is a file: {all:?}");
+    // Of others, beside a path that will be made.
+    let made = PlannedPath { path: dir.path().join("new"), at: dir.path().into(), bytes: 1 << 20 };
+    let all = examine_at(&Plan { paths: vec![made], ..plan(1, 0) }, root.path());
+    let space = all.iter().find(|finding| finding.what == "space").expect("one for the file system");
+    assert!(!space.found.contains("in stores that are there"), "{space:?}");
+    // Each path has a size of its own.
+    let mut uneven = planned(&paths, usable / 4);
+    uneven[0].bytes = usable * 2;
+    let all = examine_at(&Plan { paths: uneven, ..plan(1, 0) }, root.path());
+    let space = all.iter().find(|finding| finding.what == "space").expect("one for the file system");
+    assert!(space.is_trouble, "{space:?}");
 }
 
 #[test]
@@ -133,7 +147,7 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
     let fstab =
         format!("# a comment\n/dev/nvme9n1 {} ext4 defaults 0 2\n/dev/sda1 / ext4 defaults 0 1", point.display());
     let of = |path: &Path, files: &[(&str, &str)]| {
-        troubles(&Plan { paths: vec![path.into()], disk_bytes: 1 << 60, ..plan(1, 0) }, files)
+        troubles(&Plan { paths: planned(&[path.into()], 1 << 60), ..plan(1, 0) }, files)
     };
     let found = of(&missing, &[("etc/fstab", &fstab), ("proc/self/mountinfo", &mounts("ext4", "rw"))]);
     assert_eq!(found.iter().map(|it| it.0).collect::<Vec<_>>(), ["mount", "path"], "and no space: {found:?}");
@@ -155,6 +169,7 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
         ("tmpfs", "rw", "take memory"),
         ("overlay", "rw", "docker -v"),
         ("nfs4", "rw", "local drive"),
+        ("fuse.sshfs", "rw", "local drive"),
         ("ext4", "ro", "remount,rw"),
     ] {
         let found = of(&there, &[("proc/self/mountinfo", &mounts(kind, options))]);
@@ -166,8 +181,14 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
 fn the_years_of_a_drive_count_what_all_ranks_may_write_to_it() {
     let wear = DriveWear::new("nvme0n1", 20, 1 << 40, 8766);
     let of = |ranks, write_bytes_a_day| {
-        let paths = vec![PathBuf::from("/a"), PathBuf::from("/b")];
-        worn(&wear, &Plan { paths, write_bytes_a_day, ..plan(ranks, 0) })
+        let mut plan =
+            Plan { paths: planned(&["/a", "/b"].map(PathBuf::from), 0), write_bytes_a_day, ..plan(ranks, 0) };
+        let share = plan.share(|path| path == Path::new("/a"));
+        assert_eq!((share, plan.share(|_| true)), (0.5, 1.0), "of two paths of unknown sizes, and of both");
+        plan.paths[1].bytes = 3;
+        plan.paths[0].bytes = 1;
+        assert_eq!(plan.share(|path| path == Path::new("/a")), 0.25);
+        worn(&wear, &plan, share)
     };
     // 4 TiB are left. 8 ranks write 4 GiB of it a day: half of all, because the other half goes to the other drive.
     assert!(of(8, 1 << 30).ends_with("2.8 years at the configured 4.0 GiB a day"), "{}", of(8, 1 << 30));

@@ -47,9 +47,14 @@ pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
             .decides(Want::Ring, false)
             .fix("allow io_uring_setup in the container's seccomp profile, and set kernel.io_uring_disabled = 0"),
     });
-    if let Ok(cache) = ring {
-        findings.push(locked_memory(cache.stats().registered));
-        block_on(cache.close())?;
+    match ring {
+        Ok(cache) => {
+            findings.push(locked_memory(cache.stats().registered));
+            block_on(cache.close())?;
+        }
+        Err(_) => {
+            findings.push(Finding::note("registered", "nothing: there is no ring").decides(Want::LockedMemory, false))
+        }
     }
     let direct = block_on(Cache::open(config(StorageKind::Auto, DirectIo::Require)));
     findings.push(match &direct {

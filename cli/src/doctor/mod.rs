@@ -15,10 +15,7 @@ mod remote;
 mod report;
 mod system;
 
-use std::{
-    path::PathBuf,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvhoist_doctor::Plan;
 
@@ -35,7 +32,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 pub fn run_for_engine(args: &Args, of_engine: Vec<Finding>) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let Planned { plan, has_device, wanted, remote } = plan::plan(args)?;
-    let is_asked_for = !args.path.is_empty() || args.config.is_some() || !of_engine.is_empty();
+    let is_asked_for = !args.path.is_empty() || args.config.is_some() || !args.want.is_empty() || !of_engine.is_empty();
     let mut report = Report::new(wanted, has_device, is_asked_for);
     if !of_engine.is_empty() {
         report.add("engine", of_engine);
@@ -62,7 +59,7 @@ fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, report: &mut Report)
     let is_over = || interrupted.load(Ordering::Relaxed);
     let mut disk = Vec::new();
     // A path that is no folder is reported already; the file system above it is another one.
-    for path in plan.paths.iter().filter(|path| path.is_dir()) {
+    for path in plan.paths.iter().map(|path| &path.at).filter(|path| path.is_dir()) {
         if is_over() {
             break;
         }
@@ -73,13 +70,14 @@ fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, report: &mut Report)
     if is_over() {
         return Ok(());
     }
-    let path = plan.paths.iter().find(|path| path.is_dir()).map(PathBuf::as_path);
+    let path = plan.paths.iter().map(|path| path.at.as_path()).find(|path| path.is_dir());
     let mut gpu = gpu::findings(args.device);
     let has_device = gpu.iter().any(|finding| finding.decides == Some((Want::Cuda, true)));
     gpu.extend(cufile::findings(args.device, path, has_device)?);
     let rdma = rdma::findings(args.device, has_device);
     // Without a look at a disk there is nothing to say about a way to it.
-    let routes = if routes_of_disk.is_empty() { Vec::new() } else { routes(&routes_of_disk, &gpu, &rdma) };
+    let is_known = routes_of_disk.iter().any(|finding| matches!(finding.decides, Some((Want::Ring, _))));
+    let routes = if is_known { routes(&routes_of_disk, &gpu, &rdma) } else { Vec::new() };
     for (name, findings) in [("device", gpu), ("rdma", rdma), ("routes", routes)] {
         report.add(name, findings);
     }

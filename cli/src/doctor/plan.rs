@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use kvhoist::{Capacity, Config, DirectIo, DiskPath, StorageKind};
-use kvhoist_doctor::Plan;
+use kvhoist_doctor::{Plan, PlannedPath};
 
 use super::{args::Args, finding::Want};
 use crate::{failure::Failure, remote_store::open_remote, settings::Settings};
@@ -35,12 +35,12 @@ pub struct RemotePlan {
 /// # Errors
 /// [`Failure::USAGE`] for settings that would be refused.
 pub fn plan(args: &Args) -> Result<Planned, Failure> {
-    let paths = args.path.clone();
-    let mut plan =
-        Plan { ranks: args.ranks, paths, disk_bytes: 0, host_bytes: 0, write_bytes_a_day: 0, takes_files: false };
+    let there = |path: PathBuf| PlannedPath { at: path.clone(), path, bytes: 0 };
+    let paths = args.path.iter().cloned().map(there).collect();
+    let mut plan = Plan { ranks: args.ranks, paths, host_bytes: 0, write_bytes_a_day: 0, takes_files: false };
     let Some(given) = &args.config else {
         if plan.paths.is_empty() {
-            plan.paths.push(std::env::temp_dir());
+            plan.paths.push(there(std::env::temp_dir()));
         }
         return Ok(Planned { plan, has_device: false, wanted: wanted(args, &Config::default()), remote: None });
     };
@@ -66,15 +66,15 @@ pub fn plan(args: &Args) -> Result<Planned, Failure> {
     let of_host = if is_opened { u64::from(config.host_slots()) * slot } else { 0 };
     plan.host_bytes = settings.host_bytes().unwrap_or(of_host);
     plan.write_bytes_a_day = config.write_budget_bytes().unwrap_or(0);
-    plan.disk_bytes =
-        settings.capacity_of_rank(args.ranks).unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
-    if plan.paths.is_empty() {
-        plan.takes_files = settings.paths.is_empty();
-        let paths = match plan.takes_files {
-            true => config.disk.paths.iter().map(|disk| disk.path.clone()).collect(),
-            false => settings.paths(),
-        };
-        plan.paths = paths.into_iter().map(made_in).collect();
+    let all = settings.capacity_of_rank(args.ranks).unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
+    if plan.paths.is_empty() && settings.paths.is_empty() {
+        plan.takes_files = true;
+        plan.paths = config.disk.paths.iter().map(|disk| made(disk.path.clone(), on_disk(disk))).collect();
+    } else {
+        let of_settings = || settings.paths().into_iter().map(|path| made(path, 0)).collect();
+        plan.paths = if plan.paths.is_empty() { of_settings() } else { plan.paths };
+        let each = all / plan.paths.len().max(1) as u64;
+        plan.paths.iter_mut().for_each(|path| path.bytes = each);
     }
     let has_device = !matches!(config.device.capacity, Capacity::Blocks(0) | Capacity::Bytes(0));
     let block_bytes = settings.has_block_bytes.then_some(config.block_bytes);
@@ -93,10 +93,11 @@ fn wanted(args: &Args, config: &Config) -> Vec<Want> {
     ring.into_iter().chain(direct).collect()
 }
 
-/// The path, or the folder that it will be made in: engines and services make its last part, and no other.
-fn made_in(path: PathBuf) -> PathBuf {
-    match path.parent() {
+/// A path, and the folder that it will be made in: engines and services make its last part, and no other.
+fn made(path: PathBuf, bytes: u64) -> PlannedPath {
+    let at = match path.parent() {
         Some(parent) if parent.is_dir() && fs::symlink_metadata(&path).is_err() => parent.to_owned(),
-        _ => path,
-    }
+        _ => path.clone(),
+    };
+    PlannedPath { path, at, bytes }
 }

@@ -43,9 +43,9 @@ pub struct Args {
     /// Bytes of a block, for example 1.5MiB [default: 64KiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub block_bytes: Option<usize>,
-    /// Memory of the device tier; auto: a CUDA device, or host memory if there is none.
-    #[arg(long, value_name = "KIND", default_value = "auto")]
-    pub device: Device,
+    /// Memory of the device tier; auto: a CUDA device, or host memory if there is none [default: auto].
+    #[arg(long, value_name = "KIND")]
+    pub device: Option<Device>,
     /// Slots in device memory; 0: no device tier, blocks are fetched to the host [default: 256]
     #[arg(long, value_name = "N")]
     pub device_blocks: Option<u32>,

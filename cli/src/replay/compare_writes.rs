@@ -140,9 +140,12 @@ async fn cell(
     // One after the other: what is in flight at once would change what is evicted.
     let one_at_a_time = Pace { in_flight: 1, speed: args.speed };
     let replayed = replay_shown(&cache, requests, one_at_a_time, args.quiet, interrupted).await;
+    // What the end writes, or declines, counts as well.
+    let synced = cache.sync().await;
     let stats = cache.stats();
     cache.close().await?;
     let (_, tally) = replayed?;
+    synced?;
     let cell = Cell {
         hit_ratio: tally.hit_ratio(),
         bytes_written: stats.tier(Tier::Disk).bytes_in,

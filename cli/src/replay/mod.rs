@@ -96,11 +96,13 @@ async fn replay(
     let started = Instant::now();
     let pace = Pace { in_flight: args.in_flight, speed: args.speed };
     let tally = replay_shown(&cache, requests, pace, args.quiet, interrupted).await;
+    // What the end writes counts as well.
+    let synced = cache.sync().await;
     let stats = cache.stats();
     let closed = cache.close().await;
     let seconds = started.elapsed().as_secs_f64();
     let (requests, tally) = tally?;
-    closed?;
+    synced.and(closed)?;
     Ok(Summary { trace, config, requests, requests_in_trace, tally, seconds, stats })
 }
 

@@ -3,15 +3,15 @@
 use std::{
     cell::Cell,
     fs,
-    io::ErrorKind,
+    io::{self, ErrorKind, Write},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Capacity, Config, DiskPath};
+use kvhoist::{Capacity, Config, DeviceKind, DiskPath};
 use tempfile::TempDir;
 
-use super::Args;
+use super::{Args, args::Device};
 use crate::{
     failure::Failure,
     settings::{self, Settings},
@@ -89,11 +89,25 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     if let Some(disks) = disks(args, &config, &paths)? {
         config.disk.paths = disks;
     }
+    if config.remote.url.take().is_some() {
+        let text = "the remote store of --config is left out: a replay's blocks are nobody else's";
+        drop(writeln!(io::stderr(), "kvhoist: {text}"));
+    }
     config.namespace = "replay".into();
-    config.device.kind = args.device.into();
+    // The file's, where no flag says another.
+    let of_file = match config.device.kind {
+        DeviceKind::Cuda => Device::Cuda,
+        DeviceKind::Simulated => Device::Simulated,
+        _ => Device::Auto,
+    };
+    config.device.kind = args.device.unwrap_or(of_file).into();
     config.eviction_policy = args.policy.unwrap_or(config.eviction_policy);
     config.disk.write_policy = args.write_policy.unwrap_or(config.disk.write_policy);
-    config.disk.write_budget = args.write_budget.map(|bytes| bytes as u64).or(config.disk.write_budget);
+    if let Some(bytes) = args.write_budget {
+        config.disk.write_budget = Some(bytes as u64);
+        // The file may say it in the other way.
+        (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
+    }
     config.disk.storage = args.storage.unwrap_or(config.disk.storage);
     config.disk.direct_io = args.direct_io.unwrap_or(config.disk.direct_io);
     config.validate()?;

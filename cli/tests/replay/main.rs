@@ -122,6 +122,36 @@ fn output_marker() -> String {
 }
 
 #[test]
+fn what_the_end_writes_is_counted() {
+    let dir = directory();
+    let trace = small_trace(dir.path());
+    let trace = trace.to_str().expect("UTF-8");
+    let args = ["--trace", trace, "--block-bytes", "8KiB", "--disk-blocks", "1000", "--device-blocks", "0"];
+    let written =
+        |policy| report(&[&args[..], &["--write-policy", policy]].concat())["tiers"]["disk"]["bytes_in"].clone();
+    // Host memory has room for all of them.
+    assert_eq!(written("write_back"), written("write_through"));
+    assert!(written("write_back").as_u64().is_some_and(|bytes| bytes >= 240 * 8192), "{}", written("write_back"));
+}
+
+#[test]
+fn a_file_of_settings_is_taken_as_it_is_but_for_the_flags() {
+    let dir = directory();
+    let trace = small_trace(dir.path());
+    let file = dir.path().join("settings.json");
+    let settings = serde_json::json!({
+        "path": dir.path().join("store"), "capacity": "16MiB", "host_bytes": "1MiB", "block_bytes": "8KiB",
+        "write_policy": "by_value", "drive_writes_per_day": 1.0, "drive_bytes": "1TiB", "device": "simulated",
+        "remote": "redis://127.0.0.1:1/0",
+    });
+    fs::write(&file, settings.to_string()).expect("written");
+    let (trace, file) = (trace.to_str().expect("UTF-8"), file.to_str().expect("UTF-8"));
+    let output = replay(&["--trace", trace, "--config", file, "--write-budget", "2TiB"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("the remote store of --config is left out"), "{said}");
+}
+
+#[test]
 fn wrong_input_is_one_line_and_status_2() {
     let dir = directory();
     let path = |name: &str| dir.path().join(name).to_str().expect("UTF-8").to_owned();
