@@ -58,6 +58,10 @@ class Geometry:
         else:
             page_bytes = sum(sizes)
         layout, dtype = str(getattr(pool, "layout", "unknown")), str(getattr(pool, "dtype", "unknown"))
+        # SGLang may copy a page as it lies on the device, where heads may come before tokens.
+        on_device = str(getattr(getattr(pool, "device_pool", None), "kv_cache_layout", "nhd"))
+        if on_device != "nhd":
+            layout = f"{layout} of {on_device}"
         # A pool of recurrent states names the type of its convolutions alone.
         states = str(getattr(pool, "temporal_dtype", dtype))
         return cls(page_bytes, page_tokens, len(sizes), layout, dtype if states == dtype else f"{dtype}, {states}")

@@ -172,6 +172,10 @@ def _weights(vllm_config: Any) -> dict[str, Any]:
     if cache_config.cache_dtype != "auto":
         # The cache's own dtype is in the identity, and not the model's, whose numbers are converted to it.
         found["dtype"] = str(model_config.dtype)
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
+    if str(getattr(load_format, "value", load_format)) == "dummy":
+        # Random weights.
+        found["load_format"] = "dummy"
     hf_config = getattr(model_config, "hf_config", None)
     if hf_config is not None and has_long_rope(hf_config.to_dict()):
         found["max_model_len"] = model_config.max_model_len

@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import (
 from .._values import config_error
 from .device_chunks import ABSENT, DeviceChunks, Group, Page
 from .device_settings import DeviceSettings, vllm_settings
+from .engine_config import page_layout
 from .figures import Figures, metric_definitions
 from .hints import give_hint
 from .prefix import Prefix, positions
@@ -101,6 +102,8 @@ class KvhoistOffloadingSpec(OffloadingSpec):
         refuse_late_ends(self)
         self.settings = vllm_settings(self.extra_config)
         self._weights = engine_weights.get()
+        # Here: who makes the worker does not have it.
+        self._layout = page_layout(self)
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Opens the store over the tensors of the KV cache."""
@@ -111,7 +114,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
             for refs in kv_caches.group_data_refs
         ]
         cuts = [[page.nbytes for page in group.pages] for group in groups]
-        place = place_of(self, {"format": FORMAT, "pages": cuts}, self.settings.store.revision, self._weights)
+        place = place_of(self, {"format": FORMAT, "pages": cuts, **self._layout}, self.settings.store.revision, self._weights)
         former = Opened.all.pop(self.config.engine_id, None)
         if former is not None:
             # Its error does not keep the next store from opening.

@@ -44,6 +44,7 @@ from .._store_settings import StoreSettings  # noqa: E402
 from .._stores import Place, tier_settings  # noqa: E402
 from .._values import config_error, warn_of_keywords  # noqa: E402
 from .chunks import ChunkStore  # noqa: E402
+from .engine_config import page_layout  # noqa: E402
 from .figures import Figures, metric_definitions  # noqa: E402
 from .hints import give_hint  # noqa: E402
 from .long_rope import is_without_long_rope  # noqa: E402
@@ -95,7 +96,8 @@ class KvhoistTier(SecondaryTierManager):
         rows, row_bytes = primary_kv_view.shape  # pyright: ignore[reportGeneralTypeIssues]
         if primary_kv_view.strides != (row_bytes, 1):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
-        self.place = place_of(offloading_spec, {"format": FORMAT, "row_bytes": row_bytes}, self.config.revision)
+        chunk = {"format": FORMAT, "row_bytes": row_bytes, **page_layout(offloading_spec)}
+        self.place = place_of(offloading_spec, chunk, self.config.revision)
         kind = ChunkStore if self.config.service == "off" else SharedChunkStore
         self.store = kind(self.config, self.place, row_bytes, primary_kv_view)
         #: Answers that override the index: RETRY for a key while its load is under way; MISS after its load failed,
@@ -326,7 +328,7 @@ def _own(settings: Mapping[str, Any], spec: Any) -> dict[str, Any]:
 def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mapping[str, Any] | None = None) -> Place:
     """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
-    `chunk` is what an adapter knows of a chunk's bytes: format and size. `weights` is what it knows of the weights
+    `chunk` is what an adapter knows of a chunk's bytes: format, size and `page_layout`. `weights` is what it knows of the weights
     beside the model's name, the longest request included where that decides them; `None` where it knows nothing.
     """
     config = spec.config

@@ -3,13 +3,13 @@ runs. Its copies to host memory put the other blocks in the wrong place, or leav
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from .._values import config_error
+from .engine_config import kv_cache_groups, of_the_engine, specs_of
 
 #: Whether vLLM offloads chunks of recurrent states whole.
 _HAS_WHOLE_STATES = hasattr(OffloadingConnectorScheduler, "_reachable_store_block_mask")
@@ -20,11 +20,11 @@ def refuse_late_ends(spec: Any) -> None:
     if spec.offload_prompt_only:
         return
     # Answers of R-SWA have a window, but vLLM offloads them as those of full attention.
-    gaps = [at for at, group in enumerate(_groups()) if hasattr(_one_of(group.kv_cache_spec), "rswa_window")]
+    gaps = [at for at, group in enumerate(kv_cache_groups()) if hasattr(_one_of(group.kv_cache_spec), "rswa_window")]
     if gaps:
         expected = f"true: vLLM frees blocks of an answer of KV cache groups {gaps} before it offers them"
         raise config_error("offload_prompt_only", False, expected)
-    cache = getattr(_of_the_engine("vllm_config", "cache_config"), "cache_config", None)
+    cache = getattr(of_the_engine("vllm_config", "cache_config"), "cache_config", None)
     if getattr(cache, "prefix_cache_retention_interval", 0) is not None:
         return
     longest = max(group.tokens_per_block for group in spec.config.groups)
@@ -58,7 +58,7 @@ def groups_with_holes(spec: Any) -> list[int]:
     # Before 0.33 every group was offloaded.
     offloaded = {getattr(group, "group_id", at) for at, group in enumerate(spec.config.groups)}
     has_holes = _is_window if _HAS_WHOLE_STATES else _is_freed
-    return [at for at, group in enumerate(_groups()) if at in offloaded and has_holes(group.kv_cache_spec)]
+    return [at for at, group in enumerate(kv_cache_groups()) if at in offloaded and has_holes(group.kv_cache_spec)]
 
 
 def whole_groups(kv_cache_config: Any) -> set[bytes]:
@@ -67,19 +67,6 @@ def whole_groups(kv_cache_config: Any) -> set[bytes]:
     groups = enumerate(getattr(kv_cache_config, "kv_cache_groups", ()))
     is_state = {at: _is_freed(group.kv_cache_spec) and not _is_window(group.kv_cache_spec) for at, group in groups}
     return {at.to_bytes(4, "big") for at, state in is_state.items() if not state}
-
-
-def _of_the_engine(name: str, has: str) -> Any:
-    """A configuration of the engine that is being made. vLLM shows it to no tier and no spec; its callers have it."""
-    frame: Any = sys._getframe()
-    while frame is not None and not hasattr(frame.f_locals.get(name), has):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals[name]
-
-
-def _groups() -> Any:
-    config = _of_the_engine("kv_cache_config", "kv_cache_groups")
-    return () if config is None else config.kv_cache_groups
 
 
 def _is_freed(spec: Any) -> bool:
@@ -92,5 +79,4 @@ def _is_window(spec: Any) -> bool:
 
 
 def _one_of(spec: Any) -> Any:
-    # A group of layers of several sizes has a specification for each.
-    return next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    return specs_of(spec)[0]

@@ -131,3 +131,15 @@ def test_a_pool_that_comes_unannounced_needs_a_share(store_dir):
     with pytest.raises(ConfigError, match="pool_shares.*draft"):
         backend.register_mem_host_pool_v2(filled(sgl.MLA), "draft")
     backend.close()
+
+
+def test_pages_that_lie_otherwise_on_the_device_are_another_store(store_dir):
+    from types import SimpleNamespace
+
+    from kvhoist.sglang.pools import Geometry
+
+    pool = filled(sgl.MHA)
+    usual = Geometry.of(pool, pool.page_size)
+    for layout, same in [("nhd", True), ("hnd", False), ("vectorized_5d", False)]:
+        pool.device_pool = SimpleNamespace(kv_cache_layout=layout)
+        assert (Geometry.of(pool, pool.page_size) == usual) == same
