@@ -53,7 +53,7 @@ pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
             block_on(cache.close())?;
         }
         Err(_) => {
-            findings.push(Finding::note("registered", "nothing: there is no ring").decides(Want::LockedMemory, false))
+            findings.push(Finding::note("registered", "nothing: there is no ring").decides(Want::LockedMemory, false));
         }
     }
     let direct = block_on(Cache::open(config(StorageKind::Auto, DirectIo::Require)));
