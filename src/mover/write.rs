@@ -14,7 +14,7 @@ use crate::{
     index::EntryId,
     io::Storage,
     shield::log,
-    state::{BegunWrite, Class, Committed, DiskWrite, Locked, PendingWrite, Pin, Purpose, Taken},
+    state::{BegunWrite, Class, Committed, DiskWrite, Locked, PendingWrite, Pin, Purpose, Taken, is_of_memory},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
@@ -179,11 +179,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let id = state.demotable()?;
         Some((id, state.index.key(id)))
     }
-}
-
-/// Whether a write failed because its memory is not there, which says nothing about the disk.
-fn is_of_memory(error: &Error) -> bool {
-    matches!(error, Error::Io { source, .. } if source.raw_os_error() == Some(libc::EFAULT))
 }
 
 /// Counts a write-back while it is in flight.

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Few, Filling, Finished, Locked, NoWait, Outcome, PendingWrite, Pin, Shared, State, Waiters};
+use super::{
+    Class, Few, Filling, Finished, Locked, NoWait, Outcome, PendingWrite, Pin, Shared, State, Waiters, is_of_memory,
+};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Eviction,
@@ -116,7 +118,8 @@ impl Shared {
     /// Ends the flight of the write of `id` as [`end_flight`](Locked::end_flight) does, and gives its source back.
     ///
     /// The block is clean then, also if the disk refused it, which is noted: otherwise the host tier would fill with
-    /// blocks that cannot be evicted.
+    /// blocks that cannot be evicted. Where memory of a caller was not there, and another caller has stored the block
+    /// meanwhile, that copy is written instead.
     pub(crate) fn end_write<'a>(
         self: &'a Arc<Self>,
         mut state: Locked<'a>,
@@ -125,7 +128,12 @@ impl Shared {
         source: Option<Arc<Pin>>,
         outcome: Outcome,
     ) -> FlightEnd {
-        state.note_written(key, id, outcome.as_ref().err());
+        let is_of_caller = source.is_none() && outcome.as_ref().err().is_some_and(is_of_memory);
+        if is_of_caller && state.index.find(key) == Some(id) && state.index.slot(id, Tier::Host).is_some() {
+            state.flights.write_again(key);
+        } else {
+            state.note_written(key, id, outcome.as_ref().err());
+        }
         match source.map(Arc::try_unwrap) {
             None => {}
             Some(Ok(pin)) => pin.release(&mut state),
@@ -334,5 +342,49 @@ impl Locked<'_> {
         }
         answers.extend(next.into_iter().map(|waiter| (waiter, missed.clone().map(|()| None))));
         (answers, None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+    use crate::{
+        config::{Config, DiskPath},
+        state::DiskWrite,
+    };
+
+    /// Two callers store a block, the first from memory of its own that is taken away meanwhile.
+    #[test]
+    fn the_copy_of_another_caller_is_written_where_memory_is_not_there() {
+        let disks = vec![DiskPath::with_blocks("nowhere", 8)];
+        let shared = Shared::of_test(Config::default().block_bytes(4096).host_blocks(4).disks(disks));
+        let key = BlockKey::new([7; 32]);
+        let mut state = shared.lock();
+        let id = state.index.insert(key, None);
+        let filling = state.acquire(Tier::Disk).expect("a slot");
+        assert!(state.begin_disk_write(id, &filling, None).is_some());
+        state.flights.begin((&key, Tier::Disk), id, Class::Awaited, Few::default(), true);
+        drop(state);
+        let copy = shared.lock().acquire(Tier::Host).expect("a slot");
+        let Ok(Committed::Wait(mut written)) = shared.commit(&key, None, copy, 2) else {
+            panic!("expected a wait for the first caller's write")
+        };
+        let fault = Error::io("write", "nowhere", io::Error::from_raw_os_error(libc::EFAULT));
+        let mut state = shared.lock();
+        assert!(!state.end_disk_write(DiskWrite { id, filling }, Some(&fault)));
+        let (answers, next) = shared.end_write(state, &key, id, None, Err(fault));
+        assert!(answers.is_empty() && written.try_recv().is_err(), "nobody is told of the first caller's memory");
+        let PendingWrite { pin, begun, .. } = *next.expect("the other copy is written");
+        let Ok((permit, write, _)) = begun else { panic!("there is room") };
+        drop(permit);
+        let mut state = shared.lock();
+        assert!(state.end_disk_write(write, None), "it is on disk");
+        let (answers, next) = shared.end_write(state, &key, id, Some(Arc::new(pin)), Ok(None));
+        assert!(answers.len() == 1 && next.is_none());
+        answers.into_iter().for_each(|(waiter, answer)| drop(waiter.send(answer)));
+        assert!(matches!(written.try_recv(), Ok(Ok(None))));
+        assert!(shared.begin_report().report().is_ok(), "nothing was refused");
     }
 }

@@ -203,6 +203,14 @@ impl<M> Flights<M> {
         Ok(())
     }
 
+    /// Has those who wait for the write of `key` wait for another one, which follows it.
+    pub(super) fn write_again(&mut self, key: &BlockKey) {
+        if let Some(flight) = self.by_target.get_mut(key, Tier::Disk) {
+            let waiters = std::mem::take(&mut flight.waiters);
+            flight.next.get_or_insert_default().extend(waiters);
+        }
+    }
+
     /// Begins a movement of `entry`, with its first waiters; returns its number. One that is not `started` is
     /// [started](Self::start) later.
     pub(crate) fn begin(

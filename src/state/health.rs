@@ -102,6 +102,11 @@ pub(crate) fn blames_disk(error: &io::Error) -> bool {
     !is_shortage(error) && error.raw_os_error().is_none_or(|errno| !elsewhere.contains(&errno))
 }
 
+/// Whether a write failed because its memory is not there, which says nothing about the disk.
+pub(crate) fn is_of_memory(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.raw_os_error() == Some(libc::EFAULT))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -38,7 +38,7 @@ pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
 pub(crate) use flights::{Class, NoWait, Raised};
-pub(crate) use health::{Failures, Health, blames_disk};
+pub(crate) use health::{Failures, Health, blames_disk, is_of_memory};
 pub(crate) use in_flight::{InFlight, Permit};
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::{IfTaken, Locked};
