@@ -170,8 +170,8 @@ fn unescaped(field: &str) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// True for file systems of a network. Those in user space have names of their own behind a point; `fuseblk` is a local
-/// drive's.
+/// True for file systems of a network. The kernel calls those in user space `fuse`, or `fuse.` and a name of their own;
+/// `fuseblk` is a local drive's.
 fn is_of_network(kind: &str) -> bool {
     matches!(kind, "nfs" | "nfs4" | "cifs" | "smb3" | "ceph" | "lustre" | "9p" | "fuse") || kind.starts_with("fuse.")
 }

@@ -134,8 +134,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         });
         let taken = match &self.write_budget {
             Some(write_budget) => {
-                let (now, mut write_budget) = (self.opened.elapsed(), write_budget.borrow_mut());
-                let taken = write_budget.admit(now, worth.again, worth.coin, chain.len());
+                let taken = write_budget.borrow_mut().take(worth.again, chain.len());
                 state.count(by_budget, u64::from(taken < chain.len()));
                 taken
             }

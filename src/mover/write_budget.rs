@@ -43,19 +43,17 @@ impl WriteBudget {
         WriteBudget { a_second, room, level, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
     }
 
-    /// Takes up to `blocks` unwritten blocks of a chain, from its top, and returns how many. `now` is a time since any
-    /// fixed one; `again`: the chain's last block was used before; `coin`: the chain's random draw.
-    pub(super) fn admit(&mut self, now: Duration, again: bool, coin: f64, blocks: usize) -> usize {
-        if self.declines(now, again, coin) {
-            return 0;
-        }
+    /// Takes up to `blocks` unwritten blocks of a chain that is not [declined](Self::declines), from its top.
+    /// Returns how many.
+    pub(super) fn take(&mut self, again: bool, blocks: usize) -> usize {
         self.offer(again, blocks);
         let blocks = blocks.min((self.level + ROUNDED) as usize);
         self.level -= blocks as f64;
         blocks
     }
 
-    /// Whether a chain is declined, however long it is. It is offered block by block then.
+    /// Whether a chain is declined, however long it is. It is offered block by block then. `now` is a time since any
+    /// fixed one; `again`: the chain's last block was used before; `coin`: the chain's random draw.
     pub(super) fn declines(&mut self, now: Duration, again: bool, coin: f64) -> bool {
         self.pass(now);
         let is_taken = again || coin < self.share;
@@ -93,6 +91,13 @@ impl WriteBudget {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl WriteBudget {
+        /// Takes up to `blocks` of a chain, unless it is declined.
+        fn admit(&mut self, now: Duration, again: bool, coin: f64, blocks: usize) -> usize {
+            if self.declines(now, again, coin) { 0 } else { self.take(again, blocks) }
+        }
+    }
 
     /// What is written a second, where so many chains of `blocks` are offered a second.
     fn written(write_budget: &mut WriteBudget, seconds: u64, chains: u64, blocks: usize, again: bool) -> Vec<f64> {
