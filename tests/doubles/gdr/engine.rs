@@ -231,11 +231,11 @@ fn an_engine_that_has_nothing_to_do_or_only_waits_uses_no_processor() {
 fn what_it_does_not_know_it_refuses() {
     with_double("engine::what_it_does_not_know_it_refuses", &["late", "late DOUBLE_ORDERING=0"], |case| {
         on_reactor(async {
-            let rig = Rig::with(is_cuda(case), GdrOptions { depth_max: 32, ..GdrOptions::default() }).await;
-            let rig = rig.expect("the double is a device");
+            let options = GdrOptions { depth_max: 32, ..GdrOptions::default() };
+            let rig = Rig::without_last_page(is_cuda(case), options).await.expect("the double is a device");
             let writes = get("writes");
             // It ends one byte behind what is registered.
-            let beyond = rig.batch(Way::ToHost, &[Place { host: SIDE_BYTES - 100, device: 0, len: 101 }]);
+            let beyond = rig.batch(Way::ToHost, &[Place { host: 0, device: rig.pool.bytes() - 100, len: 101 }]);
             let (result, _) = rig.engine.copy(beyond).await;
             let error = result.expect_err("not its memory").to_string();
             assert!(error.starts_with("copy by gdr: ") && error.contains("not registered"), "{error}");

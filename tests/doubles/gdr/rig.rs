@@ -74,6 +74,32 @@ unsafe impl DeviceMemory for Played {
     }
 }
 
+/// A device's memory but for its last page: bytes that are there, and that the engine is not told of.
+struct ButLastPage(Arc<dyn DeviceMemory>);
+
+// SAFETY: the beginning of other memory.
+unsafe impl DeviceMemory for ButLastPage {
+    fn kind(&self) -> &'static str {
+        self.0.kind()
+    }
+
+    fn base(&self) -> NonNull<u8> {
+        self.0.base()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes() - 4096
+    }
+
+    fn promote_direction(&self) -> Direction {
+        self.0.promote_direction()
+    }
+
+    fn demote_direction(&self) -> Direction {
+        self.0.demote_direction()
+    }
+}
+
 /// A way of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
@@ -103,13 +129,26 @@ impl Rig {
     }
 
     pub async fn with(cuda: bool, options: GdrOptions) -> Result<Self, Error> {
+        Self::over_new(cuda, options, |pool| pool).await
+    }
+
+    /// An engine that does not know the last page of the device's memory, which no registered memory follows then.
+    pub async fn without_last_page(cuda: bool, options: GdrOptions) -> Result<Self, Error> {
+        Self::over_new(cuda, options, |pool| Arc::new(ButLastPage(pool))).await
+    }
+
+    async fn over_new(
+        cuda: bool,
+        options: GdrOptions,
+        shown: impl FnOnce(Arc<dyn DeviceMemory>) -> Arc<dyn DeviceMemory>,
+    ) -> Result<Self, Error> {
         let arena = Arc::new(Arena::new((SIDE_BYTES >> 20) as u32, 1 << 20)?);
         let gpu = if cuda { Some(Gpu::open(0)?) } else { None };
         let pool: Arc<dyn DeviceMemory> = match &gpu {
             Some(gpu) => Arc::new(DeviceBuffer::new(Arc::clone(gpu), SIDE_BYTES)?),
             None => Arc::new(played(SIDE_BYTES)),
         };
-        Self::over(options, arena, pool, gpu).await
+        Self::over(options, arena, shown(pool), gpu).await
     }
 
     pub async fn over(
