@@ -2,10 +2,10 @@
 
 use std::{
     fs,
-    io::{self, Write},
+    io::{self, Read, Write},
     os::{
         fd::{AsRawFd, OwnedFd},
-        unix::fs::{DirBuilderExt, OpenOptionsExt},
+        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
     pin::Pin,
@@ -13,12 +13,17 @@ use std::{
 };
 
 use kvhoist::{Cache, Config, internals::disk::FILE_NAME as STORE_NAME};
-use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use rustix::{
+    fs::{AtFlags, Mode, OFlags, openat, renameat, statat, unlinkat},
+    io::Errno,
+    process::{PidfdFlags, getpid, pidfd_open},
+};
 use tokio::sync::oneshot;
 
 use super::{
     helpers,
     memory::{Mapped, map},
+    peers::own_uid,
     protocol::Failure,
 };
 
@@ -26,6 +31,10 @@ use crate::error::{Error, Result};
 
 /// The name of a space's file, in its folder below the first path.
 pub(super) const FILE_NAME: &str = "space";
+/// The name that it has until it is complete.
+const NEW_FILE_NAME: &str = "space.new";
+/// A hundred times what its fields take.
+const FILE_BYTES_MAX: u64 = 64 << 10;
 pub(super) const FOLDER_PREFIX: &str = "space-";
 
 /// How often memory is unmapped that the kernel refuses to unmap, and the pause between.
@@ -118,10 +127,18 @@ impl System for Machine {
         let mut files = Vec::new();
         for entry in entries {
             let entry = entry.map_err(|error| Error::io("read", path, error))?;
+            if !entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX) {
+                continue;
+            }
             let file = entry.path().join(FILE_NAME);
-            if entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX) && file.exists() {
-                let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error));
-                files.push((file, text));
+            match open_folder(&entry.path()).map(|folder| read_whole(&folder)) {
+                // Whoever may write to the path can make one: it takes no disk of the spaces.
+                Err(error) => tracing::warn!(path = %entry.path().display(), %error, "it is no space, and not served"),
+                Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                Ok(text) => {
+                    let text = text.map_err(|error| Error::io("read", &file, error));
+                    files.push((file, text));
+                }
             }
         }
         Ok(files)
@@ -138,8 +155,12 @@ impl System for Machine {
     }
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
-        let bytes = |folder: &PathBuf| fs::metadata(folder.join(STORE_NAME)).map_or(0, |store| store.len());
-        folders.iter().map(bytes).sum()
+        let bytes = |path: &PathBuf| {
+            let folder = open_folder(path).ok()?;
+            let store = statat(&folder, STORE_NAME, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+            u64::try_from(store.st_size).ok()
+        };
+        folders.iter().filter_map(bytes).sum()
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
@@ -187,45 +208,64 @@ impl System for Machine {
 
 /// Makes the folders of a space that are missing, and its file.
 fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<()> {
-    for folder in folders {
-        match fs::DirBuilder::new().mode(0o700).create(folder) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                drop(open_folder(folder).map_err(|error| Error::io("open", folder, error))?);
-            }
-            made => made.map_err(|error| Error::io("create", folder, error))?,
+    let make = |path: &PathBuf| {
+        match fs::DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => made.map_err(|error| Error::io("create", path, error))?,
         }
-    }
-    let Some(file) = folders.first().map(|folder| folder.join(FILE_NAME)) else { return Ok(()) };
+        open_folder(path).map_err(|error| Error::io("open", path, error))
+    };
+    let opened = folders.iter().map(make).collect::<Result<Vec<_>>>()?;
+    let Some((folder, path)) = opened.first().zip(folders.first()) else { return Ok(()) };
     // A removal that failed in the end may have removed it.
-    if is_new || !file.try_exists().map_err(|error| Error::io("stat", &file, error))? {
-        write_whole(&file, text.as_bytes())?;
+    let is_missing = match statat(folder, FILE_NAME, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(error) if error == Errno::NOENT => true,
+        found => found.map(|_| false).map_err(|error| Error::io("stat", path.join(FILE_NAME), error.into()))?,
+    };
+    if is_new || is_missing {
+        let written = write_whole(folder, text.as_bytes());
+        let written = written.and_then(|()| path.parent().map_or(Ok(()), sync_folder));
+        written.map_err(|error| Error::io("write", path.join(FILE_NAME), error))?;
     }
     Ok(())
 }
 
 /// Removes the folders of a space, unless there is a store in one of them.
 fn forget_folders(folders: &[PathBuf]) -> bool {
-    if folders.iter().any(|folder| folder.join(STORE_NAME).exists()) {
+    let opened = |path: &PathBuf| Some((open_folder(path).ok()?, path.clone()));
+    let opened: Vec<_> = folders.iter().filter_map(opened).collect();
+    if opened.iter().any(|(folder, _)| statat(folder, STORE_NAME, AtFlags::SYMLINK_NOFOLLOW).is_ok()) {
         return false;
     }
-    for folder in folders.iter().filter(|folder| open_folder(folder).is_ok()) {
-        drop(fs::remove_file(folder.join(FILE_NAME)));
-        drop(fs::remove_dir(folder));
+    for (folder, path) in opened {
+        _ = unlinkat(&folder, FILE_NAME, AtFlags::empty());
+        drop(fs::remove_dir(path));
     }
     true
 }
 
-/// Opens a folder of a space. A link in its place is another's, who may write to the path, and is not followed.
+/// Opens a folder of a space. Others who may write to the path may have put a link or a folder in its place; and who
+/// may write to the folder puts links in it.
 fn open_folder(path: &Path) -> io::Result<fs::File> {
     let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
     let opened = fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
-    opened.map_err(|error| match error.kind() {
+    let folder = opened.map_err(|error| match error.kind() {
         io::ErrorKind::NotADirectory => {
             let text = "found a link or a file, expected the folder of a space; remove it, or move it away";
             io::Error::new(error.kind(), text)
         }
         _ => error,
-    })
+    })?;
+    let (found, own) = (folder.metadata()?, own_uid());
+    if found.uid() == own && found.mode() & 0o022 == 0 {
+        return Ok(folder);
+    }
+    let (owner, mode) = (found.uid(), found.mode() & 0o777);
+    let text = format!(
+        "found a folder of user {owner} and of mode {mode:o}, expected one of the service's user, {own}, to which \
+         nobody else may write; remove it, move it away, or correct its owner and mode"
+    );
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
 }
 
 /// Removes a folder of a space for good, the file that makes it one last: until then it is known, with the disk of its
@@ -247,7 +287,7 @@ fn remove_folder(path: &Path) -> Result<()> {
             // Another may remove them too.
             removed.or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
         }
-        sync_folder(path)?;
+        folder.sync_all()?;
         fs::remove_dir_all(path)?;
         path.parent().map_or(Ok(()), sync_folder)
     };
@@ -258,22 +298,43 @@ fn sync_folder(path: &Path) -> io::Result<()> {
     fs::File::open(path)?.sync_all()
 }
 
-/// Writes a file that is complete or absent after a crash at any moment.
-fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
-    let mut file = fs::File::create(&temporary).map_err(failed)?;
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-    fs::rename(&temporary, path).map_err(failed)?;
-    let folder = path.parent().unwrap_or(Path::new("."));
-    for folder in [Some(folder), folder.parent()].into_iter().flatten() {
-        sync_folder(folder).map_err(failed)?;
+/// Opens a file in a folder of a space, and no link.
+fn open_in(folder: &fs::File, name: &str, flags: OFlags) -> io::Result<fs::File> {
+    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(openat(folder, name, flags, Mode::RUSR | Mode::WUSR)?.into())
+}
+
+/// Writes the file of a space: complete or absent after a crash at any moment.
+fn write_whole(folder: &fs::File, bytes: &[u8]) -> io::Result<()> {
+    // A crash may have left one.
+    match unlinkat(folder, NEW_FILE_NAME, AtFlags::empty()) {
+        Err(error) if error != Errno::NOENT => return Err(error.into()),
+        _ => {}
     }
-    Ok(())
+    let mut file = open_in(folder, NEW_FILE_NAME, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    renameat(folder, NEW_FILE_NAME, folder, FILE_NAME)?;
+    folder.sync_all()
+}
+
+/// Reads the file of a space.
+fn read_whole(folder: &fs::File) -> io::Result<String> {
+    // A pipe would wait for a writer.
+    let file = open_in(folder, FILE_NAME, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "found no regular file"));
+    }
+    let mut text = String::new();
+    file.take(FILE_BYTES_MAX).read_to_string(&mut text)?;
+    Ok(text)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::symlink;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use rustix::fs::FileType;
 
     use super::*;
 
@@ -299,5 +360,34 @@ mod tests {
         fs::create_dir(folder.join("below")).expect("made");
         remove_folder(&folder).expect("removed");
         assert!(!folder.exists());
+    }
+
+    /// Who may write to a path puts a folder of the right name there, with whatever in it.
+    #[test]
+    fn a_folder_that_others_may_write_to_is_no_space() {
+        let root = tempfile::tempdir().expect("a directory");
+        let [folder, victim] = ["space-1", "victim"].map(|name| root.path().join(name));
+        fs::write(&victim, "kept").expect("written");
+        fs::create_dir(&folder).expect("made");
+        symlink(&victim, folder.join(NEW_FILE_NAME)).expect("linked");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("changed");
+        let folders = [folder.clone()];
+        let error = make_folders(&folders, "text", true).expect_err("anybody's").to_string();
+        assert!(error.contains("space-1") && error.contains("of mode 777"), "{error}");
+        fs::write(folder.join(FILE_NAME), "text").expect("written");
+        assert!(Machine.spaces(root.path()).expect("listed").is_empty(), "it is not the service's");
+        // Nor is a link followed that lies in the service's own, nor is a pipe waited for.
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).expect("changed");
+        make_folders(&folders, "new", true).expect("made");
+        assert_eq!(fs::read_to_string(&victim).expect("there"), "kept");
+        assert_eq!(fs::read_to_string(folder.join(FILE_NAME)).expect("there"), "new");
+        fs::remove_file(folder.join(FILE_NAME)).expect("removed");
+        let made = rustix::fs::mknodat(rustix::fs::CWD, folder.join(FILE_NAME), FileType::Fifo, Mode::RUSR, 0);
+        made.expect("a pipe");
+        let [(file, text)] = &Machine.spaces(root.path()).expect("listed")[..] else { panic!("expected a space") };
+        assert!(*file == folder.join(FILE_NAME) && text.is_err(), "{text:?}");
+        fs::remove_file(file).expect("removed");
+        symlink(&victim, file).expect("linked");
+        assert!(Machine.spaces(root.path()).expect("listed")[0].1.is_err(), "a link is not read");
     }
 }
