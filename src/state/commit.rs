@@ -106,7 +106,8 @@ impl Shared {
             state.check_arrives(id)?;
         }
         self.metrics.stored_locked(is_new, route, &mut state);
-        let committed = state.apply_policy(id, key);
+        let class = if route == Route::CallerToHost { Class::Awaited } else { Class::Background };
+        let committed = state.apply_policy(id, key, class);
         drop(state);
         self.metrics.export_stored(is_new, route);
         if is_new && route == Route::CallerToHost {
@@ -129,9 +130,7 @@ impl Shared {
         outcome: Outcome,
     ) -> FlightEnd {
         let is_of_caller = source.is_none() && outcome.as_ref().err().is_some_and(is_of_memory);
-        if is_of_caller && state.index.find(key) == Some(id) && state.index.slot(id, Tier::Host).is_some() {
-            state.flights.write_again(key);
-        } else {
+        if !is_of_caller || !state.write_other_copy(key, id) {
             state.note_written(key, id, outcome.as_ref().err());
         }
         match source.map(Arc::try_unwrap) {
@@ -184,7 +183,7 @@ impl Locked<'_> {
         }
         self.index.touch(id);
         self.count(&self.shared().metrics.stores_known, 1);
-        self.apply_policy(id, key).map(Known::Yes)
+        self.apply_policy(id, key, Class::Awaited).map(Known::Yes)
     }
 
     /// An error for a block that is being copied to host memory, and that no tier in service has: the copy may fail.
@@ -312,6 +311,10 @@ impl Locked<'_> {
             self.shared().ended.notify_one();
         }
         let Finished { waiters, next } = self.flights.finish(key, tier);
+        // A block that was stored under this key since may be written now, and a request may wait for its slot.
+        if tier == Tier::Disk && self.has_waiters(Tier::Host) && self.write_back_is_due(0, 0.0) {
+            self.shared().write_back.notify_one();
+        }
         let failed = outcome.as_ref().err().cloned();
         let mut answers = self.answers(waiters, tier, outcome);
         let Some(mut next) = next else { return (answers, None) };

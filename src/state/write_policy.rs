@@ -45,8 +45,8 @@ impl Shared {
 }
 
 impl Locked<'_> {
-    /// Does what the policy wants for a block that is stored, or stored again.
-    pub(super) fn apply_policy(&mut self, id: EntryId, key: &BlockKey) -> Result<Committed> {
+    /// Does what the policy wants for a block that is stored, or stored again. A write through is of this class.
+    pub(super) fn apply_policy(&mut self, id: EntryId, key: &BlockKey, class: Class) -> Result<Committed> {
         if self.shared().config.disk.paths.is_empty() {
             return Ok(Committed::Done);
         }
@@ -60,9 +60,7 @@ impl Locked<'_> {
             }
         }
         match self.shared().config.disk.write_policy {
-            WritePolicy::WriteThrough => {
-                self.begin_write(id, key, Class::Awaited, self.shared().config.limits.waiters_max)
-            }
+            WritePolicy::WriteThrough => self.begin_write(id, key, class, self.shared().config.limits.waiters_max),
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
             WritePolicy::WriteBack | WritePolicy::ByValue => {
                 self.must_be_written(id, key);

@@ -2,8 +2,8 @@
 
 use std::{future::Future, rc::Rc};
 
-use kvhoist::{Route, Segment, WritePolicy};
-use kvhoist_simulation::sim::{self, Sim, SimOptions, Simulated, World};
+use kvhoist::{Route, Segment, WritePolicy, internals::io::OpKind};
+use kvhoist_simulation::sim::{self, Fault, Sim, SimOptions, Simulated, World};
 
 use crate::scene::*;
 
@@ -52,6 +52,34 @@ fn an_evicted_leaf_uncovers_its_parent_for_the_next_request() {
             assert!(took < DEADLINE / 4, "woken after {took:?}, by the watch for deadlines");
         }
         drop(held);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn the_end_of_a_removed_blocks_write_begins_the_next_one_for_who_waits_for_its_slot() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().host_blocks(2).write_policy(WritePolicy::WriteBack)).await;
+        store(&cache, 0).await.expect("stored");
+        let lease = cache.fetch(&key(0)).await.expect("found").expect("found");
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let syncing = spawn(&cache, async |cache| cache.sync().await);
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "the block is being written");
+        let removal = spawn_remove(&cache, 0);
+        a_while().await;
+        // Its other slot has the same key, so its write waits for the one that is under way.
+        store(&cache, 0).await.expect("stored anew");
+        let storing = spawn(&cache, async |cache| elapsed(store(&cache, 1)).await);
+        a_while().await;
+        assert!(!storing.is_finished(), "one slot is leased, the other one is not written");
+        disk.release();
+        let (stored, took) = storing.await.expect("no panic");
+        stored.expect("the block that had the slot was written");
+        assert!(took < DEADLINE / 4, "woken after {took:?}, by the watch for deadlines");
+        drop(lease);
+        syncing.await.expect("no panic").expect("written");
+        removal.await.expect("no panic").expect("removed");
         finish(cache, reactor).await;
     });
 }
