@@ -71,7 +71,7 @@ impl Failure {
     pub fn of_service(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config};
         let status = match &error {
-            Config { field: "socket_group" | "cufile" | "storage", .. } => Self::RUN,
+            Config { field: "socket_group" | "storage", .. } => Self::RUN,
             Config { .. } | Argument { .. } => Self::USAGE,
             _ => Self::RUN,
         };

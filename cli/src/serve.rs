@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn an_engine_that_the_machine_does_not_have_yet_may_pass() {
         let Command { args } = Command::parse_from(["serve", "--config", "settings.json"]);
-        for (field, status) in [("cufile", 1), ("storage", 1), ("gdr_device", 2)] {
+        for (field, status) in [("storage", 1), ("cufile", 2), ("gdr_device", 2)] {
             let failure = args.failure(Error::config(field, "none", "one"));
             assert_eq!(failure.exit_status(), status, "{failure}");
             assert!(failure.to_string().contains(&format!("settings.json: {field}: found none")), "{failure}");

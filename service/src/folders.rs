@@ -10,7 +10,7 @@ use std::{
 
 use kvhoist::{
     EngineMode, StorageKind,
-    internals::{gpu, io::uring, machine::shown},
+    internals::{io::uring, machine::shown},
 };
 use kvhoist_doctor::{disk_bytes, is_on_root, memory_bytes};
 
@@ -72,8 +72,9 @@ fn check_engines(config: &ServerConfig) -> Result<()> {
     if config.cache.disk.storage == StorageKind::Uring {
         uring::probe().map_err(|error| uring::refused(&error))?;
     }
-    if config.cache.device.cufile == EngineMode::On && !gpu::has_device() {
-        return Err(Error::config("cufile", "on, and no CUDA device", "a CUDA device, or cufile = auto or off"));
+    if config.cache.device.cufile == EngineMode::On {
+        let expected = "auto or off: blocks of a service reach a device through host memory, where others find them";
+        return Err(Error::config("cufile", "on", expected));
     }
     Ok(())
 }

@@ -78,6 +78,12 @@ impl AnyCopy {
         all.iter().find(|cuda| Some(cuda.ordinal()) == ordinal).or(all.first()).cloned()
     }
 
+    /// Whether a copy's memory is that of the device which the RDMA device was tested with, and flushes writes of.
+    fn is_of_first(&self, batch: &CopyBatch) -> bool {
+        let first = self.cuda.borrow().first().map(CudaCopy::ordinal);
+        self.cuda(batch).is_none_or(|cuda| Some(cuda.ordinal()) == first)
+    }
+
     fn has_cuda(&self) -> bool {
         !self.cuda.borrow().is_empty()
     }
@@ -92,7 +98,7 @@ impl AnyCopy {
         // With a CUDA device the processor makes host-to-host copies; with a simulated device all copies are such
         // copies.
         let on_processor = self.has_cuda() && batch.direction() == Direction::HostToHost;
-        if on_processor || !gdr.engine.is_up() {
+        if on_processor || !gdr.engine.is_up() || !self.is_of_first(batch) {
             return None;
         }
         let choice = || Choice {
@@ -211,7 +217,8 @@ impl CopyEngine for AnyCopy {
     }
 
     fn fault(&self) -> Option<String> {
-        self.cuda.borrow().iter().find_map(CopyEngine::fault)
+        // The device tier's. Copies of another's memory fail by themselves.
+        self.cuda.borrow().first().and_then(CopyEngine::fault)
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {

@@ -134,7 +134,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job) -> BegunLoad {
         let is_in_place =
             self.shared.config.host.bypass && !job.through_host && job.may_bypass_host(self.memory_align_bytes);
-        let mut trip = Trip::load(&job.key, Shape { is_device: job.memory() == RegionMemory::Device, is_in_place });
+        // One that several callers want goes through host memory once.
+        let is_device = job.memory() == RegionMemory::Device && !job.through_host;
+        let mut trip = Trip::load(&job.key, Shape { is_device, is_in_place });
         let step = self.plan(state, &mut trip);
         (trip, step)
     }

@@ -26,8 +26,19 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{BegunWrite, DiskPlace, DiskWrite, Filling, Pin, Purpose, Shared, Taken},
+    shield::log,
+    state::{BegunWrite, DiskPlace, DiskWrite, Filling, Locked, Pin, Purpose, Shared, Taken},
 };
+
+/// A write that libcufile did not make. The slot is in the table as the block's until that is
+/// [given up](Locked::abort_cufile_write).
+struct FailedWrite {
+    id: EntryId,
+    slot: u32,
+    /// `None` while libcufile still uses it.
+    filling: Option<Filling>,
+    reason: String,
+}
 
 /// A block that libcufile reads or has read: the pin on its disk slot, and the device slot that it is read to.
 type Reading = (Pin, Filling);
@@ -60,10 +71,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match found {
             Ok(found) if found == checksum => return Ok(Some((pin, slot))),
             Ok(_) => trip.is_suspect = true,
-            Err(_) => {}
+            Err(error) => log(|| tracing::debug!(%error, "a block on the device was not summed up")),
         }
         self.shared.abort_cufile_read(id, trip.fills_slot(), Some((pin, slot)));
-        found.map(|_| None)
+        Ok(None)
     }
 
     /// Reads a block to its caller's device memory. Returns the job if the block must go another way.
@@ -82,11 +93,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Writes a block from its caller's device memory. The job comes back where the block must go another way.
     pub(super) async fn store_by_cufile(self: &Rc<Self>, job: Box<Job>) -> Result<Option<Box<Job>>> {
-        let slot = self.shared.acquire(Tier::Device, Purpose::Call).await?;
+        // Other ways need no slot of the device.
+        let Ok(slot) = self.shared.acquire(Tier::Device, Purpose::Call).await else { return Ok(Some(job)) };
         let (copied, job, slot) = self.copy(job, slot).await?;
         copied?;
         let (checksum, slot) = self.checksum_on_device(slot).await?;
-        let begun = self.begin_region_write(&job, Taken::default(), Some(checksum?)).await?;
+        let Ok(checksum) = checksum else { return Ok(Some(job)) };
+        let begun = self.begin_region_write(&job, Taken::default(), Some(checksum)).await?;
         let Some(begun) = begun else { return Ok(Some(job)) };
         let (id, began) = (begun.1.id, Instant::now());
         match self.write_slot(begun, slot).await {
@@ -94,10 +107,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let ended = self.end_caller_write(&job.key, id, Route::DeviceToDisk, began, written).await;
                 ended.map(|()| None)
             }
-            Err(fault) => {
-                // Others that store the same block meanwhile are told; this one goes on through host memory.
-                let fault = Err(Error::unavailable("device", fault));
-                drop(self.end_write(&job.key, id, None, (None, fault)).await);
+            Err(failed) => {
+                // It goes on through host memory. Who has stored the same block meanwhile has a copy there.
+                let FailedWrite { slot, filling, reason, .. } = failed;
+                let mut state = self.shared.lock();
+                state.write_other_copy(&job.key, id);
+                state.abort_cufile_write(id, slot, filling);
+                let end = state.end_flight(&job.key, Tier::Disk, Err(Error::unavailable("device", reason)));
+                drop(state);
+                self.answer_all(end);
+                self.clear_record(slot).await;
                 Ok(Some(job))
             }
         }
@@ -106,7 +125,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block that only the device holds. `None` if it must go another way.
     pub(super) async fn write_by_cufile(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Option<Written> {
         match self.begin_write(key, pin, Taken::default()).await {
-            Ok(Some(begun)) => self.write_slot(begun, Arc::clone(pin)).await.ok(),
+            Ok(Some(begun)) => match self.write_slot(begun, Arc::clone(pin)).await {
+                Ok(written) => Some(written),
+                Err(FailedWrite { id, slot, filling, .. }) => {
+                    self.shared.lock().abort_cufile_write(id, slot, filling);
+                    self.clear_record(slot).await;
+                    None
+                }
+            },
             Ok(None) => Some((None, Ok(()))),
             Err(error) => Some((None, Err(error))),
         }
@@ -115,27 +141,31 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a device slot to its disk slot, and its record.
     ///
     /// # Errors
-    /// Why libcufile did not: nothing is left of the write.
+    /// What is left of a write that libcufile did not make.
     async fn write_slot<K: BlockMemory>(
         self: &Rc<Self>,
         (permit, DiskWrite { id, filling }, place): BegunWrite,
         source: K,
-    ) -> Result<Written, String> {
+    ) -> Result<Written, FailedWrite> {
         let DiskPlace { file, offset, page } = place;
         let (slot, parts) = (filling.slot(), self.parts(&source, offset));
         // SAFETY: `source` keeps its memory, which nobody writes to, the disk slot is unpublished, and both travel.
         let transfer = unsafe { self.cufile_route().cufile.transfer(OpKind::Write, file, parts, (source, filling)) };
         let (ended, recorded) = join(transfer, self.write_page(page)).await;
         drop(permit);
-        let (owners, fault) = match self.cufile_ended(ended) {
-            Ok((_, filling)) => return Ok((Some(DiskWrite { id, filling }), recorded)),
-            Err(failed) => failed,
-        };
-        self.shared.abort_cufile_write(id, slot, owners.map(|(_, filling)| filling));
-        // If the block is removed before it is written elsewhere, no record may name it. After an error the page stays
-        // stale, and a removal of the block writes it again.
+        match self.cufile_ended(ended) {
+            Ok((_, filling)) => Ok((Some(DiskWrite { id, filling }), recorded)),
+            Err((owners, reason)) => {
+                let filling = owners.map(|(_, filling)| filling);
+                Err(FailedWrite { id, slot, filling, reason })
+            }
+        }
+    }
+
+    /// Clears the record of a slot whose write was given up: if the block is removed before it is written elsewhere, no
+    /// record may name it. After an error the page stays stale, and a removal of the block writes it again.
+    async fn clear_record(self: &Rc<Self>, slot: u32) {
         drop(self.write_record(slot).await);
-        Err(fault)
     }
 
     fn cufile_route(&self) -> &CufileRoute {
@@ -211,16 +241,54 @@ impl Shared {
             pin.release(&mut state);
         }
     }
+}
 
+impl Locked<'_> {
     /// Ends a failed write. `filling` is `None` if libcufile still uses its slot.
-    fn abort_cufile_write(self: &Arc<Self>, id: EntryId, slot: u32, filling: Option<Filling>) {
-        let mut state = self.lock();
-        let key = state.index.key(id);
-        state.index.abort_fill(id, Tier::Disk);
-        state.disk_slots().clear(slot, &key);
-        state.note_given_up(&key, id);
-        if let Some(filling) = filling {
-            filling.release(&mut state);
+    fn abort_cufile_write(&mut self, id: EntryId, slot: u32, filling: Option<Filling>) {
+        let key = self.index.key(id);
+        // A call that has come back since has given the slot back, and another block may have it. The fill has kept the
+        // id until now.
+        let is_entered = self.disk_slots().meta(slot).is_some_and(|meta| meta.entry == id.as_u32());
+        self.index.abort_fill(id, Tier::Disk);
+        if is_entered {
+            self.disk_slots().clear(slot, &key);
         }
+        self.note_given_up(&key, id);
+        if let Some(filling) = filling {
+            filling.release(self);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        config::{Config, DiskPath},
+        state::{Class, Few},
+    };
+
+    /// A call that was given up comes back before its write is, and its slot is another block's by then.
+    #[test]
+    fn a_slot_that_was_given_back_late_is_left_to_who_has_it() {
+        let disks = vec![DiskPath::with_blocks("nowhere", 1)];
+        let shared = Shared::of_test(Config::default().block_bytes(4096).host_blocks(4).disks(disks));
+        let mut state = shared.lock();
+        let begin = |key: BlockKey, state: &mut Locked<'_>| {
+            let (id, filling) = (state.index.insert(key, None), state.acquire(Tier::Disk).expect("the only slot"));
+            assert!(state.begin_disk_write(id, &filling, Some(1)).is_some());
+            state.flights.begin((&key, Tier::Disk), id, Class::Awaited, Few::default(), true);
+            (id, filling)
+        };
+        let (first, filling) = begin(BlockKey::new([1; 32]), &mut state);
+        let slot = filling.slot();
+        drop(state);
+        drop(filling);
+        let mut state = shared.lock();
+        let (other, filling) = begin(BlockKey::new([2; 32]), &mut state);
+        state.abort_cufile_write(first, slot, None);
+        assert_eq!(state.disk_slots().meta(slot).map(|meta| meta.entry), Some(other.as_u32()));
+        assert!(state.end_disk_write(DiskWrite { id: other, filling }, None), "it is on disk");
     }
 }

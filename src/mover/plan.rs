@@ -195,7 +195,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut step = step?;
         while let Step::Wait(missing) = step {
             // Boxed: every movement would have room for it.
-            Box::pin(self.wait_for(missing, &mut trip.taken, purpose(&trip.key, trip.flight))).await?;
+            let waited = Box::pin(self.wait_for(missing, &mut trip.taken, purpose(&trip.key, trip.flight))).await;
+            match (missing, trip.flight) {
+                // No other way of a call needs a slot of the device.
+                (Need::Slot(Tier::Device), None) if waited.is_err() => trip.rule_out(),
+                _ => waited?,
+            }
             step = self.plan(&mut self.shared.lock(), trip)?;
         }
         if trip.route.is_none_or(|route| route == Route::HostHit || is_through_host(route)) {

@@ -98,7 +98,7 @@ fn store_route(state: &Locked<'_>, job: &Job, is_in_place: bool, has_cufile: boo
         let (id, disk) = (state.index.find(&job.key), &state.shared().config.disk);
         view.held = Tier::ALL.map(|tier| id.is_some_and(|id| state.index.slot(id, tier).is_some()));
         view.is_moving = Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier));
-        view.has_cufile = has_cufile && state.cufile.writes();
+        view.has_cufile = has_cufile && state.cufile.writes() && state.device_service.reads();
         view.writes_through =
             disk.write_policy == WritePolicy::WriteThrough && !disk.paths.is_empty() && state.disk_service.writes();
     }

@@ -8,7 +8,7 @@
 use std::{cell::Cell, rc::Rc, time::Duration};
 
 use kvhoist::{
-    Cache, Capacity, Config, DeviceKind, DiskPath,
+    Cache, Capacity, Config, DeviceKind, DiskPath, EngineMode,
     internals::{config::BUDGET_BLOCKS_MIN, service::discover},
 };
 
@@ -176,7 +176,7 @@ impl Spaces {
         };
         if let Some(kind) = kind {
             // Blocks reach the device through host memory, where others find them. No slot is used: none may be 0.
-            config = config.device_blocks(1).device(kind).bypass_host(false);
+            config = config.device_blocks(1).device(kind).cufile(EngineMode::Off).bypass_host(false);
         }
         config.validate()?;
         self.tables.take(&manifest.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
@@ -269,7 +269,7 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
 mod tests {
     use std::path::Path;
 
-    use kvhoist::{DirectIo, EngineMode};
+    use kvhoist::DirectIo;
     use tokio::task::LocalSet;
 
     use super::*;

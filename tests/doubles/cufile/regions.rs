@@ -134,6 +134,34 @@ fn what_fails_goes_through_host_memory() {
     });
 }
 
+/// Two threads store a block, the first from memory of the device, by a write that never returns.
+#[test]
+fn who_stores_the_same_block_hears_nothing_of_a_write_that_fails() {
+    with_double("regions::who_stores_the_same_block_hears_nothing_of_a_write_that_fails", &["hangwrite"], |_| {
+        let (directory, pool) = (common::directory(), Pool::new());
+        let cache = open(config(&directory));
+        pool.write(0, &payload(0, BLOCK_BYTES));
+        let (keys, segments) = ([key(0)], [pool.segments(0)]);
+        std::thread::scope(|scope| {
+            let first = scope
+                .spawn(|| pool.lend(&cache, || block_on(cache.store_from(&keys, None, &segments)).expect("asked")));
+            while ask("in_flight") == 0 {
+                std::thread::yield_now();
+            }
+            block_on(common::store(&cache, 0));
+            assert!(first.join().expect("no panic").iter().all(|stored| matches!(stored, Ok(true))));
+        });
+        block_on(cache.sync()).expect("nothing was refused");
+        let stats = end(cache);
+        assert_eq!((stats.writes_refused, stats.stores_failed), (0, 0), "{stats:?}");
+        ask("release");
+        let reopened = (0..1000).find_map(|_| block_on(Cache::open(config(&directory))).ok());
+        let cache = reopened.expect("the library has given the file back");
+        assert!(cache.contains(&key(0)), "it is on disk");
+        end(cache);
+    });
+}
+
 #[test]
 fn a_block_that_is_wrong_on_disk_is_a_miss_and_the_disks_fault() {
     with_double("regions::a_block_that_is_wrong_on_disk_is_a_miss_and_the_disks_fault", &["direct"], |_| {
