@@ -112,7 +112,8 @@ impl Cache {
     /// ```
     pub async fn store(&self, key: &BlockKey, parent: Option<&BlockKey>, data: &[u8]) -> Result<()> {
         self.check_length(data)?;
-        let committed = self.place(key, parent, data, || true).await?;
+        let placed = self.place(key, parent, data, || true).await;
+        let committed = placed.inspect_err(|_| self.inner.shared.metrics.stores_failed.add(1))?;
         self.finish_store(key, committed).await
     }
 
@@ -170,7 +171,8 @@ impl Cache {
     }
 
     /// The leading blocks of `keys` that are resident in a tier in service: the fastest of each, none once the cache is
-    /// closed. Blocks of the remote tier count as far as that offers them. One lock, no I/O, no use counted.
+    /// closed. Blocks of the remote tier count as far as that offers them. No I/O, no use counted; the lock is taken for
+    /// 256 keys at a time, so a chain that is evicted meanwhile may match in part.
     ///
     /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
     /// until the next match a block counts as used once, however often it is fetched or loaded.

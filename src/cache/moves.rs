@@ -1,5 +1,7 @@
 //! Loads and stores of blocks in callers' memory.
 
+use std::sync::Arc;
+
 use tokio::sync::oneshot;
 
 use super::{Cache, Region};
@@ -116,6 +118,12 @@ impl Cache {
 
     /// Begins a store; what is left of it to the reactor.
     pub(super) fn begin_store(&self, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
+        let shared = Arc::clone(self.shared());
+        let reply: Reply = Box::new(move |results| {
+            let failed = results.iter().filter(|result| result.is_err()).count();
+            shared.metrics.stores_failed.add(failed as u64);
+            reply(results);
+        });
         let call = StoreCall::new(self.shared(), &self.inner.urgent, jobs.len(), reply);
         Submitter::begin_store(self.inner.submitter.as_deref(), jobs, call)
     }

@@ -1,6 +1,6 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{collections::BTreeSet, io, rc::Rc, time::Duration};
+use std::{io, rc::Rc, time::Duration};
 
 use tokio::sync::{SemaphorePermit, oneshot};
 
@@ -28,7 +28,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// A refusal of the disk is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
         // Before the dirty blocks: one that is being copied from the device is in flight now, and may be dirty later.
-        let mut keys: BTreeSet<BlockKey> = {
+        let mut keys: Vec<BlockKey> = {
             let state = self.shared.lock();
             // Of a removed block whose key was stored anew the new one counts, if it is to be written.
             let is_of_key = |key: &BlockKey| {
@@ -37,11 +37,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             };
             state.flights.writes().filter(is_of_key).collect()
         };
+        // One that is among them twice is waited for twice.
         match self.shared.config.values_writes() {
-            true => keys.append(&mut self.decide_all().await),
-            false => keys.extend(self.each_dirty(|_, key| key).await),
+            true => keys.extend(self.decide_all().await),
+            false => keys.append(&mut self.each_dirty(|_, key| key).await),
         }
-        let keys: Vec<BlockKey> = keys.into_iter().collect();
         let mut transient = None;
         for batch in keys.chunks(DEMOTING_MAX as usize) {
             let begun: Vec<_> = batch.iter().map(|key| self.begin_sync_write(key)).collect();

@@ -74,7 +74,7 @@ mod tests {
     use crate::{block::Tier, config::Config, state::locks_taken};
 
     #[test]
-    fn a_long_chain_is_kept_to_its_beginning_under_many_locks() {
+    fn a_long_chain_is_kept_and_matched_under_many_locks() {
         const BLOCKS: u64 = 1 << 15;
         let shared = Shared::of_test(Config::default().block_bytes(4096).host_blocks(2));
         let keys = (0..BLOCKS).map(|n| {
@@ -93,6 +93,10 @@ mod tests {
         assert_eq!(shared.keep(&keys[last..], Duration::from_secs(60)), 1);
         let locks = locks_taken() - before;
         assert!(locks >= BLOCKS / 256, "{locks} locks for {BLOCKS} blocks");
+        let before = locks_taken();
+        assert_eq!((shared.match_len(&keys), shared.match_prefix(&keys).len()), (keys.len(), keys.len()));
+        let locks = locks_taken() - before;
+        assert!(locks >= 2 * BLOCKS / 256, "{locks} locks to match {BLOCKS} blocks twice");
         let state = shared.lock();
         let is_kept = |key: &BlockKey| state.index.find(key).is_some_and(|id| state.index.is_kept(id));
         assert!(keys.iter().all(is_kept), "the blocks before it too");

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Shared, Use};
+use super::{Locked, Shared, Use};
 use crate::{
     block::{BlockKey, Tier},
     config::{Config, RemotePolicy},
@@ -139,28 +139,46 @@ impl Shared {
     /// The tiers of a chain's leading blocks, as a request for them begins: those of the node and what the remote tier
     /// offers. None once the cache is closed.
     pub(crate) fn match_prefix(self: &Arc<Self>, keys: &[BlockKey]) -> Vec<Tier> {
-        let mut state = self.lock();
-        if state.check_open().is_err() {
-            return Vec::new();
-        }
-        state.index.begin_request(keys.len());
-        let mut tiers = state.match_prefix(keys);
-        drop(state);
-        self.match_further(keys, tiers.len(), |tier| tiers.push(tier));
+        let mut tiers = Vec::new();
+        let resident = self.match_in_turns(keys, true, |state, keys| {
+            let found = state.match_prefix(keys);
+            tiers.extend_from_slice(&found);
+            found.len()
+        });
+        self.match_further(keys, resident, |tier| tiers.push(tier));
         tiers
     }
 
     /// The length of [`match_prefix`](Self::match_prefix). Without a remote tier it allocates nothing.
     pub(crate) fn match_len(self: &Arc<Self>, keys: &[BlockKey]) -> usize {
-        let resident = {
-            let mut state = self.lock();
-            if state.check_open().is_err() {
-                return 0;
-            }
-            state.index.begin_request(keys.len());
-            state.match_len(keys)
-        };
+        let resident = self.match_in_turns(keys, true, |state, keys| state.match_len(keys));
         self.match_further(keys, resident, |_| {})
+    }
+
+    /// How many leading blocks `look` finds, which has the lock for a part of them at a time. The first lock `begins` a
+    /// request for all; none is found once the cache is closed.
+    fn match_in_turns(
+        self: &Arc<Self>,
+        keys: &[BlockKey],
+        begins: bool,
+        mut look: impl FnMut(&Locked<'_>, &[BlockKey]) -> usize,
+    ) -> usize {
+        let mut matched = 0;
+        loop {
+            let turn = &keys[matched..keys.len().min(matched + LOOKED_UP_UNDER_ONE_LOCK)];
+            let mut state = self.lock();
+            if matched == 0 && begins {
+                if state.check_open().is_err() {
+                    return 0;
+                }
+                state.index.begin_request(keys.len());
+            }
+            let found = look(&state, turn);
+            matched += found;
+            if found < turn.len() || matched == keys.len() {
+                return matched;
+            }
+        }
     }
 
     /// The number of leading blocks, of which a tier of the node has the first `matched`: with those that the remote
@@ -169,11 +187,18 @@ impl Shared {
         let Some(remote) = &self.remote else { return matched };
         while matched < keys.len() {
             let offered = remote.offered(keys[matched..].iter());
-            let local = if offered == 0 { Vec::new() } else { self.lock().match_prefix(&keys[matched + offered..]) };
+            if offered == 0 {
+                break;
+            }
             (0..offered).for_each(|_| add(Tier::Remote));
-            local.iter().for_each(|tier| add(*tier));
-            matched += offered + local.len();
-            if local.is_empty() {
+            matched += offered;
+            let resident = self.match_in_turns(&keys[matched..], false, |state, keys| {
+                let found = state.match_prefix(keys);
+                found.iter().for_each(|tier| add(*tier));
+                found.len()
+            });
+            matched += resident;
+            if resident == 0 {
                 break;
             }
         }

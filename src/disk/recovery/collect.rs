@@ -19,6 +19,9 @@ use crate::{
     memory::AlignedBuf,
 };
 
+/// More than the generations of a run: no store writes so many blocks.
+const UNKNOWN_GENERATIONS: u64 = 1 << 40;
+
 /// The record of a full slot. Its length is the store's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveredRecord {
@@ -190,7 +193,11 @@ impl<'a> Collector<'a> {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
         let slots = self.slots.stripe().slots();
         assert_eq!(sum, u64::from(slots), "every slot was counted once: {:?}", self.counts);
-        Recovered { slots: self.slots, counts: self.counts, next_generation: self.generation_next, is_new: false }
+        // Records that are not known now may be read by a later open, and are older than what is stored from now on.
+        let is_whole = self.unreadable.is_empty() && self.counts.bad == 0;
+        let unknown = if is_whole { 0 } else { UNKNOWN_GENERATIONS };
+        let next_generation = self.generation_next.saturating_add(unknown);
+        Recovered { slots: self.slots, counts: self.counts, next_generation, is_new: false }
     }
 }
 

@@ -299,6 +299,7 @@ fn an_unreadable_page_costs_its_own_records_only_and_a_shortage_of_memory_none()
     let store = block_on(open(&sim, &members(&config, true), &config, UUID)).expect("a store");
     assert_eq!((store.counts.valid, store.counts.bad), (68, 32));
     assert_eq!(stale(&store), [PageId(1)]);
+    assert!(store.next_generation > 1 << 40, "a later open may read that page, and what is stored now is newer");
 }
 
 #[test]
