@@ -7,7 +7,9 @@ mod tests;
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
+    future::pending,
     ops::Range,
+    panic::resume_unwind,
     rc::Rc,
     sync::Arc,
 };
@@ -15,7 +17,7 @@ use std::{
 use kvhoist::{Cache, Segment, internals::service::Gpu};
 use tokio::{
     sync::{Notify, Semaphore},
-    task::{JoinSet, yield_now},
+    task::{JoinError, JoinSet, yield_now},
 };
 
 use super::{
@@ -192,9 +194,13 @@ impl ClientTransfers {
                 results.borrow_mut()[first..last].iter_mut().zip(ended).for_each(|(at, ended)| *at = Some(ended));
                 drop(permits);
             });
-            while calls.try_join_next().is_some() {}
+            while let Some(ended) = calls.try_join_next() {
+                pass_on(ended);
+            }
         }
-        while calls.join_next().await.is_some() {}
+        while let Some(ended) = calls.join_next().await {
+            pass_on(ended);
+        }
         Ok(results.take().into_iter().map(|ended| ended.unwrap_or_else(|| Err(canceled()))).collect())
     }
 
@@ -227,7 +233,13 @@ impl ClientTransfers {
 
     /// Whether memory of a movement that has ended was taken away meanwhile: then it is given up. The cache has stored
     /// nothing from it since then; what it has of the same keys is others'.
+    ///
+    /// Pending for ever once the cache has ended: the kernel may still write to the client's memory, which is not to be
+    /// told that it is its own again. The session ends then, and hangs up last.
     async fn settle(&self, guarded: BTreeMap<u32, Rc<Lent>>) -> Option<Failure> {
+        if self.cache.has_ended() {
+            pending::<()>().await;
+        }
         let spoiled: Vec<_> = guarded.into_iter().filter(|(_, lent)| lent.is_spoiled()).collect();
         let (first, _) = spoiled.first()?;
         // What is written there is the service's memory.
@@ -235,6 +247,13 @@ impl ClientTransfers {
             self.regions.give_up(*region, lent).await;
         }
         Some(shrunk(*first))
+    }
+}
+
+/// Passes a panic of a call on: what it had begun goes on, and so the request must not be answered.
+fn pass_on(ended: Result<(), JoinError>) {
+    if let Some(panic) = ended.err().and_then(|error| error.try_into_panic().ok()) {
+        resume_unwind(panic);
     }
 }
 

@@ -174,4 +174,10 @@ impl Cache {
     pub fn has_ended(&self) -> bool {
         self.shared().has_ended()
     }
+
+    /// Waits until its reactor has ended, by a close or by a defect.
+    #[doc(hidden)]
+    pub async fn wait_ended(&self) {
+        drop(self.ended().await);
+    }
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, ServiceFault};
 
 /// What a client is told of a cache that is closed.
 const CACHE_ENDED: &str = "space: found its cache ended by a defect (the log of the service has the panic), expected \
-                           one that serves: end all clients of the space, then attach again, or restart the service";
+                           one that serves: attach again once all clients of the space have been cut off";
 
 /// Why something was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -73,6 +73,8 @@ impl Session {
                 (self.connection.id(), self.connection.pid, self.connection.uid, &space.namespace);
             tracing::info!(id, pid, uid, space, block_bytes, others, "a client has attached");
         }
+        let cache = space.cache.clone();
+        self.defect = Box::pin(async move { cache.wait_ended().await });
         self.attached = Some((space, transfers));
         Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }

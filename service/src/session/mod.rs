@@ -1,20 +1,29 @@
 //! One client's connection, from its hello to its hang-up.
 
 mod attached;
+mod farewell;
 mod requests;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, future::pending, os::fd::OwnedFd, rc::Rc, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap, future::pending, os::fd::OwnedFd, panic::AssertUnwindSafe, pin::Pin, rc::Rc, sync::Arc,
+    time::Duration,
+};
 
-use kvhoist::Lease;
+use futures_util::FutureExt;
+use kvhoist::{Error, Lease};
 use tokio::{
     sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
     task::JoinSet,
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, sleep_until},
 };
 
-use self::attached::{DeviceEnd, Entered};
+pub(super) use self::farewell::refuse;
+use self::{
+    attached::{DeviceEnd, Entered},
+    farewell::{refusal, tell},
+};
 use super::{
     link::{Link, LinkError, Received},
     protocol::{Failure, Hello, Reply, SpaceDevice, Welcome, set_id},
@@ -30,8 +39,6 @@ use crate::error::ServiceFault;
 const FRAME_BYTES_UNATTACHED: usize = 4096;
 /// Clients whose coming and going is logged in a second: the ranks of an engine come together.
 const LOGGED_A_SECOND: u32 = 32;
-/// How long a client that is cut off has to read the reason.
-const GOODBYE: Duration = Duration::from_millis(100);
 /// How long a client has to read its last replies, all of them, while the service drains.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -43,6 +50,12 @@ enum End {
     Cut(Failure),
     /// The service ends, and all requests are answered.
     Drained,
+}
+
+impl End {
+    fn failed() -> Self {
+        End::Cut(Failure::new(ServiceFault::Io, "the service failed in the middle of a request"))
+    }
 }
 
 impl From<LinkError> for End {
@@ -82,6 +95,8 @@ struct Session {
     request_bytes: BTreeMap<u64, usize>,
     /// The client's space and its transfers, once it is attached.
     attached: Option<(Rc<Space>, Rc<ClientTransfers>)>,
+    /// The end of the space's cache, by a defect.
+    defect: Pin<Box<dyn Future<Output = ()>>>,
     attaching: bool,
     /// A status is in flight: nothing more is read, so that a client has one at a time.
     awaits_status: bool,
@@ -116,6 +131,7 @@ pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, w
         requests: BTreeMap::new(),
         request_bytes: BTreeMap::new(),
         attached: None,
+        defect: Box::pin(pending()),
         attaching: false,
         awaits_status: false,
         device: SpaceDevice::None,
@@ -130,39 +146,15 @@ pub(super) async fn serve(state: Rc<ServiceState>, connection: Rc<Connection>, w
         state,
         connection,
     };
-    let end = match session.greet().await {
-        Ok(()) => session.run().await,
-        Err(end) => end,
-    };
-    session.finish(end).await
-}
-
-/// Sends a connection the reason why it is refused. False, as of [`serve`].
-pub(super) async fn refuse(state: Rc<ServiceState>, wire: Arc<dyn Wire>, failure: Failure) -> bool {
-    let mut link = Link::new(wire);
-    link.sender.push(refusal(&state, failure), None);
-    tell(&mut link).await;
-    link.hang_up();
-    false
-}
-
-/// The answer to a client that is not admitted: a welcome with the fault, and a goodbye with the reason.
-fn refusal(state: &ServiceState, failure: Failure) -> Vec<u8> {
-    let mut bytes = Welcome::new(Err(failure.fault), state.limits()).encode();
-    bytes.extend(Reply::Goodbye(failure).encode(0));
-    bytes
-}
-
-/// Sends the outbox, for at most [`GOODBYE`].
-async fn tell(link: &mut Link) {
-    let sent = timeout(GOODBYE, async {
-        while link.sender.flush().is_ok() && link.sender.bytes() > 0 {
-            if link.ready(false).await.is_err() {
-                break;
-            }
+    let run = async {
+        match session.greet().await {
+            Ok(()) => session.run().await,
+            Err(end) => end,
         }
-    });
-    drop(sent.await);
+    };
+    // After a panic under a cache's lock each look into that cache is one, too. What was begun for the client goes on.
+    let end = AssertUnwindSafe(run).catch_unwind().await.unwrap_or_else(|_| End::failed());
+    session.finish(end).await
 }
 
 impl Session {
@@ -236,6 +228,7 @@ impl Session {
             }
         };
         tokio::select! { biased;
+            () = &mut self.defect => Err(End::Cut(Failure::from(&Error::Closed))),
             Some((id, layer)) = self.layers.1.recv() => {
                 self.reply(id, &layer);
                 Ok(())
@@ -309,7 +302,7 @@ impl Session {
     /// Answers a request whose task has ended; `None`: it panicked.
     fn end(&mut self, ended: Option<Ended>) -> Result<(), End> {
         let Some(Ended { id, result }) = ended else {
-            return Err(End::Cut(Failure::new(ServiceFault::Io, "the service failed in the middle of a request")));
+            return Err(End::failed());
         };
         // Before the reply that ends the request.
         while let Ok((id, layer)) = self.layers.1.try_recv() {

@@ -1,5 +1,6 @@
 //! A session over a stream of the test's own.
 
+mod defects;
 mod figures;
 mod hung_files;
 

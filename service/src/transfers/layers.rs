@@ -40,16 +40,18 @@ impl ClientTransfers {
         let guarded = self.regions.guarded(blocks.places.of(0..count));
         let _moving = Moving::new(&self.moving, count as u64);
         // Polled before other tasks of this thread, and the call holds the segments' regions from its first poll on.
-        let load = self.cache.load_layers(&blocks.keys, &segments, &layer_of).await;
-        let load = load.map_err(|error| Failure::from(&error))?;
-        for layer in 0..load.layers() {
-            let (leading, error) = load.layer(layer).await.map_err(|error| Failure::from(&error))?;
-            tell(Reply::Layer { layer: layer as u32, leading: leading as u32, failed: error.is_some() });
-        }
-        let results = load.blocks().await;
+        let ended = async {
+            let load = self.cache.load_layers(&blocks.keys, &segments, &layer_of).await?;
+            for layer in 0..load.layers() {
+                let (leading, error) = load.layer(layer).await?;
+                tell(Reply::Layer { layer: layer as u32, leading: leading as u32, failed: error.is_some() });
+            }
+            Ok(load.blocks().await)
+        };
+        let ended: Result<_, kvhoist::Error> = ended.await;
         match self.settle(guarded).await {
             Some(failure) => Ok(vec![Err(failure); count]),
-            None => Ok(results.into_iter().map(told).collect()),
+            None => Ok(ended.map_err(|error| Failure::from(&error))?.into_iter().map(told).collect()),
         }
     }
 
