@@ -17,8 +17,8 @@ use std::{
 
 use futures_util::{
     FutureExt, StreamExt,
-    future::select,
-    stream::{self, Stream},
+    future::{join, select},
+    stream,
 };
 use kvhoist::{BlockKey, Error, Segment, block_on};
 use kvhoist_service::Client;
@@ -27,7 +27,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::{cache::Movement, errors::io_error};
 
-/// Submissions of one queue that are in flight at once; the others wait.
+/// Submissions of one queue and way that are in flight at once; the others wait. No load waits for stores.
 const IN_FLIGHT_MAX: usize = 16;
 
 /// A submission's ticket, and a result for each of its blocks.
@@ -45,7 +45,8 @@ pub struct ClientQueue {
 }
 
 struct Running {
-    submissions: mpsc::UnboundedSender<Submission>,
+    loads: mpsc::UnboundedSender<Submission>,
+    stores: mpsc::UnboundedSender<Submission>,
     /// Dropped, it drops what is in flight.
     end: oneshot::Sender<()>,
     thread: JoinHandle<()>,
@@ -132,8 +133,9 @@ impl Submission {
     }
 }
 
-/// Runs submissions to their ends.
-async fn run(submissions: impl Stream<Item = Submission>) {
+/// Runs submissions of one way to their ends.
+async fn run(mut submissions: mpsc::UnboundedReceiver<Submission>) {
+    let submissions = stream::poll_fn(|context| submissions.poll_recv(context));
     submissions.for_each_concurrent(IN_FLIGHT_MAX, Submission::run).await;
 }
 
@@ -145,11 +147,11 @@ impl ClientQueue {
     pub fn new(client: Client, closed: Arc<AtomicBool>, depth: usize) -> Result<Self, Error> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let event = File::from(event.map_err(|error| io_error("eventfd", "", error.into()))?);
-        let (submissions, mut received) = mpsc::unbounded_channel();
+        let [(loads, queued_loads), (stores, queued_stores)] = [(); 2].map(|()| mpsc::unbounded_channel());
         let (end, ended) = oneshot::channel::<()>();
         let work = move || {
-            let submissions = stream::poll_fn(|context| received.poll_recv(context));
-            block_on(select(ended, run(submissions).boxed_local()).map(drop));
+            let both = join(run(queued_loads), run(queued_stores));
+            block_on(select(ended, both.boxed_local()).map(drop));
         };
         let thread = thread::Builder::new().name("kvhoist-queue".into()).spawn(work);
         let thread = thread.map_err(|error| io_error("start the thread of", "a client's queue", error))?;
@@ -159,7 +161,7 @@ impl ClientQueue {
             completions: Arc::new(Completions { done: Mutex::default(), outstanding: AtomicUsize::new(0), event }),
             tickets: AtomicU64::new(1),
             depth,
-            running: Mutex::new(Some(Running { submissions, end, thread })),
+            running: Mutex::new(Some(Running { loads, stores, end, thread })),
         })
     }
 
@@ -190,10 +192,11 @@ impl ClientQueue {
         lent: Vec<Segment>,
     ) -> Result<u64, Error> {
         let running = self.running();
-        let Some(Running { submissions, .. }) = running.as_ref().filter(|_| !self.closed.load(Ordering::Acquire))
+        let Some(Running { loads, stores, .. }) = running.as_ref().filter(|_| !self.closed.load(Ordering::Acquire))
         else {
             return Err(Error::Closed);
         };
+        let submissions = if matches!(movement, Movement::Load) { loads } else { stores };
         let one_more = |outstanding| (outstanding < self.depth).then_some(outstanding + 1);
         let taken = self.completions.outstanding.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more);
         taken.map_err(|_| Error::Busy {
@@ -218,8 +221,8 @@ impl ClientQueue {
 
     /// Drops what is in flight, and returns when the queue touches no lent memory any longer.
     pub fn end(&self) {
-        let Some(Running { submissions, end, thread }) = self.running().take() else { return };
-        drop((submissions, end));
+        let Some(Running { loads, stores, end, thread }) = self.running().take() else { return };
+        drop((loads, stores, end));
         // A panic of the thread is in its message; it has answered all submissions.
         let _ = thread.join();
     }

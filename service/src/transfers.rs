@@ -16,7 +16,7 @@ use std::{
 
 use kvhoist::{Cache, Segment, internals::service::Gpu};
 use tokio::{
-    sync::{Notify, Semaphore},
+    sync::{Notify, OwnedSemaphorePermit, Semaphore},
     task::{JoinError, JoinSet, yield_now},
 };
 
@@ -59,6 +59,8 @@ pub(super) struct ClientTransfers {
     pub(super) regions: Regions,
     /// A permit a block.
     permits: Arc<Semaphore>,
+    /// The same for blocks that are stored, which have half of it: no load waits for stores.
+    stores: Arc<Semaphore>,
     per_call: usize,
     /// One request of the connection at a time works through its places.
     turns: Semaphore,
@@ -83,6 +85,7 @@ impl ClientTransfers {
         let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
+        let stores = (blocks / 2).max(1);
         let movements_max = cache.config().limits.movements_max as usize;
         ClientTransfers {
             regions: Regions::new(
@@ -95,7 +98,8 @@ impl ClientTransfers {
             ),
             cache,
             permits: Arc::new(Semaphore::new(blocks)),
-            per_call: BLOCKS_PER_CALL.min(blocks).min(movements_max),
+            stores: Arc::new(Semaphore::new(stores)),
+            per_call: BLOCKS_PER_CALL.min(stores).min(movements_max),
             turns: Semaphore::new(1),
             places: Cell::new(0),
             moving: Cell::new(0),
@@ -182,10 +186,9 @@ impl ClientTransfers {
             let first = next;
             let (last, places) = self.last(&blocks, first);
             next = last;
-            let permits = Arc::clone(&self.permits).acquire_many_owned((last - first) as u32);
             let permits = tokio::select! { biased;
                 () = cancel.canceled() => break,
-                permits = permits => permits.expect("nobody closes it"),
+                permits = self.permits_for(&way, (last - first) as u32) => permits,
             };
             self.turn(places).await;
             let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
@@ -202,6 +205,16 @@ impl ClientTransfers {
             pass_on(ended);
         }
         Ok(results.take().into_iter().map(|ended| ended.unwrap_or_else(|| Err(canceled()))).collect())
+    }
+
+    /// Waits for the connection's share of bytes in flight.
+    async fn permits_for(&self, way: &Way, blocks: u32) -> [Option<OwnedSemaphorePermit>; 2] {
+        let take = |permits: &Arc<Semaphore>| Arc::clone(permits).acquire_many_owned(blocks);
+        let of_stores = match way {
+            Way::Load => None,
+            Way::Store(_) => take(&self.stores).await.ok(),
+        };
+        [of_stores, take(&self.permits).await.ok()]
     }
 
     /// One call of the cache, for some of the blocks.

@@ -1,6 +1,6 @@
 //! Loads of clients that share a space.
 
-use std::{os::fd::OwnedFd, rc::Rc};
+use std::{os::fd::OwnedFd, rc::Rc, time::Duration};
 
 use futures_util::FutureExt;
 use kvhoist::{BlockKey, Config, DirectIo, SharedMemory};
@@ -26,8 +26,13 @@ fn key(block: u8) -> BlockKey {
 
 /// A client with room for all blocks.
 fn client(space: &Space) -> Rc<ClientTransfers> {
+    client_with(space, 1 << 20)
+}
+
+/// The same with so many bytes in flight.
+fn client_with(space: &Space, in_flight_max: usize) -> Rc<ClientTransfers> {
     let budget = Rc::new(Budget::new(&ServerConfig::new("unused")));
-    let transfers = ClientTransfers::new(space, 1 << 20, "a client".into(), budget.account(1), None);
+    let transfers = ClientTransfers::new(space, in_flight_max as u64, "a client".into(), budget.account(1), None);
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
     transfers.regions.add(1, RegionKind::Host, &fd, 0, pool.len() as u64).expect("registered");
@@ -82,6 +87,40 @@ async fn a_block_that_too_many_want_costs_no_other_block() {
         one.regions.release_all().await;
         other.regions.release_all().await;
         drop((one, other, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Every slot of host memory is leased: stores wait, and loads need no slot.
+#[tokio::test]
+async fn a_load_does_not_wait_for_stores_of_its_client() {
+    let config = ServerConfig { host_bytes: 2 * BLOCK_BYTES as u64, ..ServerConfig::new("unused") };
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
+        let transfers = client_with(&space, 4 * BLOCK_BYTES);
+        let [first, second] = [100, 101].map(key);
+        let mut leases = Vec::new();
+        for wanted in [first, second] {
+            space.cache.store(&wanted, None, &[7; BLOCK_BYTES]).await.expect("stored");
+            leases.push(space.cache.fetch(&wanted).await.expect("served"));
+        }
+        let store = Rc::clone(&transfers).run(Way::Store(None), blocks(), Cancel::default());
+        let mut store = Box::pin(store);
+        for _ in 0..100 {
+            assert!((&mut store).now_or_never().is_none(), "all slots are leased");
+            tokio::task::yield_now().await;
+        }
+        let place = [Place { region: 1, len: BLOCK_BYTES as u32, offset: 0 }];
+        let wanted = Blocks { keys: vec![first], places: [place].iter().collect() };
+        let load = Rc::clone(&transfers).run(Way::Load, wanted, Cancel::default());
+        let loaded = tokio::time::timeout(Duration::from_secs(60), load).await.expect("it waits for no store");
+        assert!(matches!(loaded.expect("its places")[..], [Ok(true)]));
+        drop(leases);
+        store.await.expect("its places").into_iter().for_each(|stored| assert!(stored.is_ok()));
+        transfers.regions.release_all().await;
+        drop((transfers, space));
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;
