@@ -267,8 +267,8 @@ def test_ctrl_c_ends_a_read(tmp_path):
         large.truncate(1 << 30)
     target = numpy.empty(1 << 30, dtype=numpy.uint8)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         while True:
             files.open(tmp_path / "large").read_into(target, page_cache=False, piece_bytes=4096, threads=1)
     timer.join()

@@ -43,6 +43,7 @@ from .._stores import Place, tier_settings  # noqa: E402
 from .._values import config_error, parse_bytes, warn_of_keywords  # noqa: E402
 from ..errors import ArgumentError, ClosedError, UnavailableError  # noqa: E402
 from .announced import Announced  # noqa: E402
+from .lock_times import LockTimes  # noqa: E402
 from .object_names import ObjectNames, row_of  # noqa: E402
 from .objects import ObjectStore, StoredObject  # noqa: E402
 from .unread import Unread  # noqa: E402
@@ -56,14 +57,6 @@ DEFAULT_BLOCK_BYTES = 2 << 20
 
 #: Objects whose place in a prefix is remembered from their lookup until they are stored.
 _PREFIXES_MAX = 65_536
-
-#: Seconds for which LMCache surely keeps the memory of a store (300: `--l1-read-ttl-seconds`): then other objects may
-#: lie there.
-_LOCKED_S = 290
-
-#: Seconds for which LMCache surely keeps the memory of a load (600: `--l1-write-ttl-seconds`): what is read later may
-#: end up in another object.
-_STAGED_S = 590
 
 #: Age of the oldest store under way from which on no more are taken: those that wait then end in time.
 _BEHIND_S = 60
@@ -85,6 +78,7 @@ class KvhoistL2(L2AdapterInterface):
             raise config_error("l1_memory_desc", None, "an L1 in host memory: kvhoist reads and writes it in place")
         settings = dict(config)
         block_bytes = parse_bytes(settings.pop("block_bytes", DEFAULT_BLOCK_BYTES), "block_bytes")
+        self._times = LockTimes.of_the_server()
         self.config = tier_settings(settings)
         failures = Failures(logger, "objects")
         self._guarded, self._failed = failures.guarded, failures.failed
@@ -92,6 +86,7 @@ class KvhoistL2(L2AdapterInterface):
         self.counters = failures.counters
         #: Guards the fields below; never held during a call of LMCache or the store.
         self._lock = threading.Lock()
+        self._load_ended = threading.Condition(self._lock)
         self._task_ids = itertools.count()
         #: Tasks under way, then results that LMCache has not taken yet.
         self._under_way: dict[int, _Task] = {}
@@ -100,6 +95,8 @@ class KvhoistL2(L2AdapterInterface):
         self._loaded: dict[int, Bitmap] = {}
         #: Objects that a lookup found and no unlock has released.
         self._locked: Counter = Counter()
+        #: Objects of the loads under way.
+        self._loading: Counter = Counter()
         self._names = ObjectNames(l1_memory_desc.align_bytes)
         #: For each object that a lookup did not find: the object before it in its prefix.
         self._before: OrderedDict[StoredObject, StoredObject] = OrderedDict()
@@ -213,13 +210,18 @@ class KvhoistL2(L2AdapterInterface):
             return self._found.pop(task_id, None)
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Releases objects that lookups found: `delete` may take them."""
+        """Releases objects that lookups found: `delete` may take them.
+
+        Where LMCache gives up a request whose load is under way, it frees the memory after this. So this waits for such
+        a load, which ends on the store's thread, for as long as LMCache keeps the memory of any.
+        """
         with self._lock:
-            for key in keys:
-                if self._locked[key] > 1:
-                    self._locked[key] -= 1
-                else:
-                    del self._locked[key]
+            _take(self._locked, keys)
+            # What has ended is unlocked without a wait: it is under way no more.
+            self._load_ended.wait_for(
+                lambda: not any(self._loading[key] > self._locked[key] for key in keys if key in self._loading),
+                self._times.staged_s,
+            )
 
     # Load
 
@@ -253,6 +255,8 @@ class KvhoistL2(L2AdapterInterface):
         with self._lock:
             task_id = next(self._task_ids)
             self._under_way[task_id] = task
+            if is_load:
+                self._loading.update(task.keys)
 
         def named_and_begun() -> None:
             if len(objects) != len(task.keys):
@@ -274,7 +278,7 @@ class KvhoistL2(L2AdapterInterface):
         with self._lock:
             task = self._under_way[ended.job_id]
         age = time.monotonic() - task.begun
-        if not ended.is_load and ended.good and age > _LOCKED_S:
+        if not ended.is_load and ended.good and age > self._times.locked_s:
             ended = self._undone(ended, task, age)
         elif not ended.is_load:
             with self._lock:
@@ -283,6 +287,9 @@ class KvhoistL2(L2AdapterInterface):
             self._guarded("remove", None, self._remove_doubted)
         with self._lock:
             del self._under_way[ended.job_id]
+            if ended.is_load:
+                _take(self._loading, task.keys)
+                self._load_ended.notify_all()
         self._guarded("account", None, lambda: self._account(ended, task))
         moved = sorted(ended.good)
         if ended.is_load:
@@ -302,7 +309,7 @@ class KvhoistL2(L2AdapterInterface):
         """Doubts what a task has stored that LMCache's locks did not cover to its end: it may be of other objects."""
         with self._lock:
             self._doubted.update(task.named[n] for n in ended.good)
-        why = f"it took {age:.0f} s, and LMCache keeps the memory for {_LOCKED_S}"
+        why = f"it took {age:.0f} s, and LMCache keeps the memory for {self._times.locked_s}"
         return replace(ended, good=[], failed={**ended.failed, **dict.fromkeys(ended.good, why)})
 
     def _remove_doubted(self) -> None:
@@ -319,7 +326,7 @@ class KvhoistL2(L2AdapterInterface):
         with self._lock:
             now, found = time.monotonic(), set(self._doubted)
             for task in self._under_way.values():
-                if now - task.begun <= _LOCKED_S:
+                if now - task.begun <= self._times.locked_s:
                     break
                 if not task.is_load:
                     found.update(task.named)
@@ -405,7 +412,7 @@ class KvhoistL2(L2AdapterInterface):
             oldest_store, oldest_load = self._oldest_s(is_load=False), self._oldest_s(is_load=True)
         figures = ("checksum_failures", "read_errors", "write_errors", "writes_refused", "storage", "direct_io")
         return {
-            "is_healthy": not self._closed and not out and oldest_load <= _STAGED_S,
+            "is_healthy": not self._closed and not out and oldest_load <= self._times.staged_s,
             "type": type(self).__name__,
             "kvhoist_version": __version__,
             "out_of_service": str(out or ""),
@@ -441,6 +448,15 @@ class _Task:
     #: Empty if the task did not begin.
     named: list[StoredObject] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
+
+
+def _take(counted: Counter, keys: Iterable[Any]) -> None:
+    """Takes one of each key away."""
+    for key in keys:
+        if counted[key] > 1:
+            counted[key] -= 1
+        else:
+            del counted[key]
 
 
 def _bitmap(size: int, places: Iterable[int]) -> Bitmap:

@@ -32,6 +32,7 @@ from .refusals import (
     refuse_what_is_not_kept,
     server_args,
     warn_of_copies,
+    warn_of_images,
     warn_of_salts,
 )
 from .settings import backend_settings, key_scheme
@@ -65,6 +66,7 @@ class HiCacheKvhoist(HiCacheStorage):
             raise config_error("revision", self.config.revision, expected)
         refuse_adapters_without_keys(args)
         warn_of_salts()
+        warn_of_images(args)
         warn_of_copies(storage_config.extra_config)
         in_service = wants_service(self.config, storage_config, args)
         refuse_what_is_not_kept(storage_config, in_service)
@@ -392,7 +394,7 @@ class HiCacheKvhoist(HiCacheStorage):
         store, results = results
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
-            self._missed(errors[0])
+            self._page_errors(method, keys, errors, store)
             self._failed(method, f"{len(errors)} of {len(keys)} pages of pool {pool}: {errors[0]}", len(errors))
         moved = sum(result is True for result in results)
         if moved:
@@ -403,6 +405,17 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def _say_figures(self) -> None:
         self._lines.turn(lambda: {part.name: part.cache.stats for part in self._parts()})
+
+    def _page_errors(
+        self, method: str, keys: list[str], errors: list[BaseException], store: PoolStore | UnifiedStore
+    ) -> None:
+        """Takes the errors of pages: a page that was late is no sign of a service that does not answer."""
+        away = next((error for error in errors if isinstance(error, UnavailableError)), None)
+        if away is not None:
+            self._missed(away)
+        elif self._keeper is not None and len(errors) == len(keys) and isinstance(errors[0], DeadlineError):
+            # Also a call as a whole has its error in the place of each page. A short question tells the two apart.
+            self._asked(method, None, lambda: store.contains(keys[:1]))
 
     def _missed(self, error: BaseException) -> None:
         """Starts the service again if it is away, and leaves it alone for a while if it does not answer."""

@@ -51,6 +51,27 @@ def warn_of_salts() -> None:
         )
 
 
+def warn_of_images(args: Any) -> None:
+    """Warns of multimodal models on versions of SGLang whose keys have 30 bits of an image."""
+    # Before 0.5.23 a number stands for all tokens of an image; then there are several, of 62 bits each.
+    schedule = sys.modules.get("sglang.srt.managers.schedule_batch")
+    if hasattr(schedule, "_compute_pad_value") and _is_multimodal(args):
+        logger.warning(
+            "kvhoist: this version of SGLang has 30 bits of an image, video or sound in the keys of its pages: of "
+            "40,000 behind one prefix two share pages more likely than not, and a request gets the other's; use "
+            "SGLang 0.5.23"
+        )
+
+
+def _is_multimodal(args: Any) -> bool:
+    """Whether a server's model takes images, videos or sounds."""
+    try:
+        return bool(args.get_model_config().is_multimodal)
+    except Exception as error:
+        logger.debug("kvhoist: the server's arguments do not say whether its model is multimodal: %s", error)
+        return False
+
+
 def warn_of_copies(extra_config: Any) -> None:
     """Warns of settings by which SGLang hands the backend copies of pages, and not their places in its pool."""
     named = isinstance(extra_config, dict) and "class_name" in extra_config

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from .._values import config_error
-from .long_rope import has_long_rope
+from .engine_config import weights_of
 from .prefix import Prefix
 from .spec import TAKES_FAILED_REQUESTS, engine_weights, reports_failures
 from .windows import whole_groups
@@ -33,7 +33,7 @@ class KvhoistConnector(OffloadingConnector):
                 "'recompute': a request whose blocks cannot be read from the drive is then computed, and not failed",
             )  # fmt: skip
         _name_spec(vllm_config)
-        told, named = reports_failures.set(True), engine_weights.set(_weights(vllm_config))
+        told, named = reports_failures.set(True), engine_weights.set(weights_of(vllm_config))
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
@@ -150,40 +150,6 @@ class KvhoistConnector(OffloadingConnector):
         # Runs in the server's process, where no connector is made.
         _name_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *more, **others)
-
-
-#: vLLM's settings that change the values in a block, but neither its key nor its size.
-_WEIGHTS_ARGS = ("revision", "quantization", "quantization_config", "hf_config_path", "hf_overrides")
-
-
-#: Dtypes of recurrent states, with the same effect.
-_STATES_ARGS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
-
-
-def _weights(vllm_config: Any) -> dict[str, Any]:
-    """Those of the settings that are set, and what else decides the values in a block."""
-    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
-    found = {name: getattr(model_config, name, None) for name in _WEIGHTS_ARGS}
-    for name in _STATES_ARGS:
-        value = getattr(cache_config, name, "auto")
-        found[name] = None if value == "auto" else str(value)
-    # Layers whose blocks have the model's dtype beside a cache of another: in any order, some of them twice.
-    found["kv_cache_dtype_skip_layers"] = sorted(set(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ()))
-    if cache_config.cache_dtype != "auto":
-        # The cache's own dtype is in the identity, and not the model's, whose numbers are converted to it.
-        found["dtype"] = str(model_config.dtype)
-    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
-    if str(getattr(load_format, "value", load_format)) == "dummy":
-        # Random weights.
-        found["load_format"] = "dummy"
-    hf_config = getattr(model_config, "hf_config", None)
-    if hf_config is not None and has_long_rope(hf_config.to_dict()):
-        found["max_model_len"] = model_config.max_model_len
-    overrides = found["hf_overrides"]
-    if callable(overrides):
-        # Its representation has an address, which another process does not have.
-        found["hf_overrides"] = f"{overrides.__module__}.{getattr(overrides, '__qualname__', type(overrides).__name__)}"
-    return {name: value for name, value in found.items() if value}
 
 
 def _name_spec(vllm_config: Any) -> None:

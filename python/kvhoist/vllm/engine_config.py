@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from .._values import config_error
+from .long_rope import has_long_rope
 
 
 def of_the_engine(name: str, has: str) -> Any:
@@ -56,3 +57,54 @@ def page_layout(spec: Any) -> dict[str, Any]:
 
 def _packing(one: Any) -> tuple[int, int]:
     return getattr(one, "num_head_slots", None) or 0, getattr(one, "state_content_bytes", None) or 0
+
+
+#: vLLM's settings that change the values in a block, but neither its key nor its size.
+_WEIGHTS_ARGS = ("revision", "quantization", "quantization_config", "hf_config_path", "hf_overrides")
+
+#: Dtypes of recurrent states, with the same effect.
+_STATES_ARGS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+
+#: Those of media, with the same effect: their hashes have the settings of a request, and none of these.
+_MEDIA_ARGS = ("mm_processor_kwargs", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate")
+
+
+def weights_of(vllm_config: Any) -> dict[str, Any]:
+    """Those of the settings that are set, and what else decides the values in a block."""
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
+    found = {name: getattr(model_config, name, None) for name in _WEIGHTS_ARGS}
+    for name in _STATES_ARGS:
+        value = getattr(cache_config, name, "auto")
+        found[name] = None if value == "auto" else str(value)
+    media = getattr(model_config, "multimodal_config", None)
+    found |= {name: getattr(media, name, None) for name in _MEDIA_ARGS}
+    if found["video_pruning_rate"]:
+        # It has a default, which alone prunes nothing.
+        found["video_pruning_method"] = getattr(media, "video_pruning_method", None)
+    # Layers whose blocks have the model's dtype beside a cache of another: in any order, some of them twice.
+    found["kv_cache_dtype_skip_layers"] = sorted(set(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ()))
+    if cache_config.cache_dtype != "auto":
+        # The cache's own dtype is in the identity, and not the model's, whose numbers are converted to it.
+        found["dtype"] = str(model_config.dtype)
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
+    if str(getattr(load_format, "value", load_format)) == "dummy":
+        # Random weights.
+        found["load_format"] = "dummy"
+    hf_config = getattr(model_config, "hf_config", None)
+    if hf_config is not None and has_long_rope(hf_config.to_dict()):
+        found["max_model_len"] = model_config.max_model_len
+    overrides = found["hf_overrides"]
+    if callable(overrides):
+        # Its representation has an address, which another process does not have.
+        found["hf_overrides"] = f"{overrides.__module__}.{getattr(overrides, '__qualname__', type(overrides).__name__)}"
+    return {name: value for name, value in found.items() if value}
+
+
+def seen_weights(spec: Any) -> dict[str, Any]:
+    """The `weights_of` the engine that is being made, for a tier, which is shown none. Empty where nothing is set."""
+    engine = of_the_engine("vllm_config", "model_config")
+    found = {} if engine is None else weights_of(engine)
+    if getattr(spec.config.model, "max_model_len", 0):
+        # The specification has it, and so has its place.
+        found.pop("max_model_len", None)
+    return {"weights": found} if found else {}

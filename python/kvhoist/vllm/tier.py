@@ -44,7 +44,7 @@ from .._store_settings import StoreSettings  # noqa: E402
 from .._stores import Place, tier_settings  # noqa: E402
 from .._values import config_error, warn_of_keywords  # noqa: E402
 from .chunks import ChunkStore  # noqa: E402
-from .engine_config import page_layout  # noqa: E402
+from .engine_config import page_layout, seen_weights  # noqa: E402
 from .figures import Figures, metric_definitions  # noqa: E402
 from .hints import give_hint  # noqa: E402
 from .long_rope import is_without_long_rope  # noqa: E402
@@ -97,6 +97,7 @@ class KvhoistTier(SecondaryTierManager):
         if primary_kv_view.strides != (row_bytes, 1):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
         chunk = {"format": FORMAT, "row_bytes": row_bytes, **page_layout(offloading_spec)}
+        chunk |= seen_weights(offloading_spec)
         self.place = place_of(offloading_spec, chunk, self.config.revision)
         kind = ChunkStore if self.config.service == "off" else SharedChunkStore
         self.store = kind(self.config, self.place, row_bytes, primary_kv_view)
@@ -328,8 +329,9 @@ def _own(settings: Mapping[str, Any], spec: Any) -> dict[str, Any]:
 def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mapping[str, Any] | None = None) -> Place:
     """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
-    `chunk` is what an adapter knows of a chunk's bytes: format, size and `page_layout`. `weights` is what it knows of the weights
-    beside the model's name, the longest request included where that decides them; `None` where it knows nothing.
+    `chunk` is what an adapter knows of a chunk's bytes: format, size, `page_layout`, and a tier's `seen_weights`.
+    `weights` is what a connector knows of the weights beside the model's name, the longest request included where that
+    decides them; `None` where none says whether it does.
     """
     config = spec.config
     # In the direct layout a chunk has the bytes of each worker tensor by tensor, whose order changes with the number of

@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import json
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import lm
 import pytest
@@ -22,6 +23,7 @@ from lm import Alone, adapter_config, boot, keys_of  # noqa: E402
 
 from kvhoist import ClosedError  # noqa: E402
 from kvhoist.lmcache import KvhoistL2, adapter  # noqa: E402
+from kvhoist.lmcache.lock_times import LockTimes  # noqa: E402
 
 
 def test_the_three_descriptors_are_readable_when_their_tasks_have_ended(store_dir):
@@ -69,6 +71,32 @@ def test_an_object_that_is_locked_is_not_deleted(store_dir):
         assert alone.lock(keys) == "MMMM"
         assert alone.adapter.get_usage().total_bytes_used == 0
         assert dict(alone.adapter.get_usage().bytes_by_cache_salt) == {}
+
+
+def test_an_unlock_waits_for_the_load_whose_lock_it_takes(store_dir, monkeypatch):
+    """LMCache frees the memory after it, also of a request that it gives up while its load is under way."""
+    with Alone(adapter_config(store_dir)) as alone, ThreadPoolExecutor(1) as other:
+        keys, may_end, end = keys_of("a", 3), threading.Event(), alone.adapter.store._ended
+        assert alone.store(keys)
+        monkeypatch.setattr(alone.adapter.store, "_ended", lambda one: (may_end.wait(lm.PATIENCE_S), end(one)))
+        assert (alone.lock(keys), alone.lock(keys)) == ("HHH", "HHH")
+        task = alone.adapter.submit_load_task(keys, alone.objects(3))
+        alone.adapter.submit_unlock(keys)  # Another request's: the load has a lock yet.
+        unlock = other.submit(alone.adapter.submit_unlock, keys)
+        assert not wait([unlock], 0.3).done
+        assert alone.adapter.query_load_result(task) is None
+        may_end.set()
+        unlock.result(lm.PATIENCE_S)
+        lm.wait(alone.adapter.get_load_event_fd())
+        assert alone.adapter.query_load_result(task).popcount() == 3
+        # Not for longer than LMCache keeps the memory.
+        may_end.clear()
+        monkeypatch.setattr(alone.adapter, "_times", LockTimes(staged_s=0.1))
+        alone.lock(keys)
+        task = alone.adapter.submit_load_task(keys, alone.objects(3))
+        alone.adapter.submit_unlock(keys)
+        assert alone.adapter.query_load_result(task) is None
+        may_end.set()
 
 
 def test_serialized_objects_of_another_size_are_named_in_the_log(store_dir, caplog):
@@ -144,14 +172,14 @@ def test_tasks_that_cannot_begin_have_failed(store_dir, caplog):
 def test_what_lmcache_did_not_keep_in_memory_for_its_store_is_not_found(store_dir, monkeypatch, caplog):
     with Alone(adapter_config(store_dir)) as alone:
         keys = keys_of("a", 3)
-        monkeypatch.setattr("kvhoist.lmcache.adapter._LOCKED_S", -1)
+        monkeypatch.setattr(alone.adapter, "_times", LockTimes(locked_s=-1))
         assert not alone.store(keys)
         assert "LMCache keeps the memory for -1" in caplog.text
         monkeypatch.undo()
         assert alone.lock(keys) == "MMM"
         assert alone.store(keys) and alone.load(keys) == "HHH"
         # What cannot be removed is a miss, until it is removed or stored again.
-        monkeypatch.setattr("kvhoist.lmcache.adapter._LOCKED_S", -1)
+        monkeypatch.setattr(alone.adapter, "_times", LockTimes(locked_s=-1))
         monkeypatch.setattr(alone.adapter.store, "remove", lambda _one: 1 / 0)
         others = keys_of("b", 3)
         assert not alone.store(others)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import lm
 import pytest
@@ -23,6 +24,7 @@ from lm import Alone, Server, adapter_config, bytes_of, keys_of  # noqa: E402
 import kvhoist.lmcache.adapter  # noqa: E402
 import kvhoist.lmcache.unread  # noqa: E402
 from kvhoist import ConfigError, StoreError, UnavailableError  # noqa: E402
+from kvhoist.lmcache.lock_times import LockTimes  # noqa: E402
 
 #: Objects' bytes in most tests: three blocks and a bit.
 NBYTES = 200_000
@@ -349,6 +351,48 @@ def test_objects_that_lmcache_serializes_are_found_once_one_was_stored(store_dir
             server.forget()
             assert server.prefetch(keys) == ["HHHH"]
             server.check(keys, halves)
+
+
+def test_the_times_of_lmcaches_locks_are_those_that_its_server_was_given(store_dir):
+    with Server(adapter_config(store_dir)) as server:
+        assert server.l2._times == LockTimes() == LockTimes(290, 590)
+    with Server(adapter_config(store_dir), times={"read_ttl_seconds": 900, "write_ttl_seconds": 86_400}) as server:
+        assert server.l2._times == LockTimes(890, 86_390)
+        server.manager.delete_l2_adapter(0)
+        (config,) = lm.parsed(adapter_config(store_dir)).adapters
+        added = server.manager._l2_adapters[server.manager.add_l2_adapter(config)]
+        assert added._times == LockTimes(890, 86_390)
+    for name in ("read", "write"):
+        with pytest.raises(ConfigError, match=f"^l1_{name}_ttl_seconds: found 59, expected 60 or more"):
+            Server(adapter_config(store_dir), times={f"{name}_ttl_seconds": 59})
+
+
+@pytest.mark.skipif(lm.version() < (0, 5, 6), reason="before 0.5.6 LMCache gives no request up")
+def test_memory_of_a_request_that_is_given_up_is_kept_until_its_load_has_ended(store_dir, monkeypatch):
+    """As where another adapter cannot begin its part of the load."""
+    keys, may_end, were_under_way = keys_of("a", 4), threading.Event(), []
+    with Server(adapter_config(store_dir)) as server:
+        assert server.put(keys)
+        server.forget()
+        end, submit, l1 = server.l2.store._ended, server.adapter.submit_load_task, server.manager._l1_manager
+        free = l1.finish_write_and_delete
+
+        def failing(keys, objects):
+            submit(keys, objects)
+            raise RuntimeError("of the next adapter")
+
+        def freed(*given, **named):
+            were_under_way.append(server.l2.report_status()["load_inflight_oldest_s"] > 0)
+            return free(*given, **named)
+
+        monkeypatch.setattr(server.l2.store, "_ended", lambda one: (may_end.wait(lm.PATIENCE_S), end(one)))
+        monkeypatch.setattr(server.adapter, "submit_load_task", failing)
+        monkeypatch.setattr(l1, "finish_write_and_delete", freed)
+        timer = threading.Timer(0.3, may_end.set)
+        timer.start()
+        assert server.prefetch(keys) == ["MMMM"]
+        timer.join()
+        assert were_under_way == [False]
 
 
 def test_a_store_belongs_to_one_server(store_dir):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import sgl
 
@@ -83,8 +87,6 @@ def test_nothing_is_shared_between_formats(change, store_dir):
 
 
 def test_states_of_another_type_are_another_format():
-    from types import SimpleNamespace
-
     from kvhoist.sglang.pools import Geometry
 
     def geometry(**more):
@@ -121,8 +123,6 @@ def test_mla_with_tensor_parallelism_is_refused_without_a_service(store_dir):
 
 def _serve_with(monkeypatch, **server_args):
     """As in a server that was started with these arguments."""
-    from types import SimpleNamespace
-
     sgl.boot()
     import sglang.srt.runtime_context as context
 
@@ -181,3 +181,18 @@ def test_a_version_whose_keys_have_no_salt_says_so_at_the_start(store_dir, caplo
     sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
     assert ("cache_salt" in caplog.text) != hasattr(utils, "storage_namespace_seed")
     assert ("cache_salt" in caplog.text) == (sgl.version() < (0, 5, 23))
+
+
+def test_a_version_whose_keys_have_few_bits_of_an_image_says_so_at_the_start(store_dir, monkeypatch, caplog):
+    """Two images that collide share pages: an operator of a multimodal model must know."""
+    module, name = "sglang.srt.managers.schedule_batch", "_compute_pad_value"
+    # The whole module imports the server.
+    has_few = f"def {name}(" in Path(sgl.ROOT, *module.split(".")).with_suffix(".py").read_text()
+    assert has_few == (sgl.version() < (0, 5, 23))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: None} if has_few else {}))
+    pool = filled(sgl.MHA)
+    for model, is_multimodal in (({"is_multimodal": True}, True), ({"is_multimodal": False}, False), ({}, False)):
+        caplog.clear()
+        _serve_with(monkeypatch, model_path="meta/tiny", get_model_config=lambda model=model: SimpleNamespace(**model))
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+        assert ("30 bits of an image" in caplog.text) == (has_few and is_multimodal), model

@@ -417,3 +417,29 @@ def test_a_service_that_hangs_costs_one_short_question_a_pause(store_dir, monkey
         backend._pause.end()
         await_(lambda: (backend._pause.end(), backend.batch_exists(keys))[1] == 4, "an answer")
         backend.close()
+
+
+def test_pages_that_are_late_begin_no_pause_while_the_service_answers(store_dir, monkeypatch):
+    with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
+        pool = filled(sgl.MHA)
+        extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket, lookup_ms=2000)
+        backend = sgl.backend(sgl.MHA, pool, extra)
+        keys, indices = keys_for(sgl.MHA, 4), pool.alloc(4 * pool.page_size)
+        assert backend.batch_set_v1(keys, indices) == [True] * 4
+        late = kvhoist.DeadlineError("not begun within 7s")
+        for results in ([True, late, True, True], [late, late, late, late]):
+            monkeypatch.setattr(backend._stores["kv"], "get", lambda *_given, results=results: results)
+            assert backend.batch_get_v1(keys, indices) == [result is True for result in results]
+            assert not backend._pause.is_on() and backend.batch_exists(keys) == 4
+        # As the error of a whole call, which is that of each page, of a service that hangs.
+        with node.hanging():
+            assert backend.batch_get_v1(keys, indices) == [False] * 4
+            assert backend._pause.is_on()
+        backend._pause.end()
+        # What is away is tried again, whichever page says it first.
+        missed = []
+        monkeypatch.setattr(backend._keeper, "missed", lambda: missed.append(True))
+        results = [late, kvhoist.UnavailableError("gone"), late, late]
+        monkeypatch.setattr(backend._stores["kv"], "get", lambda *_given: results)
+        assert backend.batch_get_v1(keys, indices) == [False] * 4 and missed == [True]
+        backend.close()

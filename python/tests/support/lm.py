@@ -114,13 +114,16 @@ def memory_of(obj):
 class Server:
     """One LMCache server's storage, and what an engine does with it."""
 
-    def __init__(self, *configs: dict, l1_bytes=16 << 20, nbytes=200_000, shared=False, dtype="int8", shape=(-1,)) -> None:
+    def __init__(
+        self, *configs: dict, l1_bytes=16 << 20, nbytes=200_000, shared=False, dtype="int8", shape=(-1,), times=None
+    ) -> None:
+        """`times`: for how long LMCache keeps memory for a task."""
         modules, self.nbytes = boot(), nbytes
         self.modules, self.layout = modules, layout_of(nbytes, dtype, shape)
         l1 = modules.config.L1MemoryManagerConfig(l1_bytes, False, **({} if shared else {"shm_name": ""}))
         self.manager = modules.manager.StorageManager(
             modules.config.StorageManagerConfig(
-                l1_manager_config=modules.config.L1ManagerConfig(l1),
+                l1_manager_config=modules.config.L1ManagerConfig(l1, **(times or {})),
                 eviction_config=modules.config.EvictionConfig("LRU"),
                 l2_adapter_config=parsed(*configs),
             )

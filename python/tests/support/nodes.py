@@ -68,7 +68,10 @@ class Node:
 
     def _all_stopped(self) -> bool:
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
-        return all(task.read_text().rsplit(")", 1)[1].split()[0] == "T" for task in tasks)
+        try:
+            return all(task.read_text().rsplit(")", 1)[1].split()[0] == "T" for task in tasks)
+        except (FileNotFoundError, ProcessLookupError):  # A thread has ended meanwhile.
+            return False
 
     def start_deaths(self, stop: threading.Event) -> threading.Thread:
         """Kills the service and starts it again, four times or until `stop` is set, in the thread it returns."""

@@ -16,8 +16,7 @@ import torch  # noqa: E402
 from vgpu import TOKENS, Gpu, Served, interface, names_of, settings, vllm_config  # noqa: E402
 
 from kvhoist import ConfigError  # noqa: E402
-from kvhoist.vllm.connector import _weights  # noqa: E402
-from kvhoist.vllm.engine_config import page_layout  # noqa: E402
+from kvhoist.vllm.engine_config import page_layout, weights_of  # noqa: E402
 
 
 def layout(*specs, dcp=1, run=1, backend=None, has_engine=True):
@@ -71,9 +70,81 @@ def test_an_engine_with_another_packing_finds_nothing_of_the_first(store_dir):
 
 def test_random_weights_are_another_model():
     config = vllm_config({})
-    assert "load_format" not in _weights(config)
+    assert "load_format" not in weights_of(config)
     for kind in ("dummy", SimpleNamespace(value="dummy")):
         config.load_config = SimpleNamespace(load_format=kind)
-        assert _weights(config)["load_format"] == "dummy"
+        assert weights_of(config)["load_format"] == "dummy"
     config.load_config = SimpleNamespace(load_format="safetensors")
-    assert "load_format" not in _weights(config)
+    assert "load_format" not in weights_of(config)
+
+
+def test_settings_of_media_that_their_hashes_lack_are_another_model():
+    """vLLM hashes an image with what its request says of the processor, and not with what the engine says."""
+
+    def found(**media):
+        return weights_of(vllm_config({}, weights={"multimodal_config": SimpleNamespace(**media)}))
+
+    usual = {"mm_processor_kwargs": None, "video_pruning_rate": None, "video_pruning_method": "evs"}
+    plain = weights_of(vllm_config({}))
+    assert plain == found() == found(**usual) == found(**{**usual, "video_pruning_rate": 0.0}) == {}
+    assert plain == weights_of(vllm_config({}, weights={"multimodal_config": None}))
+    others = [
+        found(**{**usual, **media})
+        for media in (
+            {"mm_processor_kwargs": {"num_crops": 4}}, {"mm_processor_kwargs": {"num_crops": 8}},
+            {"video_pruning_rate": 0.5}, {"video_pruning_rate": 0.7},
+            {"video_pruning_rate": 0.7, "video_pruning_method": "vidcom2"}, {"mm_encoder_attn_dtype": "fp8"},
+            {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": "/models/scales.json"},
+        )
+    ]  # fmt: skip
+    assert len({repr(one) for one in [plain, *others]}) == 1 + len(others), others
+    assert found(video_pruning_rate=0.5) == {"video_pruning_rate": 0.5}, "a version without methods"
+
+
+def tier(path, vllm_config, **more):
+    """The identity of a tier that is made by an engine of this configuration."""
+    with vtier.Engine([vtier.tier_config(path)], **more) as engine:
+        assert vllm_config is None or vllm_config.model_config
+        return engine.tier.place.identity
+
+
+def test_a_tier_tells_apart_what_its_engine_is_set_to(store_dir):
+    """vLLM shows it to no tier, and the connector that makes it has it."""
+    plain = tier(store_dir, None)
+    assert plain == tier(store_dir, vllm_config({})), "nothing is set: the name stays"
+    others = [
+        tier(store_dir, vllm_config({}, **more))
+        for more in (
+            {"weights": {"quantization": "fp8"}}, {"weights": {"quantization": "awq"}},
+            {"weights": {"revision": "abc"}}, {"weights": {"hf_overrides": {"rope_parameters": {"factor": 2.0}}}},
+            {"cache": {"mamba_cache_dtype": "float16"}},
+        )
+    ]  # fmt: skip
+    assert len({repr(one) for one in [plain, *others]}) == 1 + len(others), others
+
+
+def test_a_tier_names_the_longest_request_once(store_dir):
+    """Where vLLM says it to the tier, the name stays."""
+    (store_dir / "config.json").write_text('{"rope_scaling": {"type": "longrope"}}')
+    model = {"model": str(store_dir), "longest": 8192}
+    rope = SimpleNamespace(to_dict=lambda: {"rope_scaling": {"type": "longrope"}})
+    seen = tier(store_dir, vllm_config({}, weights={"hf_config": rope, "max_model_len": 8192}), **model)
+    told = "max_model_len" in vtier.boot().config.OffloadingModelConfig.__dataclass_fields__
+    assert (seen == tier(store_dir, None, **model)) == told
+    assert seen.get("max_model_len", 0) or seen["weights"] == {"max_model_len": 8192}
+
+
+def test_formats_of_8_bits_have_one_name_under_lmcache():
+    """Why an operator has to tell them apart by a `revision`: vLLM's caches of all of them have one dtype."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
+
+    from kvhoist.lmcache.object_names import ObjectNames
+
+    def name(kind):
+        key = SimpleNamespace(model_name="m", kv_rank=0, object_group_id=0, cache_salt="", chunk_hash=b"chunk")
+        obj = SimpleNamespace(
+            get_physical_size=lambda: 4096, get_shapes=lambda: [(2, 2048)], get_dtypes=lambda: [dtypes[kind]]
+        )  # fmt: skip
+        return ObjectNames(4096).of_objects([key], [obj])
+
+    assert name("fp8") == name("fp8_e4m3") == name("fp8_e5m2") != name("int8")

@@ -147,15 +147,21 @@ def test_requests_that_a_reset_preempts_are_stored(store_dir):
         assert engine.serve("later", PROMPT) == 7 * TOKENS
 
 
-def made_with_a_tier(store_dir, gpu: Gpu, retention=0, **more) -> None:
+def made_with_a_tier(store_dir, gpu: Gpu, retention=0, weights=None, **more) -> None:
     """vLLM's own connector with a tier, for a moment."""
     plain = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
     extra = {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8 << 20,
         "secondary_tiers": [vtier.tier_config(store_dir)], **more,
     }  # fmt: skip
-    config = vllm_config(extra, cache={"prefix_cache_retention_interval": retention})
+    config = vllm_config(extra, weights=weights, cache={"prefix_cache_retention_interval": retention})
     plain.OffloadingConnector(config, connectors.KVConnectorRole.SCHEDULER, gpu.config).shutdown()
+
+
+def test_a_tier_has_a_store_for_each_setting_of_its_engine(store_dir):
+    for weights, stores in (({}, 1), ({"quantization": "fp8"}, 2), ({"quantization": "awq"}, 3), ({}, 3)):
+        made_with_a_tier(store_dir, Gpu(), weights=weights)
+        assert len(list(store_dir.rglob("kvhoist.store"))) == stores
 
 
 @pytest.mark.parametrize(
