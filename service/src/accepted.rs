@@ -64,14 +64,20 @@ impl Aside {
         self.discards.lock().expect("nothing panics under it")
     }
 
+    /// Refuses descriptors of a user of whom too many are not closed yet.
+    fn check_closing(&self, uid: u32) -> io::Result<()> {
+        let closing = self.discards().get(&uid).map_or(0, Brief::waiting);
+        if closing < CLOSING_MAX {
+            return Ok(());
+        }
+        let text = "descriptors that are no memory and are not closed yet; end whoever serves their file system";
+        Err(io::Error::new(io::ErrorKind::InvalidData, format!("user {uid} has sent {closing} {text}")))
+    }
+
     /// Receives bytes that a descriptor comes with.
     fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
+        self.check_closing(uid)?;
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        let closing = self.discards().get(&uid).map_or(0, Brief::waiting);
-        if closing >= CLOSING_MAX {
-            let text = "descriptors that are no memory and are not closed yet; end whoever serves their file system";
-            return refuse(format!("user {uid} has sent {closing} {text}"));
-        }
         let (mut bytes, mut fds) = (vec![0; len], Vec::new());
         let (len, lost) = socket::receive_all(stream.as_fd(), &mut bytes, |fd| fds.push(fd))?;
         bytes.truncate(len);
@@ -227,6 +233,12 @@ impl Wire for Accepted {
         part.map_or(received, Ok)
     }
 
+    fn take_descriptors(&self) -> io::Result<()> {
+        self.aside.check_closing(self.uid)?;
+        socket::take_descriptors(self.as_fd(), true);
+        Ok(())
+    }
+
     fn receive_lent(&self, len: usize) -> Coming<'_> {
         let (stream, aside, uid) = (Arc::clone(self), Arc::clone(&self.aside), self.uid);
         let (tell, told) = oneshot::channel();
@@ -282,6 +294,13 @@ mod tests {
         let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         socket::send(theirs.as_fd(), b"register", &[memory.as_fd()]).expect("room");
         assert!(aside.take(&ours, 8, 1).map(drop).expect_err("refused").to_string().contains("user 1 has sent"));
+        for uid in [1, 2] {
+            let (end, _theirs) = StdStream::pair().expect("a pair");
+            end.set_nonblocking(true).expect("set");
+            let end = UnixStream::from_std(end).expect("in a runtime");
+            let accepted = Accepted::new(end, uid, Arc::clone(&aside)).expect("set");
+            assert_eq!(accepted.take_descriptors().is_ok(), uid == 2, "user {uid} attaches");
+        }
         assert!(matches!(aside.take(&ours, 8, 2), Ok((_, Lent::Memory(_)))));
         drop(end);
         for reader in &mut of_first {

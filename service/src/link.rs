@@ -140,6 +140,11 @@ impl Sender {
 }
 
 impl Receiver {
+    /// The peer may send descriptors from now on.
+    pub(super) fn take_descriptors(&self) -> io::Result<()> {
+        self.wire.take_descriptors()
+    }
+
     /// Receives available bytes.
     pub(super) fn receive(&mut self) -> Result<Received, LinkError> {
         let Receiver { wire, inbox, .. } = self;

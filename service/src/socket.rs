@@ -5,7 +5,7 @@ use std::{
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::{
-        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{fs::PermissionsExt, net::UnixListener},
     },
     path::Path,
@@ -105,6 +105,18 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>])
     Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
 }
 
+/// Has a socket, and those that it accepts, take descriptors or none: a peer's message with one is not sent then. Before
+/// Linux 6.16 all take them.
+pub(super) fn take_descriptors(socket: BorrowedFd<'_>, takes: bool) {
+    // linux/include/uapi/asm-generic/socket.h
+    const SO_PASSRIGHTS: libc::c_int = 83;
+    let (value, len) = (libc::c_int::from(takes), size_of::<libc::c_int>() as libc::socklen_t);
+    let fd = socket.as_raw_fd();
+    // SAFETY: reads `value`, which has `len` bytes.
+    let _unknown_to_the_kernel =
+        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const value).cast(), len) };
+}
+
 /// Listens at `path`, which must not exist. The socket has `mode`, and `group` where one is given, before anybody can
 /// connect. What is at `path` then is told, too: whoever can connect can delete it and put another there.
 pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<(UnixListener, Place)> {
@@ -142,6 +154,8 @@ pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<(Unix
         fs::set_permissions(name, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of"))?;
     }
     let place = Place::of(path);
+    // Who is not attached has none to send, and the close of one that nobody has received may never end.
+    take_descriptors(socket.as_fd(), false);
     rustix::net::listen(&socket, BACKLOG).map_err(refused("listen at"))?;
     Ok((UnixListener::from(socket), place))
 }

@@ -84,6 +84,14 @@ pub trait Wire: Send + Sync {
     /// [`WouldBlock`](io::ErrorKind::WouldBlock) if there is nothing now.
     fn receive(&self, buf: &mut [u8]) -> io::Result<Came>;
 
+    /// The peer may send descriptors from now on.
+    ///
+    /// # Errors
+    /// [`InvalidData`](io::ErrorKind::InvalidData) if too many of its user's are not closed yet.
+    fn take_descriptors(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Receives that many bytes with their descriptor, after [`Came::Lent`].
     ///
     /// # Errors

@@ -28,7 +28,7 @@ pub(super) struct HeldFile {
     identity: FileIdentity,
     /// As the client that held it first named it.
     path: PathBuf,
-    memory: Arc<OwnedFd>,
+    memory: RefCell<Option<Arc<OwnedFd>>>,
     fate: Arc<Fate>,
     /// Clients that hold it.
     holds: Cell<u32>,
@@ -39,9 +39,14 @@ pub(super) struct HeldFile {
 }
 
 impl HeldFile {
-    /// For clients.
+    /// For clients that hold it.
     pub(super) fn memory(&self) -> Arc<OwnedFd> {
-        Arc::clone(&self.memory)
+        self.memory.borrow().clone().expect("it is not taken out while a client holds the file")
+    }
+
+    /// Takes the memory out of a file that nobody wants any more: its last close takes 100s of ms a few GiB.
+    pub(super) fn take_memory(&self) -> Option<Arc<OwnedFd>> {
+        self.memory.take()
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -85,6 +90,23 @@ fn is_set(flag: &AtomicBool) -> bool {
     flag.load(Ordering::Relaxed)
 }
 
+/// Memory for a file that is to be read.
+pub(super) struct NewMemory {
+    filling: Filling,
+    for_clients: OwnedFd,
+}
+
+impl NewMemory {
+    /// For a file of `size` bytes. None of it is filled.
+    ///
+    /// # Errors
+    /// Where the system has no memory or descriptor for it.
+    pub(super) fn new(size: u64) -> io::Result<Self> {
+        let (filling, for_clients) = Filling::new(size)?;
+        Ok(NewMemory { filling, for_clients })
+    }
+}
+
 /// The files that a service holds.
 #[derive(Default)]
 pub(super) struct HeldFiles {
@@ -94,16 +116,18 @@ pub(super) struct HeldFiles {
 }
 
 impl HeldFiles {
-    /// Begins to read a file into new memory.
+    /// Begins to read a file into memory of its size.
     ///
     /// # Errors
-    /// Where the system has no memory, descriptor or thread for it.
-    pub(super) fn begin(&self, file: SourceFile) -> io::Result<()> {
+    /// Where the system has no thread for it. The file is not closed then.
+    pub(super) fn begin(&self, file: SourceFile, memory: NewMemory) -> Result<(), (SourceFile, io::Error)> {
         let (identity, path) = (file.identity(), file.path().to_owned());
-        let (filling, memory) = Filling::new(identity.size)?;
+        let NewMemory { filling, for_clients } = memory;
         let fate = Arc::<Fate>::default();
-        self.reads.add(Job { file, filling, fate: Arc::clone(&fate) })?;
-        let (memory, holds, keep, used) = (Arc::new(memory), Cell::new(0), Cell::new(false), Cell::new(0));
+        let added = self.reads.add(Job { file, filling, fate: Arc::clone(&fate) });
+        added.map_err(|(job, error)| (job.file, error))?;
+        let memory = RefCell::new(Some(Arc::new(for_clients)));
+        let (holds, keep, used) = (Cell::new(0), Cell::new(false), Cell::new(0));
         let file = HeldFile { identity, path, memory, fate, holds, keep, used };
         self.files.borrow_mut().insert(identity, Rc::new(file));
         Ok(())

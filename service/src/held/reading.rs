@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     io,
+    mem::take,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -26,6 +27,8 @@ const PIECE_BYTES: usize = 512 << 10;
 const FIRST_BYTES: u64 = 4096;
 /// How often those who wait for the other files of a drive are told that it reads: well within a client's patience.
 const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
+/// How long they are told so while a file is made to reach its drive: a file system that hangs never says that it has.
+const SETTLE_MAX: Duration = Duration::from_secs(60);
 /// How soon a file that nobody wants any more is noticed.
 const GIVEN_UP_EVERY: Duration = Duration::from_millis(50);
 
@@ -34,6 +37,12 @@ pub(super) struct Job {
     pub(super) file: SourceFile,
     pub(super) filling: Filling,
     pub(super) fate: Arc<Fate>,
+}
+
+impl Job {
+    fn is_given_up(&self) -> bool {
+        self.fate.given_up.load(Ordering::Relaxed)
+    }
 }
 
 /// What a job and the table of files tell each other.
@@ -57,8 +66,8 @@ impl Reads {
     /// Reads a file after the others of its drive.
     ///
     /// # Errors
-    /// Where the system starts no thread.
-    pub(super) fn add(self: &Arc<Self>, job: Job) -> io::Result<()> {
+    /// Where the system starts no thread. The job comes back: whoever drops it closes its file.
+    pub(super) fn add(self: &Arc<Self>, job: Job) -> Result<(), (Job, io::Error)> {
         let drive = job.file.identity().device;
         let mut drives = self.lock();
         if let Some(waiting) = drives.get_mut(&drive) {
@@ -69,7 +78,9 @@ impl Reads {
         drop(drives);
         let reads = Arc::clone(self);
         let started = thread::Builder::new().name("kvhoist-weights".into()).spawn(move || reads.work(drive));
-        started.map(drop).inspect_err(|_| drop(self.lock().remove(&drive)))
+        let Err(error) = started else { return Ok(()) };
+        let job = self.lock().remove(&drive).and_then(|mut waiting| waiting.pop_front());
+        Err((job.expect("only the drive's thread takes it"), error))
     }
 
     /// Reads files of a drive until there are none.
@@ -82,8 +93,12 @@ impl Reads {
                 return;
             };
             drop(drives);
+            if job.is_given_up() {
+                continue;
+            }
             let Job { file, filling, fate } = job;
-            let result = catch_unwind(AssertUnwindSafe(|| fill(&file, &filling, &fate, || self.heartbeat(drive))));
+            let tend = |gets_on| self.tend(drive, gets_on);
+            let result = catch_unwind(AssertUnwindSafe(|| fill(&file, &filling, &fate, tend)));
             let reason = match result {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => error.to_string(),
@@ -98,9 +113,19 @@ impl Reads {
         }
     }
 
-    /// Tells the readers of the files that wait for a drive that it reads.
-    fn heartbeat(&self, drive: u64) {
-        self.lock().get(&drive).into_iter().flatten().for_each(|job| job.filling.heartbeat());
+    /// Drops the files that wait for a drive and that nobody wants any more. Tells the readers of the others, if the
+    /// drive `gets_on`, that it reads. Called by the drive's thread only.
+    fn tend(&self, drive: u64, gets_on: bool) {
+        let mut drives = self.lock();
+        let Some(waiting) = drives.get_mut(&drive) else { return };
+        let (given_up, wanted): (VecDeque<_>, _) = take(waiting).into_iter().partition(Job::is_given_up);
+        *waiting = wanted;
+        if gets_on {
+            waiting.iter().for_each(|job| job.filling.heartbeat());
+        }
+        // The service's thread takes it too, and must not wait for a close.
+        drop(drives);
+        drop(given_up);
     }
 }
 
@@ -112,9 +137,10 @@ fn lower_priority() {
     _ = rustix::process::setpriority_process(None, NICE);
 }
 
-/// Does work that may take long on a thread of its own, with a `heartbeat` meanwhile: a file that was just written has
-/// to reach its drive first.
-fn beating<T: Send>(work: impl FnOnce() -> T + Send, heartbeat: impl Fn()) -> T {
+/// Does work that may take long on a thread of its own, and says meanwhile, each second, whether it gets on: for
+/// `patience` it is taken to.
+fn beating<T: Send>(work: impl FnOnce() -> T + Send, patience: Duration, each_second: impl Fn(bool)) -> T {
+    let begun = Instant::now();
     thread::scope(|scope| {
         let (ended, end) = mpsc::channel::<()>();
         let worker = scope.spawn(move || {
@@ -123,15 +149,15 @@ fn beating<T: Send>(work: impl FnOnce() -> T + Send, heartbeat: impl Fn()) -> T 
             work()
         });
         while let Err(RecvTimeoutError::Timeout) = end.recv_timeout(HEARTBEAT_EVERY) {
-            heartbeat();
+            each_second(begun.elapsed() < patience);
         }
         worker.join().unwrap_or_else(|panic| resume_unwind(panic))
     })
 }
 
-/// Reads all of a file, and tells how far it is, and `heartbeat` that it gets on. One that changes meanwhile is an
-/// error: its readers look too. A change after that gives the file another identity, whoever makes it.
-fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn()) -> Result<(), Error> {
+/// Reads all of a file, and tells how far it is, and `tend`, each second, whether it gets on. One that changes
+/// meanwhile is an error: its readers look too. A change after that gives the file another identity, whoever makes it.
+fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, tend: impl Fn(bool)) -> Result<(), Error> {
     let (size, start) = (file.size(), filling.start().as_ptr() as usize);
     let ranges = (0..size).step_by(PIECE_BYTES).map(|offset| {
         let len = PIECE_BYTES.min((size - offset) as usize);
@@ -151,14 +177,18 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn())
         // A write has the time of its begin: one that is under way is over when a direct read is.
         begin(vec![Range { file: 0, offset: 0, len, address: start }], &past_cache)?.wait().map(drop)
     };
-    beating(settle, || {
-        filling.heartbeat();
-        heartbeat();
+    // A file that was just written has to reach its drive first.
+    beating(settle, SETTLE_MAX, |gets_on| {
+        if gets_on {
+            filling.heartbeat();
+        }
+        tend(gets_on);
     })?;
+    tend(true);
     let transfer = begin(ranges, &options)?;
     let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
     let mut first_missing = 0;
-    let mut told: Option<Instant> = None;
+    let (mut tended, mut gets_on) = (Instant::now(), false);
     while let Some(ranges) = transfer.next_ranges(GIVEN_UP_EVERY) {
         if fate.given_up.load(Ordering::Relaxed) {
             transfer.cancel();
@@ -170,10 +200,11 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn())
         }
         if first_missing > before {
             filling.tell(size.min((first_missing * PIECE_BYTES) as u64));
-            if told.is_none_or(|told| told.elapsed() > HEARTBEAT_EVERY) {
-                told = Some(Instant::now());
-                heartbeat();
-            }
+            gets_on = true;
+        }
+        if tended.elapsed() > HEARTBEAT_EVERY {
+            tended = Instant::now();
+            tend(take(&mut gets_on));
         }
     }
     transfer.wait().map(drop)
@@ -181,7 +212,7 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, heartbeat: impl Fn())
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::unix::fs::FileExt, path::Path, ptr::null_mut, slice};
+    use std::{cell::RefCell, fs::File, os::unix::fs::FileExt, path::Path, ptr::null_mut, slice};
 
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -216,19 +247,40 @@ mod tests {
     }
 
     #[test]
-    fn work_that_takes_long_is_told_and_its_panic_is_its_callers() {
-        let beats = std::cell::Cell::new(0);
+    fn work_that_takes_long_gets_on_for_a_time_and_its_panic_is_its_callers() {
+        let beats = RefCell::new(Vec::new());
         let (go_on, told) = mpsc::channel();
         let work = move || told.recv_timeout(Duration::from_secs(60));
-        let ended = beating(work, || {
-            beats.set(beats.get() + 1);
-            if beats.get() == 2 {
+        let ended = beating(work, HEARTBEAT_EVERY * 3 / 2, |gets_on| {
+            beats.borrow_mut().push(gets_on);
+            if !gets_on {
                 go_on.send(7).expect("it waits");
             }
         });
-        assert_eq!((ended, beats.get()), (Ok(7), 2));
-        let panicked = catch_unwind(AssertUnwindSafe(|| beating(|| panic!("on purpose"), || {})));
+        assert_eq!((ended, beats.take()), (Ok(7), vec![true, false]));
+        let panicked = catch_unwind(AssertUnwindSafe(|| beating(|| panic!("on purpose"), SETTLE_MAX, |_| {})));
         assert!(panicked.is_err());
+    }
+
+    #[test]
+    fn a_file_that_nobody_wants_any_more_is_neither_read_nor_kept() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let jobs = ["wanted", "given up", "late"].map(|name| job(made(folder.path(), name)));
+        let drive = jobs[0].0.file.identity().device;
+        let [(wanted, memory, _), (given_up, _, fate), (late, late_memory, late_fate)] = jobs;
+        let reads = Arc::<Reads>::default();
+        reads.lock().insert(drive, VecDeque::from([wanted, given_up, late]));
+        fate.given_up.store(true, Ordering::Relaxed);
+        let waiting = || reads.lock().get(&drive).map_or(0, VecDeque::len);
+        reads.tend(drive, true);
+        assert_eq!((waiting(), Arc::strong_count(&fate)), (2, 1), "it is dropped");
+        reads.tend(drive, false);
+        assert_eq!(number(&memory, HEARTBEAT_BYTES), 1, "a drive that hangs has no heartbeat");
+        late_fate.given_up.store(true, Ordering::Relaxed);
+        thread::scope(|scope| scope.spawn(|| reads.work(drive)).join()).expect("no panic");
+        assert_eq!((arrived(&memory), arrived(&late_memory)), (BYTES, 0));
+        let is_done = !late_fate.failed.load(Ordering::Relaxed) && Arc::strong_count(&late_fate) == 1;
+        assert!(is_done && waiting() == 0, "it is dropped");
     }
 
     #[test]
@@ -269,7 +321,7 @@ mod tests {
         let reads = Arc::<Reads>::default();
         let begin = |file: SourceFile| {
             let (job, memory, fate) = job(file);
-            reads.add(job).expect("a thread");
+            assert!(reads.add(job).is_ok(), "a thread");
             (memory, fate)
         };
         let ((bad, bad_fate), (good, good_fate)) = (begin(bad), begin(good));
@@ -289,7 +341,7 @@ mod tests {
     fn serve(path: &Path, change: impl FnOnce()) -> bool {
         let source = SourceFile::open(path).expect("it is there");
         let (Job { file, filling, fate }, memory, _) = job(source.clone());
-        let is_read = fill(&file, &filling, &fate, || ()).is_ok();
+        let is_read = fill(&file, &filling, &fate, |_| ()).is_ok();
         change();
         if is_read && SourceFile::open(path).expect("it is there").identity() == source.identity() {
             let mut found = vec![0; source.size() as usize];

@@ -314,8 +314,11 @@ impl Session {
         let reply = match result {
             Outcome::Reply(reply) => reply,
             Outcome::Attached(Ok(entered)) => {
+                let reply = match self.link.receiver.take_descriptors() {
+                    Ok(()) => self.enter(entered),
+                    Err(error) => return Err(End::Cut(Failure::new(ServiceFault::Busy, error.to_string()))),
+                };
                 self.is_client = true;
-                let reply = self.enter(entered);
                 let fds: Vec<_> = self.device_end.iter().flat_map(DeviceEnd::descriptors).collect();
                 self.reply_with(id, &reply, fds);
                 return Ok(());

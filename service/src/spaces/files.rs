@@ -13,7 +13,7 @@ use super::{Spaces, ending};
 use crate::{
     error::ServiceFault,
     held::{
-        HeldFile,
+        HeldFile, NewMemory,
         memory::{PAGE_BYTES, memory_bytes},
     },
     peers::own_uid,
@@ -71,9 +71,13 @@ impl Spaces {
     /// The file is let go of once it is held.
     pub(crate) async fn hold(self: &Rc<Self>, wanted: WantedFile) -> Result<Hold, Failure> {
         let (tell, told) = oneshot::channel();
-        let spaces = Rc::clone(self);
+        let (spaces, begun) = (Rc::clone(self), self.opens.begin_hold()?);
         // A task of its own: memory that moves between spaces has to arrive.
-        spawn_local(async move { drop(tell.send(spaces.hold_now(wanted).await)) });
+        spawn_local(async move {
+            let held = spaces.hold_now(wanted).await;
+            drop(begun);
+            drop(tell.send(held));
+        });
         told.await.unwrap_or_else(|_| Err(ending()))
     }
 
@@ -81,16 +85,15 @@ impl Spaces {
         if let Some(hold) = self.held_already(&identity, keep) {
             return Ok(hold);
         }
-        // One that is not wanted is closed there: a close may hang, too.
-        let check = move |found: SourceFile| {
+        let check = move |found: &SourceFile| {
             if found.identity() != identity {
                 let path = found.path().display();
-                return Err(format!("found another file than the client's, or another version of it, at {path}"));
+                let text = format!("found another file than the client's, or another version of it, at {path}");
+                return Err(refused(ServiceFault::Argument, text));
             }
-            found.check_stamped().map(|()| found).map_err(|error| error.to_string())
+            found.check_stamped().map_err(|error| refused(ServiceFault::Argument, error.to_string()))
         };
-        let source = self.opens.run(path.clone(), check).await?;
-        let source = source.map_err(|text| refused(ServiceFault::Argument, text))?;
+        let opened = self.opens.run(path.clone(), check).await?;
         let _one_at_a_time = self.file_turn.acquire().await.expect("nobody closes it");
         // Whoever had the turn before may have wanted the same.
         if let Some(hold) = self.held_already(&identity, keep) {
@@ -101,16 +104,16 @@ impl Spaces {
         if is_full() && self.files.oldest_idle().is_none() {
             return Err(full());
         }
-        let bytes = memory_bytes(identity.size);
-        self.take_for_file(bytes).await?;
+        let memory = self.take_for_file(identity.size).await?;
+        let give_back = || self.host.give_back(tenant(), memory_bytes(identity.size));
         // Nothing is given up before it is known that there is memory.
         if is_full() && !self.give_up_oldest() {
-            self.host.give_back(tenant(), bytes);
+            give_back();
             return Err(full());
         }
-        self.files.begin(source).map_err(|error| {
-            self.host.give_back(tenant(), bytes);
-            refused(ServiceFault::Unavailable, format!("found no memory, descriptor or thread for it ({error})"))
+        opened.give(|file| self.files.begin(file, memory)).map_err(|error| {
+            give_back();
+            refused(ServiceFault::Unavailable, format!("found no thread to read it ({error})"))
         })?;
         tracing::info!(path, bytes = identity.size, keep, "a file is read for all clients");
         self.held_already(&identity, keep).ok_or_else(|| refused(ServiceFault::Io, format!("{path} cannot be read")))
@@ -127,16 +130,22 @@ impl Spaces {
         Some(Hold { file, spaces: Rc::clone(self) })
     }
 
-    /// Takes host memory as the opening of a space does.
-    async fn take_for_file(&self, bytes: u64) -> Result<(), Failure> {
+    /// Takes host memory for a file of `size` bytes as the opening of a space does.
+    async fn take_for_file(&self, size: u64) -> Result<NewMemory, Failure> {
+        let bytes = memory_bytes(size);
         let grant = self.reserve_host(tenant(), PAGE_BYTES, bytes)?;
+        // Spaces and files give up theirs only for memory that the system has.
+        let memory = NewMemory::new(size).map_err(|error| {
+            self.host.give_back(tenant(), grant.bytes);
+            refused(ServiceFault::Unavailable, format!("found no memory or descriptor for it ({error})"))
+        })?;
         let claimed = self.claim_host(tenant(), &grant).await;
         let taken = grant.bytes + claimed.as_ref().map_or(0, |claimed| *claimed);
         if taken < bytes {
             self.host.give_back(tenant(), taken);
             return Err(claimed.err().unwrap_or_else(|| self.host.refusal(taken, bytes)));
         }
-        Ok(())
+        Ok(memory)
     }
 
     /// Gives up kept files that no client holds, the ones that were used longest ago first, until `space` may have
@@ -160,6 +169,9 @@ impl Spaces {
     fn forget(&self, file: &Rc<HeldFile>) {
         self.files.forget(file);
         if file.is_idle() {
+            // Its last close is not this thread's.
+            let memory = file.take_memory();
+            self.system.run(Box::new(move || drop(memory)));
             self.host.give_back(tenant(), file.bytes());
         }
     }

@@ -86,7 +86,8 @@ fn send_own_end(node: &Node, how: usize, other: &UnixStream) {
     let own = raw.stream.try_clone().expect("a copy");
     let ends: [BorrowedFd<'_>; 2] = [own.as_fd(), other.as_fd()];
     match how {
-        0 => raw.send_with(b"kvhoist", &ends[..1]),
+        // From Linux 6.16 on it is not sent.
+        0 => drop(raw.try_send_with(b"kvhoist", &ends[..1])),
         1 => raw.send_with(&register(4096).encode(2), &ends[..1]),
         2 => raw.send_with(&register(4096).encode(2)[..20], &ends[..1]),
         3 => raw.send_with(&Request::Sync.encode(2), &ends),

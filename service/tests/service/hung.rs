@@ -1,23 +1,19 @@
 //! What a client can do to hang the service's thread: descriptors whose close waits.
 
 use std::{
-    ffi::CString,
     fs::{self, File},
     io::{self, Read, Write},
     net::{TcpListener, TcpStream},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{ffi::OsStrExt, net::UnixStream},
+        unix::net::UnixStream,
     },
     path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
 
-use kvhoist::ServiceFault;
-use kvhoist_service::{
-    internals::protocol::{Hello, RegionKind, Reply, Request, SpaceDevice},
-    remove_space,
-};
+use kvhoist_service::internals::protocol::{Hello, RegionKind, Reply, Request, SpaceDevice};
 
 use crate::{
     common,
@@ -63,6 +59,21 @@ fn send(pid: u32, raw: &Raw, bytes: &[u8], count: usize) -> Vec<TcpStream> {
     })
 }
 
+/// As [`send`], of a client that is not attached: from Linux 6.16 on its messages with descriptors are not sent. Whether
+/// this one was.
+fn send_before_attach(pid: u32, raw: &Raw, bytes: &[u8], count: usize) -> (Vec<TcpStream>, bool) {
+    let mut is_sent = true;
+    let peers = send_by(pid, count, |fds| {
+        if let Err(error) = raw.try_send_flagged(bytes, fds, 0) {
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{error}");
+            is_sent = false;
+            // A close in this process would wait.
+            fds.iter().for_each(|fd| std::mem::forget(fd.try_clone_to_owned()));
+        }
+    });
+    (peers, is_sent)
+}
+
 fn send_by(pid: u32, count: usize, send: impl FnOnce(&[BorrowedFd<'_>])) -> Vec<TcpStream> {
     let (sockets, peers): (Vec<_>, _) = (0..count).map(|_| lingering()).unzip();
     // It closes nothing before this process has closed its own descriptors.
@@ -102,8 +113,8 @@ pub fn linger(socket: &Path, pid: u32, how: &str) {
         }
         "hello" => {
             let mut raw = Raw::connect(socket);
-            let peers = send(pid, &raw, &Hello::ours().encode(), 1);
-            assert!(raw.goodbye_of_hello().contains("no frame wants"));
+            let (peers, is_sent) = send_before_attach(pid, &raw, &Hello::ours().encode(), 1);
+            assert!(!is_sent || raw.goodbye_of_hello().contains("no frame wants"));
             peers
         }
         "two" => {
@@ -133,7 +144,7 @@ pub fn linger(socket: &Path, pid: u32, how: &str) {
         _ => {
             let one = |_| {
                 let _stopped = Stopped::new(pid);
-                send(pid, &Raw::connect(socket), b"any", 2)
+                send_before_attach(pid, &Raw::connect(socket), b"any", 2).0
             };
             (0..20).flat_map(one).collect()
         }
@@ -164,6 +175,27 @@ fn a_descriptor_whose_close_waits_hangs_nobody() {
     node.wait_for_clients(1);
 }
 
+/// From Linux 6.16 on: who may not attach holds up nobody by what nobody has received.
+#[test]
+fn a_client_sends_descriptors_once_it_is_attached() {
+    let node = Node::new();
+    let mut raw = Raw::greeted(&node.socket());
+    let pool = kvhoist::SharedMemory::new(BLOCK_BYTES).expect("memory");
+    match raw.try_send_flagged(&register().encode(1), &[pool.as_fd()], 0) {
+        Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{error}"),
+        Ok(_) => {
+            let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("procfs");
+            let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
+            let version = (numbers.next(), numbers.next());
+            assert!(version < (Some(6), Some(16)), "Linux {release} sends it");
+            return common::skip::skipped("the kernel is older than 6.16");
+        }
+    }
+    let attached = raw.ask(2, &attach("tests", [64, 16], SpaceDevice::None));
+    assert!(matches!(attached, Reply::Attached { .. }), "{attached:?}");
+    assert!(matches!(raw.ask_with(3, &register(), pool.as_fd()), Reply::Registered { .. }));
+}
+
 /// A message out of band is passed over by a peek, unless it is asked for in line.
 #[test]
 fn a_descriptor_out_of_band_hangs_nobody() {
@@ -186,37 +218,42 @@ fn a_connection_past_the_limit_hangs_nobody() {
     serves(&pool_client, "refused");
 }
 
-/// The file of a new space is written to a pipe, which nobody reads: as long as a file system takes that hangs.
+/// A library that is loaded before the system's: a file is not flushed as long as `HANGS` names one that is there.
+const HANGS: &str = r#"
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int fsync(int fd) {
+    const char *hangs = getenv("HANGS");
+    while (hangs && access(hangs, F_OK) == 0) usleep(1000);
+    return syscall(SYS_fsync, fd);
+}
+"#;
+
 #[test]
 fn a_new_space_whose_file_system_hangs_hangs_nobody() {
-    let node = Node::new();
+    let folder = common::directory();
+    let [source, library, hangs] = ["hangs.c", "hangs.so", "hangs"].map(|name| folder.path().join(name));
+    fs::write(&source, HANGS).expect("written");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).args([&library, &source]);
+    assert!(compiler.status().expect("Rust links with cc").success(), "it does not compile");
+    let [library, of_hangs] = [&library, &hangs].map(|path| path.to_str().expect("text"));
+    let node = Node::with_variables("120000 64", &[("LD_PRELOAD", library), ("HANGS", of_hangs)]);
     let pool_client = PoolClient::new(&node.socket());
-    let attach = attach("slow", [64, 16], SpaceDevice::None);
-    let raw = Raw::attached_by(&node.socket(), &attach);
-    let spaces = node.status().spaces;
-    let folder = &spaces.iter().find(|space| space.namespace == "slow").expect("attached").folder;
-    drop(raw);
-    node.wait_for_clients(1);
-    remove_space(&node.socket(), "slow", BLOCK_BYTES as u64, false).expect("no client has it");
-    let folder = node.store().join(folder);
-    let pipe = folder.join("space.new");
-    fs::create_dir(&folder).expect("removed before");
-    let name = CString::new(pipe.as_os_str().as_bytes()).expect("no zero");
-    // SAFETY: plain system call; the name outlives it.
-    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    File::create(&hangs).expect("made");
     let mut raw = Raw::greeted(&node.socket());
-    raw.send(&attach.encode(1));
+    raw.send(&attach("slow", [64, 16], SpaceDevice::None).encode(1));
     while node.status().spaces.iter().all(|space| space.namespace != "slow") {
         std::thread::yield_now();
     }
     serves(&pool_client, "a new space");
-    // Now it goes on, and fails: no pipe can be flushed.
-    let reader = File::open(&pipe).expect("a pipe");
+    raw.stream.set_nonblocking(true).expect("set");
+    assert!(raw.reply().is_err(), "its file is not flushed yet");
+    raw.stream.set_nonblocking(false).expect("set");
+    fs::remove_file(hangs).expect("there");
     let (_, reply) = raw.reply().expect("a reply");
-    assert!(matches!(&reply, Reply::Failed(failure) if failure.fault == ServiceFault::Io), "{reply:?}");
-    drop(reader);
-    fs::remove_file(pipe).expect("left");
-    assert!(matches!(raw.ask(2, &attach), Reply::Attached { .. }));
+    assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
 }
 
 /// The end of a service is the end of its connections, too.

@@ -165,19 +165,19 @@ impl Node {
 
     /// Settings: milliseconds before a stalled client is cut off, and connections.
     pub fn with(settings: &str) -> Self {
+        Node::with_variables(settings, &[])
+    }
+
+    /// With these variables in its first process's environment.
+    pub fn with_variables(settings: &str, variables: &[(&str, &str)]) -> Self {
         // The path of a socket is short.
         let (store, place) = (common::directory(), tempfile::tempdir().expect("a directory"));
-        let process = start(&place.path().join("s"), store.path(), settings);
+        let process = start(&place.path().join("s"), store.path(), settings, variables);
         Node { process, store, place, settings: settings.into() }
     }
 
     pub fn socket(&self) -> PathBuf {
         self.place.path().join("s")
-    }
-
-    /// Where its spaces are.
-    pub fn store(&self) -> &Path {
-        self.store.path()
     }
 
     /// Folders of spaces in its store.
@@ -189,7 +189,7 @@ impl Node {
 
     /// Starts it again, over the same store.
     pub fn restart(&mut self) {
-        self.process = start(&self.socket(), self.store.path(), &self.settings);
+        self.process = start(&self.socket(), self.store.path(), &self.settings, &[]);
     }
 
     pub fn status(&self) -> ServiceStatus {
@@ -270,8 +270,9 @@ pub fn status_of(socket: &Path) -> ServiceStatus {
     }
 }
 
-fn start(socket: &Path, store: &Path, settings: &str) -> Process {
-    let mut process = Process::start(&format!("service {} {} {settings}", socket.display(), store.display()));
+fn start(socket: &Path, store: &Path, settings: &str, variables: &[(&str, &str)]) -> Process {
+    let role = format!("service {} {} {settings}", socket.display(), store.display());
+    let mut process = Process::start_with(&role, variables);
     assert_eq!(process.word().as_deref(), Some("ready"));
     process
 }
