@@ -1,16 +1,17 @@
 //! [`FileClient`]: files that the service of this node holds in memory, for readers of whole files.
 
+mod line;
+#[cfg(test)]
+mod tests;
+
 use std::{
     fs::File,
-    io::{self, Write},
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    io,
+    os::fd::OwnedFd,
     path::{PathBuf, absolute},
     ptr::{NonNull, null_mut},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
@@ -20,18 +21,15 @@ use std::{
 use kvhoist::internals::service::Home;
 use kvhoist_files::{Arrival, SourceFile};
 use rustix::{
-    event::{PollFd, PollFlags, poll},
     fs::{SealFlags, fcntl_get_seals, fstat},
     mm::{MapFlags, ProtFlags, mmap, munmap},
-    net::{RecvFlags, recv},
-    time::Timespec,
 };
 
+use self::line::Line;
 use super::{
     held::memory::{HEARTBEAT_BYTES, NEVER, PAGE_BYTES, arrived_at, memory_bytes},
-    protocol::{HEADER_BYTES, Header, PATH_BYTES_MAX, Reply, Request},
-    query::{greet, nonsense, unexpected},
-    socket,
+    protocol::{PATH_BYTES_MAX, Reply, Request},
+    query::{greet, unexpected},
 };
 use crate::error::{Error, Result, ServiceFault};
 
@@ -51,31 +49,37 @@ const SLEEP_US: (u64, u64) = (250, 10_000);
 pub struct FileClient(Arc<Inner>);
 
 struct Inner {
-    path: PathBuf,
-    stream: Mutex<UnixStream>,
+    line: Line,
     next_id: AtomicU64,
     home: Home,
 }
 
 impl FileClient {
-    /// Connects to the service at `socket`. Blocks the thread, for at most 10 s if the service hangs.
+    /// Connects to the service at `socket`. Blocks the thread if the service hangs: for at most 10 s until it accepts
+    /// the connection, and 10 s until it answers.
     ///
     /// # Errors
     /// As [`status`](crate::status).
     pub fn connect(socket: impl Into<PathBuf>) -> Result<Self> {
         let path = socket.into();
-        let stream = Mutex::new(greet(&path)?);
-        Ok(FileClient(Arc::new(Inner { path, stream, next_id: AtomicU64::new(1), home: Home::here() })))
+        let stream = greet(&path)?;
+        Ok(FileClient::of(Line::new(path, stream, PATIENCE)))
+    }
+
+    fn of(line: Line) -> Self {
+        FileClient(Arc::new(Inner { line, next_id: AtomicU64::new(1), home: Home::here() }))
     }
 
     /// The file, whose bytes are read from the service's memory as far as they are there. With `keep` they stay when
     /// nobody reads them any more, until the service needs the memory.
     ///
     /// The service lets go of the file when the last clone of the returned one is dropped, or this process ends. Blocks
-    /// the thread while the service opens the file, for at most 10 s.
+    /// the thread while the service opens the file, and those that other threads want before, for at most 10 s in all.
+    /// A connection that breaks is of no use any more: later holds return the same error at once.
     ///
     /// # Errors
-    /// [`Error::Service`]: [`ServiceFault::Capacity`] without room in the service's host memory,
+    /// [`Error::Service`]: [`ServiceFault::Capacity`] without room in the service's host memory, [`ServiceFault::Busy`]
+    /// for too many files that are held, or open in this process,
     /// [`ServiceFault::Argument`] for a path that is another file there, and for a file whose changes are not all
     /// stamped (on tmpfs, a block device), [`ServiceFault::Permission`] for a service of another user,
     /// [`ServiceFault::Away`], [`ServiceFault::Timeout`]. [`Error::Argument`] for an empty file, or a path that is too
@@ -105,14 +109,14 @@ impl FileClient {
             path,
         };
         let hold = inner.next_id.fetch_add(1, Ordering::Relaxed);
-        let asked = inner.ask(hold, &request);
-        if asked.is_err() {
-            // It may come to be held later.
-            inner.let_go(hold);
-        }
-        let memory = match asked? {
+        let memory = match inner.line.ask(hold, &request)? {
             (Reply::Held, Some(memory)) => memory,
-            (Reply::Failed(failure) | Reply::Goodbye(failure), _) => return Err(failure.into()),
+            (Reply::Held, None) => {
+                inner.line.let_go(hold);
+                let text = "file: found no descriptor with the file, expected one: raise `ulimit -n` of this process";
+                return Err(Error::service(ServiceFault::Busy, text));
+            }
+            (Reply::Failed(failure), _) => return Err(failure.into()),
             (other, _) => return Err(unexpected(&other)),
         };
         // From here on the drop lets go.
@@ -122,80 +126,7 @@ impl FileClient {
     }
 }
 
-debug_fields!(FileClient, client => socket: client.0.path);
-
-impl Inner {
-    fn stream(&self) -> MutexGuard<'_, UnixStream> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lost(&self, error: &io::Error) -> Error {
-        let fault = match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ServiceFault::Timeout,
-            _ => ServiceFault::Away,
-        };
-        Error::service(fault, format!("{}: found {error}, expected a reply of the service", self.path.display()))
-    }
-
-    /// One request with its reply, and the descriptor that comes with that.
-    fn ask(&self, id: u64, request: &Request) -> Result<(Reply, Option<OwnedFd>)> {
-        let mut stream = self.stream();
-        let answered = (|| {
-            stream.write_all(&request.encode(id))?;
-            let (mut header, mut fd) = ([0; HEADER_BYTES], None);
-            loop {
-                receive(stream.as_fd(), &mut header, &mut fd)?;
-                let found = match Header::decode(&header) {
-                    Ok(found) => found,
-                    Err(malformed) => return Ok(Err(malformed)),
-                };
-                let mut body = vec![0; found.body_bytes as usize];
-                receive(stream.as_fd(), &mut body, &mut fd)?;
-                // A request that took too long may be answered later.
-                if found.id == id || found.id == 0 {
-                    return Ok(Reply::decode(found.kind, &body).map(|reply| (reply, fd)));
-                }
-                fd = None;
-            }
-        })();
-        answered.map_err(|error| self.lost(&error))?.map_err(nonsense)
-    }
-
-    fn let_go(&self, hold: u64) {
-        // A service that is gone holds nothing.
-        _ = self.stream().write_all(&Request::LetGo { hold }.encode(0));
-    }
-
-    /// Whether the service has hung up.
-    fn is_over(stream: BorrowedFd<'_>) -> bool {
-        let mut byte = [0];
-        match recv(stream, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((bytes, _)) => bytes == 0,
-            Err(error) => error != rustix::io::Errno::AGAIN && error != rustix::io::Errno::INTR,
-        }
-    }
-}
-
-/// Fills `buf`, and keeps a descriptor that comes with its bytes.
-fn receive(stream: BorrowedFd<'_>, mut buf: &mut [u8], fd: &mut Option<OwnedFd>) -> io::Result<()> {
-    let patience = Timespec { tv_sec: PATIENCE.as_secs().cast_signed(), tv_nsec: 0 };
-    while !buf.is_empty() {
-        match poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::IN)], Some(&patience)) {
-            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
-            Err(rustix::io::Errno::INTR) => continue,
-            polled => polled?,
-        };
-        let (bytes, _) = match socket::receive_all(stream, buf, |came| *fd = Some(came)) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            received => received?,
-        };
-        if bytes == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        buf = &mut buf[bytes..];
-    }
-    Ok(())
-}
+debug_fields!(FileClient, client => socket: client.0.line.path());
 
 /// A file in the service's memory.
 struct Held {
@@ -215,7 +146,7 @@ unsafe impl Sync for Held {}
 
 impl Held {
     fn map(mut self, memory: &OwnedFd, size: u64) -> Result<Self> {
-        let wrong = |error: io::Error| self.client.lost(&error);
+        let wrong = |error: io::Error| self.client.line.lost(&error);
         let found = fstat(memory).map_err(|error| wrong(error.into()))?.st_size.cast_unsigned();
         let seals = fcntl_get_seals(memory).map_err(|error| wrong(error.into()))?;
         if found != memory_bytes(size) || !seals.contains(SealFlags::SHRINK | SealFlags::FUTURE_WRITE) {
@@ -255,8 +186,7 @@ impl Arrival for Held {
             if (arrived, heartbeat) != seen {
                 (seen, since) = ((arrived, heartbeat), Instant::now());
             }
-            let is_over = self.client.stream.try_lock().is_ok_and(|stream| Inner::is_over(stream.as_fd()));
-            if is_over || since.elapsed() > PATIENCE {
+            if self.client.line.is_over() || since.elapsed() > PATIENCE {
                 self.is_lost.store(true, Ordering::Relaxed);
                 // What came just before the hang-up is there.
                 return self.arrived() != NEVER && self.arrived() >= end;
@@ -275,7 +205,7 @@ impl Drop for Held {
         }
         // The connection, and maybe its lock, is the parent's.
         if self.client.home.is_here() {
-            self.client.let_go(self.hold);
+            self.client.line.let_go(self.hold);
         }
     }
 }
