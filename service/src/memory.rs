@@ -25,8 +25,15 @@ pub struct Mapped {
     len: usize,
     /// The guard of a client's file.
     guard: Option<Guard>,
-    /// Device memory, which is unmapped when this is dropped.
+    /// Device memory, to be [taken out](Self::take_imported) before it is unmapped.
     imported: Cell<Option<ImportedMemory>>,
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // It would unmap itself.
+        std::mem::forget(self.imported.take());
+    }
 }
 
 impl Mapped {

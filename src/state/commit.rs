@@ -240,7 +240,7 @@ impl Locked<'_> {
     /// | nothing to disk | in memory from which it can be written | begins |
     /// | to host memory | else, as on its way from the device | follows, with or without waiters |
     /// | nothing | else | there is none |
-    fn write_for(
+    pub(super) fn write_for(
         &mut self,
         id: EntryId,
         key: &BlockKey,
@@ -336,8 +336,11 @@ impl Locked<'_> {
                     if why == NoWait::Overdue {
                         missed = Err(self.timeout("a movement of the block that is overdue"));
                     } else if let (Tier::Host, Some(error)) = (tier, failed) {
-                        // It did not arrive in host memory, from which it would be written.
-                        self.note_refused(key, error.clone());
+                        // It did not arrive in host memory, from which it would be written. Nobody was promised that of
+                        // a block that was selected for its uses.
+                        if !next.is_empty() || self.shared().config.writes_back() {
+                            self.note_refused(key, error.clone());
+                        }
                         missed = Err(error);
                     }
                 }

@@ -35,12 +35,8 @@ impl Shared {
             state.count(&self.metrics.background_refused, 1);
             return None;
         }
-        let committed = state.begin_write(id, key, Class::Background, self.config.limits.waiters_max);
-        drop(state);
-        match committed {
-            Ok(Committed::Write(write, _receiver)) => Some(write),
-            _ => None,
-        }
+        // Without a waiter it is no refusal that its slot is refused at the close.
+        state.write_for(id, key, Class::Background, Few::default(), u32::MAX).ok().flatten()
     }
 }
 

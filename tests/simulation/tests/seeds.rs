@@ -8,7 +8,7 @@ use kvhoist_simulation::{
 };
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 18] = [
+const NAMED: [(u64, &str); 19] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
@@ -26,6 +26,7 @@ const NAMED: [(u64, &str); 18] = [
     (6750, "a sync reported writes that had run into `waiters_max`, and the model did not expect it"),
     (SERVICE_SEEDS, "a client's thread went on without waiting while the socket was full"),
     (DEVICE_SEEDS + 183, "a load layer by layer was refused because the client took other memory back meanwhile"),
+    (2800788, "a close reported the write of a block that was selected for its uses, which nobody was promised"),
     (3007066, "no block was decided on for a caller's slot where those worth a write had been written by a sync"),
 ];
 
