@@ -95,8 +95,6 @@ class KvhoistL2(L2AdapterInterface):
         self._loaded: dict[int, Bitmap] = {}
         #: Objects that a lookup found and no unlock has released.
         self._locked: Counter = Counter()
-        #: Objects of the loads under way.
-        self._loading: Counter = Counter()
         self._names = ObjectNames(l1_memory_desc.align_bytes)
         #: For each object that a lookup did not find: the object before it in its prefix.
         self._before: OrderedDict[StoredObject, StoredObject] = OrderedDict()
@@ -212,16 +210,16 @@ class KvhoistL2(L2AdapterInterface):
     def submit_unlock(self, keys: Sequence[Any]) -> None:
         """Releases objects that lookups found: `delete` may take them.
 
-        Where LMCache gives up a request whose load is under way, it frees the memory after this. So this waits for such
-        a load, which ends on the store's thread, for as long as LMCache keeps the memory of any.
+        Where LMCache gives up a request whose load is under way, it frees the memory after this, of the very objects
+        that it has had loaded. So this waits for such a load, which ends on the store's thread, for as long as LMCache
+        keeps the memory of any. A load that LMCache knows to have ended is under way no more.
         """
+        keys = list(keys)
         with self._lock:
             _take(self._locked, keys)
-            # What has ended is unlocked without a wait: it is under way no more.
-            self._load_ended.wait_for(
-                lambda: not any(self._loading[key] > self._locked[key] for key in keys if key in self._loading),
-                self._times.staged_s,
-            )
+            # Another request may load the same: whose load it is cannot be told.
+            loads = [n for n, task in self._under_way.items() if task.is_load and list(task.keys) == keys]
+            self._load_ended.wait_for(lambda: not any(n in self._under_way for n in loads), self._times.staged_s)
 
     # Load
 
@@ -255,8 +253,6 @@ class KvhoistL2(L2AdapterInterface):
         with self._lock:
             task_id = next(self._task_ids)
             self._under_way[task_id] = task
-            if is_load:
-                self._loading.update(task.keys)
 
         def named_and_begun() -> None:
             if len(objects) != len(task.keys):
@@ -288,7 +284,6 @@ class KvhoistL2(L2AdapterInterface):
         with self._lock:
             del self._under_way[ended.job_id]
             if ended.is_load:
-                _take(self._loading, task.keys)
                 self._load_ended.notify_all()
         self._guarded("account", None, lambda: self._account(ended, task))
         moved = sorted(ended.good)
