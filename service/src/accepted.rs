@@ -29,6 +29,8 @@ use super::{
 
 /// Closes of one user's descriptors that may wait when others are received.
 const CLOSING_MAX: usize = 2;
+/// Such closes that may wait when their user attaches: those of many connections that have ended, which take a moment.
+const CLOSING_ATTACHED_MAX: usize = 128;
 /// Closes that may wait, of all users, before no more connections are accepted.
 const DISCARDS_MAX: usize = 1024;
 /// How often it is looked whether fewer of them wait.
@@ -64,10 +66,10 @@ impl Aside {
         self.discards.lock().expect("nothing panics under it")
     }
 
-    /// Refuses descriptors of a user of whom too many are not closed yet.
-    fn check_closing(&self, uid: u32) -> io::Result<()> {
+    /// Refuses descriptors of a user of whom so many are not closed yet.
+    fn check_closing(&self, uid: u32, most: usize) -> io::Result<()> {
         let closing = self.discards().get(&uid).map_or(0, Brief::waiting);
-        if closing < CLOSING_MAX {
+        if closing < most {
             return Ok(());
         }
         let text = "descriptors that are no memory and are not closed yet; end whoever serves their file system";
@@ -76,7 +78,7 @@ impl Aside {
 
     /// Receives bytes that a descriptor comes with.
     fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
-        self.check_closing(uid)?;
+        self.check_closing(uid, CLOSING_MAX)?;
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
         let (mut bytes, mut fds) = (vec![0; len], Vec::new());
         let (len, lost) = socket::receive_all(stream.as_fd(), &mut bytes, |fd| fds.push(fd))?;
@@ -234,7 +236,7 @@ impl Wire for Accepted {
     }
 
     fn take_descriptors(&self) -> io::Result<()> {
-        self.aside.check_closing(self.uid)?;
+        self.aside.check_closing(self.uid, CLOSING_ATTACHED_MAX)?;
         socket::take_descriptors(self.as_fd(), true);
         Ok(())
     }
@@ -284,7 +286,7 @@ mod tests {
         let aside = Aside::start().expect("threads");
         let (end, ends) = mpsc::channel::<()>();
         aside.discard(1, move || _ = ends.recv());
-        let mut of_first: Vec<_> = (0..100).map(|_| end_with_descriptor(&aside, 1)).collect();
+        let mut of_first: Vec<_> = (0..CLOSING_ATTACHED_MAX).map(|_| end_with_descriptor(&aside, 1)).collect();
         let mut of_other = end_with_descriptor(&aside, 2);
         assert_eq!(of_other.read(&mut [0]).expect("closed"), 0);
         tokio::time::timeout(Duration::from_secs(60), aside.room()).await.expect("others are accepted");

@@ -105,8 +105,8 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>])
     Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
 }
 
-/// Has a socket, and those that it accepts, take descriptors or none: a peer's message with one is not sent then. Before
-/// Linux 6.16 all take them.
+/// Has a socket, and those that it accepts, take descriptors or none: a peer's message with one is not sent then.
+/// Before Linux 6.16 all take them.
 pub(super) fn take_descriptors(socket: BorrowedFd<'_>, takes: bool) {
     // linux/include/uapi/asm-generic/socket.h
     const SO_PASSRIGHTS: libc::c_int = 83;

@@ -1,5 +1,8 @@
 //! What the service takes from the system beside its sockets: files of spaces, caches, threads, and mappings.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     fs,
     io::{self, Read, Write},
@@ -131,11 +134,17 @@ impl System for Machine {
                 continue;
             }
             let file = entry.path().join(FILE_NAME);
-            match open_folder(&entry.path()).map(|folder| read_whole(&folder)) {
+            let folder = match find_folder(&entry.path()) {
+                Ok((folder, found)) if found.uid() == own_uid() => folder,
                 // Whoever may write to the path can make one: it takes no disk of the spaces.
-                Err(error) => tracing::warn!(path = %entry.path().display(), %error, "it is no space, and not served"),
-                Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
-                Ok(text) => {
+                _ => {
+                    tracing::warn!(path = %entry.path().display(), "a link or another user's folder is not served");
+                    continue;
+                }
+            };
+            match read_whole(&folder).and_then(|text| open_folder(&entry.path()).map(|_| text)) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                text => {
                     let text = text.map_err(|error| Error::io("read", &file, error));
                     files.push((file, text));
                 }
@@ -156,7 +165,7 @@ impl System for Machine {
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
         let bytes = |path: &PathBuf| {
-            let folder = open_folder(path).ok()?;
+            let (folder, _) = find_folder(path).ok().filter(|(_, found)| found.uid() == own_uid())?;
             let store = statat(&folder, STORE_NAME, AtFlags::SYMLINK_NOFOLLOW).ok()?;
             u64::try_from(store.st_size).ok()
         };
@@ -244,9 +253,8 @@ fn forget_folders(folders: &[PathBuf]) -> bool {
     true
 }
 
-/// Opens a folder of a space. Others who may write to the path may have put a link or a folder in its place; and who
-/// may write to the folder puts links in it.
-fn open_folder(path: &Path) -> io::Result<fs::File> {
+/// Opens a folder, and no link, which others who may write to the path may have put in its place.
+fn find_folder(path: &Path) -> io::Result<(fs::File, fs::Metadata)> {
     let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
     let opened = fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
     let folder = opened.map_err(|error| match error.kind() {
@@ -256,7 +264,13 @@ fn open_folder(path: &Path) -> io::Result<fs::File> {
         }
         _ => error,
     })?;
-    let (found, own) = (folder.metadata()?, own_uid());
+    let found = folder.metadata()?;
+    Ok((folder, found))
+}
+
+/// Opens a folder of a space: one that nobody else may write to, who would put links in it.
+fn open_folder(path: &Path) -> io::Result<fs::File> {
+    let ((folder, found), own) = (find_folder(path)?, own_uid());
     if found.uid() == own && found.mode() & 0o022 == 0 {
         return Ok(folder);
     }
@@ -328,66 +342,4 @@ fn read_whole(folder: &fs::File) -> io::Result<String> {
     let mut text = String::new();
     file.take(FILE_BYTES_MAX).read_to_string(&mut text)?;
     Ok(text)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::{PermissionsExt, symlink};
-
-    use rustix::fs::FileType;
-
-    use super::*;
-
-    #[test]
-    fn a_link_in_the_place_of_a_folder_is_not_followed() {
-        let root = tempfile::tempdir().expect("a directory");
-        let [folder, theirs] = ["space-1", "theirs"].map(|name| root.path().join(name));
-        fs::create_dir(&theirs).expect("made");
-        for name in [FILE_NAME, "letter"] {
-            fs::write(theirs.join(name), name).expect("written");
-        }
-        symlink(&theirs, &folder).expect("linked");
-        let folders = [folder.clone()];
-        for refused in [make_folders(&folders, "text", true), remove_folder(&folder)] {
-            let error = refused.expect_err("a link").to_string();
-            assert!(error.contains("space-1") && error.contains("found a link"), "{error}");
-        }
-        assert!(forget_folders(&folders), "there is no store");
-        assert_eq!(fs::read_to_string(theirs.join(FILE_NAME)).expect("there"), FILE_NAME);
-        assert_eq!(fs::read_dir(&theirs).expect("there").count(), 2);
-        fs::remove_file(&folder).expect("removed");
-        make_folders(&folders, "text", true).expect("made");
-        fs::create_dir(folder.join("below")).expect("made");
-        remove_folder(&folder).expect("removed");
-        assert!(!folder.exists());
-    }
-
-    /// Who may write to a path puts a folder of the right name there, with whatever in it.
-    #[test]
-    fn a_folder_that_others_may_write_to_is_no_space() {
-        let root = tempfile::tempdir().expect("a directory");
-        let [folder, victim] = ["space-1", "victim"].map(|name| root.path().join(name));
-        fs::write(&victim, "kept").expect("written");
-        fs::create_dir(&folder).expect("made");
-        symlink(&victim, folder.join(NEW_FILE_NAME)).expect("linked");
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("changed");
-        let folders = [folder.clone()];
-        let error = make_folders(&folders, "text", true).expect_err("anybody's").to_string();
-        assert!(error.contains("space-1") && error.contains("of mode 777"), "{error}");
-        fs::write(folder.join(FILE_NAME), "text").expect("written");
-        assert!(Machine.spaces(root.path()).expect("listed").is_empty(), "it is not the service's");
-        // Nor is a link followed that lies in the service's own, nor is a pipe waited for.
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).expect("changed");
-        make_folders(&folders, "new", true).expect("made");
-        assert_eq!(fs::read_to_string(&victim).expect("there"), "kept");
-        assert_eq!(fs::read_to_string(folder.join(FILE_NAME)).expect("there"), "new");
-        fs::remove_file(folder.join(FILE_NAME)).expect("removed");
-        let made = rustix::fs::mknodat(rustix::fs::CWD, folder.join(FILE_NAME), FileType::Fifo, Mode::RUSR, 0);
-        made.expect("a pipe");
-        let [(file, text)] = &Machine.spaces(root.path()).expect("listed")[..] else { panic!("expected a space") };
-        assert!(*file == folder.join(FILE_NAME) && text.is_err(), "{text:?}");
-        fs::remove_file(file).expect("removed");
-        symlink(&victim, file).expect("linked");
-        assert!(Machine.spaces(root.path()).expect("listed")[0].1.is_err(), "a link is not read");
-    }
 }

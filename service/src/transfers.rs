@@ -85,7 +85,7 @@ impl ClientTransfers {
         let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
-        let stores = (blocks / 2).max(1);
+        let (blocks, stores) = (blocks.max(2), (blocks / 2).max(1));
         let movements_max = cache.config().limits.movements_max as usize;
         ClientTransfers {
             regions: Regions::new(

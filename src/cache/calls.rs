@@ -171,8 +171,8 @@ impl Cache {
     }
 
     /// The leading blocks of `keys` that are resident in a tier in service: the fastest of each, none once the cache is
-    /// closed. Blocks of the remote tier count as far as that offers them. No I/O, no use counted; the lock is taken for
-    /// 256 keys at a time, so a chain that is evicted meanwhile may match in part.
+    /// closed. Blocks of the remote tier count as far as that offers them. No I/O, no use counted; the lock is taken
+    /// for 256 keys at a time, so a chain that is evicted meanwhile may match in part.
     ///
     /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
     /// until the next match a block counts as used once, however often it is fetched or loaded.

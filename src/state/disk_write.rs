@@ -38,8 +38,8 @@ impl Locked<'_> {
         PendingWrite { key: *key, pin, begun }
     }
 
-    /// Has the copy that another caller has stored of a block written once the flight of a write ends that has failed on
-    /// its way from one caller's memory; false if there is none.
+    /// Has the copy that another caller has stored of a block written once the flight of a write ends that has failed
+    /// on its way from one caller's memory; false if there is none.
     pub(crate) fn write_other_copy(&mut self, key: &BlockKey, id: EntryId) -> bool {
         let is_there = self.index.find(key) == Some(id) && self.index.slot(id, Tier::Host).is_some();
         if is_there {

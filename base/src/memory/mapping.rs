@@ -179,8 +179,10 @@ mod tests {
         assert!(flags.contains(&"dc"), "not copied by fork: {flags:?}");
         assert!(flags.contains(&"dd"), "not in core dumps: {flags:?}");
         drop(mapping);
-        // Tests in other threads may map parts of the range next, but never one of this size.
-        assert_eq!(flags_of(ptr, len), None);
+        // Another thread may map the range next, and without this advice where it is no mapping like this one, whose
+        // size no other test has.
+        let flags = flags_of(ptr, len).unwrap_or_default();
+        assert!(!flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
     }
 
     #[test]

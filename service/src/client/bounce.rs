@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex};
 use kvhoist::{Segment, SharedMemory};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    protocol::Way,
+};
 
 const SLOT_ALIGN: usize = 4096;
 const SLOTS_MAX: usize = 4096;
@@ -18,13 +21,15 @@ struct Slots {
     slot_bytes: usize,
     free: Mutex<Vec<usize>>,
     permits: Arc<Semaphore>,
+    /// Of half of them, for stores: no load waits for those.
+    stores: Arc<Semaphore>,
 }
 
 /// Slots that a call has, until it and the service are done with them.
 pub(super) struct Taken {
     numbers: Vec<usize>,
     slots: Arc<Slots>,
-    _permits: OwnedSemaphorePermit,
+    _permits: [Option<OwnedSemaphorePermit>; 2],
 }
 
 impl Drop for Taken {
@@ -43,8 +48,9 @@ impl Bounce {
         let slot_bytes = block_bytes.next_multiple_of(SLOT_ALIGN);
         let count = (bytes / slot_bytes).clamp(1, SLOTS_MAX);
         let memory = Arc::new(SharedMemory::new(count * slot_bytes)?);
-        let (free, permits) = (Mutex::new((0..count).collect()), Arc::new(Semaphore::new(count)));
-        Ok(Bounce(Arc::new(Slots { memory, slot_bytes, free, permits })))
+        let free = Mutex::new((0..count).collect());
+        let [permits, stores] = [count, (count / 2).max(1)].map(|permits| Arc::new(Semaphore::new(permits)));
+        Ok(Bounce(Arc::new(Slots { memory, slot_bytes, free, permits, stores })))
     }
 
     pub(super) fn memory(&self) -> &Arc<SharedMemory> {
@@ -56,13 +62,17 @@ impl Bounce {
         (self.0.memory.len() / self.0.slot_bytes).div_ceil(4)
     }
 
-    /// Takes slots for `count` blocks, once there are as many.
+    /// Takes slots for `count` blocks of a call, once there are as many.
     ///
     /// # Cancel safety
     /// Nothing is taken.
-    pub(super) async fn take(&self, count: usize) -> Result<Taken> {
-        let permits = Arc::clone(&self.0.permits).acquire_many_owned(count as u32).await;
-        let permits = permits.map_err(|_| Error::Closed)?;
+    pub(super) async fn take(&self, way: &Way, count: usize) -> Result<Taken> {
+        let acquire = async |permits: &Arc<Semaphore>| {
+            let permits = Arc::clone(permits).acquire_many_owned(count as u32).await;
+            permits.map(Some).map_err(|_| Error::Closed)
+        };
+        let of_stores = if matches!(way, Way::Store(_)) { acquire(&self.0.stores).await? } else { None };
+        let permits = [of_stores, acquire(&self.0.permits).await?];
         let mut free = self.0.free.lock().expect("nothing panics under it");
         let first = free.len() - count;
         let numbers = free.split_off(first);
@@ -108,15 +118,17 @@ pub(super) enum Direction {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use futures_util::FutureExt;
     use kvhoist::block_on;
+
+    use super::*;
 
     #[test]
     fn slots_come_back_when_their_last_holder_goes() {
         let bounce = Bounce::new(4 * 8192, 5000).expect("memory");
         assert_eq!((bounce.0.slot_bytes, bounce.blocks_per_call()), (8192, 1));
-        let taken = block_on(bounce.take(3)).expect("slots");
-        let (kept, other) = (Arc::new(taken), block_on(bounce.take(1)).expect("slots"));
+        let taken = block_on(bounce.take(&Way::Load, 3)).expect("slots");
+        let (kept, other) = (Arc::new(taken), block_on(bounce.take(&Way::Load, 1)).expect("slots"));
         let service = Arc::clone(&kept);
         let places: Vec<_> = (0..3).map(|at| kept.slot(at, 5000).ptr).collect();
         assert!(!places.contains(&other.slot(0, 5000).ptr));
@@ -124,5 +136,16 @@ mod tests {
         assert_eq!(bounce.0.permits.available_permits(), 0, "the service may still write there");
         drop(service);
         assert_eq!(bounce.0.permits.available_permits(), 3);
+    }
+
+    #[test]
+    fn stores_leave_half_of_the_slots_to_loads() {
+        let bounce = Bounce::new(4 * 8192, 5000).expect("memory");
+        let store = || bounce.take(&Way::Store(None), 1);
+        let stored = [store(), store()].map(|taken| block_on(taken).expect("half of them"));
+        assert!(store().now_or_never().is_none(), "it waits for stores");
+        assert!(bounce.take(&Way::Load, 2).now_or_never().is_some(), "these do not");
+        drop(stored);
+        assert!(store().now_or_never().is_some());
     }
 }

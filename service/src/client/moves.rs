@@ -139,7 +139,7 @@ impl Client {
         segments: &[Vec<Segment>],
         bounce: &Bounce,
     ) -> Result<Vec<Result<bool>>> {
-        let taken = Arc::new(self.in_time(bounce.take(keys.len())).await?);
+        let taken = Arc::new(self.in_time(bounce.take(&way, keys.len())).await?);
         let slots: Vec<_> = (0..keys.len()).map(|at| taken.slot(at, self.block_bytes())).collect();
         if matches!(way, Way::Store(_)) {
             for (at, segments) in segments.iter().enumerate() {

@@ -316,7 +316,11 @@ impl Session {
             Outcome::Attached(Ok(entered)) => {
                 let reply = match self.link.receiver.take_descriptors() {
                     Ok(()) => self.enter(entered),
-                    Err(error) => return Err(End::Cut(Failure::new(ServiceFault::Busy, error.to_string()))),
+                    Err(error) => {
+                        self.attaching = false;
+                        self.reply(id, &Reply::Failed(Failure::new(ServiceFault::Busy, error.to_string())));
+                        return Ok(());
+                    }
                 };
                 self.is_client = true;
                 let fds: Vec<_> = self.device_end.iter().flat_map(DeviceEnd::descriptors).collect();

@@ -133,6 +133,7 @@ impl Spaces {
     /// Takes host memory for a file of `size` bytes as the opening of a space does.
     async fn take_for_file(&self, size: u64) -> Result<NewMemory, Failure> {
         let bytes = memory_bytes(size);
+        self.freed().await;
         let grant = self.reserve_host(tenant(), PAGE_BYTES, bytes)?;
         // Spaces and files give up theirs only for memory that the system has.
         let memory = NewMemory::new(size).map_err(|error| {
@@ -150,9 +151,11 @@ impl Spaces {
 
     /// Gives up kept files that no client holds, the ones that were used longest ago first, until `space` may have
     /// `more` bytes than it may now.
-    pub(super) fn give_up_files(&self, space: SpaceOf<'_>, more: u64) {
+    pub(super) async fn give_up_files(&self, space: SpaceOf<'_>, more: u64) {
         let enough = self.host.available(space) + more;
-        while self.host.available(space) < enough && self.give_up_oldest() {}
+        while self.host.available(space) < enough && self.give_up_oldest() {
+            self.freed().await;
+        }
     }
 
     /// Gives up the kept file that was used longest ago; false if there is none without a client.
@@ -164,15 +167,34 @@ impl Spaces {
         true
     }
 
-    /// Holds a file no longer. Its memory is free once no client has it: one that failed may have clients still, the
-    /// last of which forgets it again.
+    /// Holds a file no longer. Its memory is free some time after no client has it: one that failed may have clients
+    /// still, the last of which forgets it again.
     fn forget(&self, file: &Rc<HeldFile>) {
         self.files.forget(file);
-        if file.is_idle() {
-            // Its last close is not this thread's.
-            let memory = file.take_memory();
-            self.system.run(Box::new(move || drop(memory)));
-            self.host.give_back(tenant(), file.bytes());
+        if !file.is_idle() {
+            return;
+        }
+        // Its last close takes 100s of ms a few GiB, and is not this thread's.
+        let (memory, bytes) = (file.take_memory(), file.bytes());
+        let (free, freed) = oneshot::channel::<()>();
+        self.system.run(Box::new(move || {
+            drop(memory);
+            drop(free);
+        }));
+        let (host, freeing) = (Rc::clone(&self.host), Rc::clone(&self.freeing));
+        freeing.0.set(freeing.0.get() + 1);
+        spawn_local(async move {
+            _ = freed.await;
+            host.give_back(tenant(), bytes);
+            freeing.0.set(freeing.0.get() - 1);
+            freeing.1.notify_waiters();
+        });
+    }
+
+    /// Waits until the memory of all files that nobody holds any more is free.
+    pub(super) async fn freed(&self) {
+        while self.freeing.0.get() > 0 {
+            self.freeing.1.notified().await;
         }
     }
 

@@ -111,10 +111,12 @@ pub(super) struct Spaces {
     system: Rc<dyn System>,
     entries: RefCell<BTreeMap<String, Entry>>,
     disk: Ledger,
-    host: Ledger,
+    host: Rc<Ledger>,
     tables: Tables,
     /// Whole files, which share the host memory.
     files: HeldFiles,
+    /// Files whose memory is being freed, and who waits for that.
+    freeing: Rc<(Cell<u32>, Notify)>,
     opens: Opens,
     /// Lets one file get memory at a time.
     file_turn: Semaphore,
@@ -139,6 +141,7 @@ impl Spaces {
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
+        let host = Rc::new(host);
         let mut refused = Vec::new();
         let mut found = manifests(&*system, &config)?;
         // Where not all fit, the small ones are served.
@@ -179,6 +182,7 @@ impl Spaces {
             host,
             tables,
             files,
+            freeing: Rc::default(),
             opens,
             file_turn,
             folder_turns,

@@ -84,6 +84,7 @@ impl Spaces {
         is_new: bool,
     ) -> Result<Rc<Space>, Failure> {
         let slot_bytes = self.config.cache.clone().block_bytes(manifest.block_bytes as usize).slot_bytes() as u64;
+        self.freed().await;
         let mut grant = self.reserve_host(manifest.of(), slot_bytes, host_bytes)?;
         let opened = self.open_cache(manifest, &mut grant, device, is_new).await;
         let cache = opened.inspect_err(|_| self.host.give_back(manifest.of(), grant.bytes))?;

@@ -175,7 +175,7 @@ impl Spaces {
                 // At once: another attach takes what is free.
                 claimed += self.take_up_to(space, grant.missing - claimed);
             }
-            self.give_up_files(space, of_files);
+            self.give_up_files(space, of_files).await;
             claimed += self.take_up_to(space, grant.missing - claimed);
             if claimed == grant.missing {
                 break;

@@ -302,8 +302,11 @@ async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() 
         let second = spaces.hold(wanted()).await.expect("room for two");
         assert_eq!(spaces.left().1, before - 2 * bytes);
         drop(first);
+        spaces.freed().await;
         assert_eq!(spaces.left().1, before - bytes);
         drop(second);
+        assert_eq!(spaces.left().1, before - bytes, "it is not free yet");
+        spaces.freed().await;
         assert_eq!(spaces.left().1, before);
     };
     LocalSet::new().run_until(run).await;

@@ -131,7 +131,11 @@ fn eight_ranks_read_a_file_once() {
         assert!(rank.end().success());
     }
     place.wait_for(0);
-    assert_eq!(place.status().host_left, HOST_BYTES, "its memory is free again");
+    // Its memory is free a moment later.
+    let hang = Instant::now() + HANG;
+    while place.status().host_left != HOST_BYTES {
+        assert!(Instant::now() < hang, "{:?}", place.status());
+    }
 }
 
 #[test]

@@ -59,8 +59,8 @@ fn send(pid: u32, raw: &Raw, bytes: &[u8], count: usize) -> Vec<TcpStream> {
     })
 }
 
-/// As [`send`], of a client that is not attached: from Linux 6.16 on its messages with descriptors are not sent. Whether
-/// this one was.
+/// As [`send`], of a client that is not attached: from Linux 6.16 on its messages with descriptors are not sent.
+/// Whether this one was.
 fn send_before_attach(pid: u32, raw: &Raw, bytes: &[u8], count: usize) -> (Vec<TcpStream>, bool) {
     let mut is_sent = true;
     let peers = send_by(pid, count, |fds| {

@@ -1,0 +1,61 @@
+//! Folders of spaces, and what others put in their place.
+
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+use rustix::fs::FileType;
+
+use super::*;
+
+#[test]
+fn a_link_in_the_place_of_a_folder_is_not_followed() {
+    let root = tempfile::tempdir().expect("a directory");
+    let [folder, theirs] = ["space-1", "theirs"].map(|name| root.path().join(name));
+    fs::create_dir(&theirs).expect("made");
+    for name in [FILE_NAME, "letter"] {
+        fs::write(theirs.join(name), name).expect("written");
+    }
+    symlink(&theirs, &folder).expect("linked");
+    let folders = [folder.clone()];
+    for refused in [make_folders(&folders, "text", true), remove_folder(&folder)] {
+        let error = refused.expect_err("a link").to_string();
+        assert!(error.contains("space-1") && error.contains("found a link"), "{error}");
+    }
+    assert!(forget_folders(&folders), "there is no store");
+    assert_eq!(fs::read_to_string(theirs.join(FILE_NAME)).expect("there"), FILE_NAME);
+    assert_eq!(fs::read_dir(&theirs).expect("there").count(), 2);
+    fs::remove_file(&folder).expect("removed");
+    make_folders(&folders, "text", true).expect("made");
+    fs::create_dir(folder.join("below")).expect("made");
+    remove_folder(&folder).expect("removed");
+    assert!(!folder.exists());
+}
+
+/// Who may write to a path puts a folder of the right name there, with whatever in it.
+#[test]
+fn a_folder_that_others_may_write_to_is_no_space() {
+    let root = tempfile::tempdir().expect("a directory");
+    let [folder, victim] = ["space-1", "victim"].map(|name| root.path().join(name));
+    fs::write(&victim, "kept").expect("written");
+    fs::create_dir(&folder).expect("made");
+    symlink(&victim, folder.join(NEW_FILE_NAME)).expect("linked");
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("changed");
+    let folders = [folder.clone()];
+    let error = make_folders(&folders, "text", true).expect_err("anybody's").to_string();
+    assert!(error.contains("space-1") && error.contains("of mode 777"), "{error}");
+    fs::write(folder.join(FILE_NAME), "text").expect("written");
+    let [(_, text)] = &Machine.spaces(root.path()).expect("listed")[..] else { panic!("expected a space") };
+    assert!(text.as_ref().is_err_and(|error| error.to_string().contains("of mode 777")), "{text:?}");
+    // Nor is a link followed that lies in the service's own, nor is a pipe waited for.
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).expect("changed");
+    make_folders(&folders, "new", true).expect("made");
+    assert_eq!(fs::read_to_string(&victim).expect("there"), "kept");
+    assert_eq!(fs::read_to_string(folder.join(FILE_NAME)).expect("there"), "new");
+    fs::remove_file(folder.join(FILE_NAME)).expect("removed");
+    let made = rustix::fs::mknodat(rustix::fs::CWD, folder.join(FILE_NAME), FileType::Fifo, Mode::RUSR, 0);
+    made.expect("a pipe");
+    let [(file, text)] = &Machine.spaces(root.path()).expect("listed")[..] else { panic!("expected a space") };
+    assert!(*file == folder.join(FILE_NAME) && text.is_err(), "{text:?}");
+    fs::remove_file(file).expect("removed");
+    symlink(&victim, file).expect("linked");
+    assert!(Machine.spaces(root.path()).expect("listed")[0].1.is_err(), "a link is not read");
+}
