@@ -5,7 +5,7 @@
 //! its maker likes. It maps plain memory only: in a file system of huge pages a hole may be punched, and touched again
 //! when no huge page is left.
 
-use std::{cell::Cell, io, os::fd::OwnedFd};
+use std::{cell::Cell, io, mem::ManuallyDrop, os::fd::OwnedFd};
 
 use kvhoist::internals::service::{Guard, ImportedMemory};
 use rustix::{
@@ -26,25 +26,23 @@ pub struct Mapped {
     /// The guard of a client's file.
     guard: Option<Guard>,
     /// Device memory, to be [taken out](Self::take_imported) before it is unmapped.
-    imported: Cell<Option<ImportedMemory>>,
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        // It would unmap itself.
-        std::mem::forget(self.imported.take());
-    }
+    imported: Cell<Option<ManuallyDrop<ImportedMemory>>>,
 }
 
 impl Mapped {
     /// Memory of a client's GPU.
     pub(super) fn imported(memory: ImportedMemory) -> Self {
-        Mapped { start: memory.start(), len: memory.len(), guard: None, imported: Cell::new(Some(memory)) }
+        Mapped {
+            start: memory.start(),
+            len: memory.len(),
+            guard: None,
+            imported: Cell::new(Some(ManuallyDrop::new(memory))),
+        }
     }
 
     /// The device memory, to be unmapped.
     pub(super) fn take_imported(&self) -> Option<ImportedMemory> {
-        self.imported.take()
+        self.imported.take().map(ManuallyDrop::into_inner)
     }
 
     /// Its first byte.
