@@ -134,15 +134,12 @@ impl System for Machine {
                 continue;
             }
             let file = entry.path().join(FILE_NAME);
-            let folder = match find_folder(&entry.path()) {
-                Ok((folder, found)) if found.uid() == own_uid() => folder,
-                // Whoever may write to the path can make one: it takes no disk of the spaces.
-                _ => {
-                    tracing::warn!(path = %entry.path().display(), "a link or another user's folder is not served");
-                    continue;
-                }
+            // Whoever may write to the path can make one: it takes no disk of the spaces.
+            let Some((folder, found)) = find_own_folder(&entry.path()) else {
+                tracing::warn!(path = %entry.path().display(), "a link or another user's folder is not served");
+                continue;
             };
-            match read_whole(&folder).and_then(|text| open_folder(&entry.path()).map(|_| text)) {
+            match read_whole(&folder).and_then(|text| check_writers(&found).map(|()| text)) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 text => {
                     let text = text.map_err(|error| Error::io("read", &file, error));
@@ -165,7 +162,7 @@ impl System for Machine {
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
         let bytes = |path: &PathBuf| {
-            let (folder, _) = find_folder(path).ok().filter(|(_, found)| found.uid() == own_uid())?;
+            let (folder, _) = find_own_folder(path)?;
             let store = statat(&folder, STORE_NAME, AtFlags::SYMLINK_NOFOLLOW).ok()?;
             u64::try_from(store.st_size).ok()
         };
@@ -268,11 +265,22 @@ fn find_folder(path: &Path) -> io::Result<(fs::File, fs::Metadata)> {
     Ok((folder, found))
 }
 
-/// Opens a folder of a space: one that nobody else may write to, who would put links in it.
+/// As [`find_folder`], where it is the service's user's.
+fn find_own_folder(path: &Path) -> Option<(fs::File, fs::Metadata)> {
+    find_folder(path).ok().filter(|(_, found)| found.uid() == own_uid())
+}
+
+/// Opens a folder of a space.
 fn open_folder(path: &Path) -> io::Result<fs::File> {
-    let ((folder, found), own) = (find_folder(path)?, own_uid());
+    let (folder, found) = find_folder(path)?;
+    check_writers(&found).map(|()| folder)
+}
+
+/// Refuses a folder that another user may write to, who would put links in it.
+fn check_writers(found: &fs::Metadata) -> io::Result<()> {
+    let own = own_uid();
     if found.uid() == own && found.mode() & 0o022 == 0 {
-        return Ok(folder);
+        return Ok(());
     }
     let (owner, mode) = (found.uid(), found.mode() & 0o777);
     let text = format!(
@@ -286,9 +294,9 @@ fn open_folder(path: &Path) -> io::Result<fs::File> {
 /// stores.
 fn remove_folder(path: &Path) -> Result<()> {
     let remove = || {
-        let folder = match open_folder(path) {
+        let (folder, _) = match find_folder(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            folder => folder?,
+            found => found?,
         };
         // This very folder, whatever takes its name meanwhile.
         for entry in fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()))? {

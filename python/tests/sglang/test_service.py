@@ -399,13 +399,19 @@ def test_an_engine_that_can_start_no_thread_gets_misses(store_dir, monkeypatch):
     await_(lambda: not [one for one in service_pids(store_dir) if one != pid], "the end of the service")
 
 
+def _with_pages(node, store_dir, lookup_ms):
+    """A backend whose four pages the service has, their keys and indices."""
+    pool = filled(sgl.MHA)
+    extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket, lookup_ms=lookup_ms)
+    backend = sgl.backend(sgl.MHA, pool, extra)
+    keys, indices = keys_for(sgl.MHA, 4), pool.alloc(4 * pool.page_size)
+    assert backend.batch_set_v1(keys, indices) == [True] * 4
+    return backend, keys, indices
+
+
 def test_a_service_that_hangs_costs_one_short_question_a_pause(store_dir, monkeypatch, caplog):
     with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
-        pool = filled(sgl.MHA)
-        extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket, lookup_ms=30)
-        backend = sgl.backend(sgl.MHA, pool, extra)
-        keys, indices = keys_for(sgl.MHA, 4), pool.alloc(4 * pool.page_size)
-        assert backend.batch_set_v1(keys, indices) == [True] * 4
+        backend, keys, indices = _with_pages(node, store_dir, lookup_ms=30)
         with node.hanging(), monkeypatch.context() as in_one_pause:
             # The clock of pauses stands still: all of these are in one.
             in_one_pause.setattr(pause, "time", SimpleNamespace(monotonic=lambda: 1000.0))
@@ -421,11 +427,7 @@ def test_a_service_that_hangs_costs_one_short_question_a_pause(store_dir, monkey
 
 def test_pages_that_are_late_begin_no_pause_while_the_service_answers(store_dir, monkeypatch):
     with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
-        pool = filled(sgl.MHA)
-        extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket, lookup_ms=2000)
-        backend = sgl.backend(sgl.MHA, pool, extra)
-        keys, indices = keys_for(sgl.MHA, 4), pool.alloc(4 * pool.page_size)
-        assert backend.batch_set_v1(keys, indices) == [True] * 4
+        backend, keys, indices = _with_pages(node, store_dir, lookup_ms=2000)
         late = kvhoist.DeadlineError("not begun within 7s")
         for results in ([True, late, True, True], [late, late, late, late]):
             monkeypatch.setattr(backend._stores["kv"], "get", lambda *_given, results=results: results)

@@ -58,4 +58,8 @@ fn a_folder_that_others_may_write_to_is_no_space() {
     fs::remove_file(file).expect("removed");
     symlink(&victim, file).expect("linked");
     assert!(Machine.spaces(root.path()).expect("listed")[0].1.is_err(), "a link is not read");
+    // Whoever may write to it, the space can be removed, and nothing else.
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("changed");
+    remove_folder(&folder).expect("removed");
+    assert!(!folder.exists() && victim.exists());
 }
