@@ -33,6 +33,8 @@ pub(super) struct Queue {
     pub(super) unsummed: Line<Queued>,
     /// How often work was passed over since a piece of it was done.
     pub(super) passes: u32,
+    /// The last piece was a unit of work: a write that is awaited has the next turn.
+    pub(super) worked_last: bool,
     /// The weight of all that is queued, in bytes.
     pub(super) bytes: u64,
     pub(super) threads: u32,
@@ -107,20 +109,31 @@ impl Queue {
         taken
     }
 
-    /// Takes a unit of work, or a write whose block must be checksummed first.
+    /// Takes a unit of work, or a write whose block must be checksummed first. In turns where the write is awaited, so
+    /// that no stream of work holds it up for ever.
     fn take_piece(&mut self, room: &mut Room, taken: &mut Batch) {
-        if let Some((bytes, work)) = self.work.pop_front() {
-            self.bytes -= bytes;
-            taken.work = Some(work);
-        } else if self.writes_for(*room) > 0
-            && let Some(queued) = self.next_write(room, |queue| &mut queue.unsummed)
-        {
-            self.bytes -= weight(&queued);
-            taken.unsummed = Some(queued);
-        } else {
-            return;
+        let sums_first = self.worked_last && self.unsummed.has_awaited();
+        if sums_first && self.take_unsummed(room, taken) || self.take_work(taken) || self.take_unsummed(room, taken) {
+            self.worked_last = taken.work.is_some();
+            self.passes = 0;
         }
-        self.passes = 0;
+    }
+
+    fn take_work(&mut self, taken: &mut Batch) -> bool {
+        let Some((bytes, work)) = self.work.pop_front() else { return false };
+        self.bytes -= bytes;
+        taken.work = Some(work);
+        true
+    }
+
+    fn take_unsummed(&mut self, room: &mut Room, taken: &mut Batch) -> bool {
+        if self.writes_for(*room) == 0 {
+            return false;
+        }
+        let Some(queued) = self.next_write(room, |queue| &mut queue.unsummed) else { return false };
+        self.bytes -= weight(&queued);
+        taken.unsummed = Some(queued);
+        true
     }
 
     pub(super) fn is_empty(&self) -> bool {

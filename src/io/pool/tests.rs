@@ -121,6 +121,20 @@ fn work_and_awaited_writes_are_done_however_many_reads_are_queued() {
 }
 
 #[test]
+fn an_awaited_write_has_its_turn_however_much_work_is_queued() {
+    let queue = Queued::new(1);
+    (0..2).for_each(|n| queue.push(OpKind::Write, Awaited, 10 + n, PAGE));
+    queue.push(OpKind::Write, Background(1), 12, PAGE);
+    let turns: Vec<Vec<u64>> = std::iter::repeat_with(|| {
+        (0..2).for_each(|_| queue.0.push_work(0, Box::new(|| Box::new(|| ()))));
+        queue.take(1, 1, 0)
+    })
+    .take(5)
+    .collect();
+    assert_eq!(turns, [vec![], vec![10], vec![], vec![11], vec![]], "in turns with work, and none that nobody awaits");
+}
+
+#[test]
 fn a_queued_transfer_that_a_caller_joins_goes_before_those_that_nobody_awaits() {
     let queue = Queued::new(1);
     (0..4).for_each(|n| queue.push(OpKind::Read, Background(n), 20 + n, 0));
