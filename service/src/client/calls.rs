@@ -15,7 +15,7 @@ use std::{
 
 use kvhoist::{
     DeviceKind,
-    internals::service::{Gpu, Home, HomeBound, shield},
+    internals::service::{Gates, Gpu, Home, HomeBound, shield},
 };
 use tokio::{
     net::UnixStream,
@@ -173,6 +173,7 @@ impl Client {
             Some(DeviceKind::Simulated) => (SpaceDevice::Simulated, None),
             Some(DeviceKind::Cuda) => {
                 let gpu = Gpu::open(options.device_ordinal)?;
+                Gates::pin(&gpu);
                 (SpaceDevice::Cuda(gpu.device().uuid), Some(gpu))
             }
             Some(other) => return Err(Error::argument("device", format!("{other:?}"), "Cuda, Simulated or none")),
@@ -239,8 +240,8 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Closed`] if it is closed already. [`Error::Service`] with [`ServiceFault::Abandoned`] if the service
-    /// has not let go of the memory in time ([`give_up`](ClientOptions::give_up)): the client is closed, and its
-    /// memory may still be read and written.
+    /// has not let go of the memory in time ([`give_up`](ClientOptions::give_up)), and from then on: the client is
+    /// closed, and its memory may be read and written for as long as the service lives.
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.

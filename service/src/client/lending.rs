@@ -9,7 +9,7 @@ use std::{
 
 use kvhoist::{
     BlockKey, Memory, Segment, SharedMemory,
-    internals::service::{MemoryKind, Ranges},
+    internals::service::{MemoryKind, Ranges, check_device_of},
 };
 
 use super::{
@@ -184,6 +184,7 @@ impl Client {
                 Err(Error::argument("device", "a client without a device", expected))
             }
             MemoryKind::Device if let Some(gpu) = &*self.inner.gpu => {
+                check_device_of(std::ptr::without_provenance(at.start), Some(gpu))?;
                 let (handle, offset) = gpu.export_memory(at.start, at.len())?;
                 self.register_passed(at, Passed::Device { handle, offset }, None).await
             }
@@ -295,7 +296,8 @@ impl Client {
     /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child, and once the
     /// client is closed, for memory that the service had. [`Error::Service`] with
     /// [`ServiceFault::Abandoned`](kvhoist::ServiceFault::Abandoned) if the service still has the memory some
-    /// time after the deadline ([`give_up`](super::ClientOptions::give_up)): call again to wait for it.
+    /// time after the deadline ([`give_up`](super::ClientOptions::give_up)): call again to wait for it. After a
+    /// [close](Client::close) that failed so it has the memory for as long as it lives.
     ///
     /// # Cancel safety
     /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again

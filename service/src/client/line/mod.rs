@@ -100,7 +100,7 @@ struct State {
     closing: Option<Vec<oneshot::Sender<Result<()>>>>,
     /// When the service is to have hung up.
     closed_by: Option<Instant>,
-    /// It has not.
+    /// It has not: it may have this process's memory for as long as it lives, and nobody is told when it has not.
     abandoned: bool,
 }
 
@@ -186,6 +186,9 @@ impl Line {
             && let Some(away) = &state.away
         {
             return Err(away.clone());
+        }
+        if taken_back.is_some() && state.abandoned {
+            return Err(self.lateness(true));
         }
         if matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some()) {
             return Err(Error::Closed);
@@ -293,7 +296,7 @@ impl Line {
     pub(super) fn close(&self, waits: Option<oneshot::Sender<Result<()>>>) -> Result<()> {
         let mut state = self.lock();
         if matches!(state.phase, Phase::Closed) {
-            return Err(Error::Closed);
+            return Err(if state.abandoned { self.lateness(true) } else { Error::Closed });
         }
         state.closing.get_or_insert_default().extend(waits);
         let by = self.give_up.map(|patience| Instant::now() + self.deadline + patience);

@@ -18,7 +18,7 @@ use kvhoist::{BlockKey, SharedMemory};
 use tokio::{
     net::UnixStream as AsyncStream,
     sync::oneshot,
-    time::{Duration, timeout},
+    time::{Duration, Instant, timeout},
 };
 
 use super::Line;
@@ -27,7 +27,7 @@ use crate::{
         order::{Answer, Call, Counted, What},
         places::{Lent, Passed},
     },
-    error::Result,
+    error::{Error, Result, ServiceFault},
     link::Link,
     protocol::{HEADER_BYTES, Limits, RegionKind, Reply, Request},
     wire::{Came, Dialed, Wire},
@@ -64,11 +64,15 @@ fn begin(line: &Line, id: u64, request: &Request) -> oneshot::Receiver<Result<Re
 }
 
 fn begin_as(line: &Line, id: u64, request: &Request, what: What) -> oneshot::Receiver<Result<Reply>> {
-    let (reply, answer) = oneshot::channel();
-    let counted = Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first");
-    let call = Call { id, frame: request.encode(id), what, reply: Answer::Caller(reply), keeps: (counted, None) };
+    let (call, answer) = call(id, request, what);
     line.begin(call).expect("the line is up");
     answer
+}
+
+fn call(id: u64, request: &Request, what: What) -> (Call, oneshot::Receiver<Result<Reply>>) {
+    let (reply, answer) = oneshot::channel();
+    let keeps = (Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first"), None);
+    (Call { id, frame: request.encode(id), what, reply: Answer::Caller(reply), keeps }, answer)
 }
 
 async fn sends_a_frame_in_parts() {
@@ -233,4 +237,32 @@ fn calls_that_are_dropped_unsent_leave_nothing() {
     }
     assert!(line.lock().waiting.contains(&0));
     drop(stays);
+}
+
+/// The service hangs: memory that it has is not the caller's again because the client ends.
+#[tokio::test]
+async fn after_a_close_that_was_given_up_no_memory_is_said_to_be_free() {
+    let Link { sender, .. } = Link::new(Arc::new(Narrow::default()));
+    let line = Line::new("a test".into(), PATIENCE, Some(PATIENCE));
+    line.connected(sender, &Limits::new(8, 8, 1 << 20));
+    let moved = begin_as(&line, 2, &Request::Sync, What::Move);
+    let unregister = Request::Unregister { region: 7 };
+    let unregistered = begin_as(&line, 4, &unregister, What::Unregister(7));
+    let (tell, closed) = oneshot::channel();
+    line.close(Some(tell)).expect("it is open");
+    line.lock().closed_by = Some(Instant::now());
+    assert!(line.late(), "the service has not hung up in time");
+    let is_abandoned = |error: &Error| matches!(error, Error::Service { fault: ServiceFault::Abandoned, .. });
+    let take_back = |id: u64| line.begin(call(id, &unregister, What::Unregister(7)).0).expect_err("it never will be");
+    assert!(is_abandoned(&take_back(6)));
+    assert!(line.lost(&Error::service(ServiceFault::Away, "no hang-up after the close")));
+    assert!(is_abandoned(&take_back(8)));
+    line.closed();
+    for answer in [moved, unregistered] {
+        assert!(is_abandoned(&answer.await.expect("answered").expect_err("the service has the memory")));
+    }
+    assert!(is_abandoned(&closed.await.expect("answered").expect_err("it has not hung up")));
+    assert!(is_abandoned(&take_back(10)) && is_abandoned(&line.close(None).expect_err("closed")));
+    let other = line.begin(call(12, &Request::Sync, What::Plain).0).expect_err("closed");
+    assert!(matches!(other, Error::Closed), "{other}");
 }

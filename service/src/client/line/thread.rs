@@ -180,7 +180,7 @@ impl Line {
         is_over
     }
 
-    fn lateness(&self, keeps_memory: bool) -> Error {
+    pub(super) fn lateness(&self, keeps_memory: bool) -> Error {
         let Line { name, deadline, .. } = self;
         if !keeps_memory {
             let text = format!("{name}: no reply within {deadline:?}; what was begun goes on");
@@ -193,8 +193,8 @@ impl Line {
         Error::service(ServiceFault::Abandoned, text)
     }
 
-    /// The connection is lost, or could not be made, and with it the service's hold on this process's memory: answers
-    /// all calls. True if the client is being closed.
+    /// The connection is lost, or could not be made, and with it the service's hold on this process's memory, unless
+    /// the close was abandoned: answers all calls. True if the client is being closed.
     pub(in crate::client) fn lost(&self, why: &Error) -> bool {
         let mut answers = Answers::default();
         let mut state = self.lock();
@@ -202,6 +202,7 @@ impl Line {
         state.away = Some(why.clone());
         for (_, pending) in mem::take(&mut state.pending) {
             let result = match pending.what {
+                What::Unregister(_) | What::Move if state.abandoned => Err(self.lateness(true)),
                 What::Unregister(_) => Ok(Reply::Done),
                 _ => Err(why.clone()),
             };
