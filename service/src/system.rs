@@ -56,17 +56,17 @@ pub trait System {
     fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>>;
 
     /// Makes those folders of a space that are missing, and a file with `text` in the first, if there are any: where
-    /// the file is missing, and that of a new space anew. It is complete or absent after a crash at any moment.
+    /// the file is missing. It is complete or absent after a crash at any moment.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`]; [`Error::Store`] for a new space that has a file already.
     fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>>;
 
-    /// Removes the folders of a space that could not be made, but never a store. False if there is one: it takes its
-    /// disk, and is a space at the next start.
+    /// Removes the folders of a space that could not be made, but never a store. False if there is one, or may be: it
+    /// takes its disk, and is a space at the next start.
     fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool>;
 
-    /// What the stores in the folders of a space take, bytes.
+    /// What the stores in the folders of a space take, bytes; all that there are where that cannot be known.
     fn store_bytes(&self, folders: &[PathBuf]) -> u64;
 
     /// Removes the folders of a space with all they hold, in this order.
@@ -133,15 +133,20 @@ impl System for Machine {
             if !entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX) {
                 continue;
             }
-            let file = entry.path().join(FILE_NAME);
-            // Whoever may write to the path can make one: it takes no disk of the spaces.
-            let Some((folder, found)) = find_own_folder(&entry.path()) else {
-                tracing::warn!(path = %entry.path().display(), "a link or another user's folder is not served");
+            let path = entry.path();
+            let own = is_own_folder(&path);
+            if let Ok(false) = own {
+                tracing::warn!(path = %path.display(), "a link or another user's folder is not served");
                 continue;
-            };
-            match read_whole(&folder).and_then(|text| check_writers(&found).map(|()| text)) {
+            }
+            let text = own.and_then(|_| find_folder(&path)).and_then(|(folder, found)| {
+                let text = read_whole(&folder)?;
+                check_writers(&found).map(|()| text)
+            });
+            match text {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 text => {
+                    let file = path.join(FILE_NAME);
                     let text = text.map_err(|error| Error::io("read", &file, error));
                     files.push((file, text));
                 }
@@ -161,12 +166,8 @@ impl System for Machine {
     }
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
-        let bytes = |path: &PathBuf| {
-            let (folder, _) = find_own_folder(path)?;
-            let store = statat(&folder, STORE_NAME, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-            u64::try_from(store.st_size).ok()
-        };
-        folders.iter().filter_map(bytes).sum()
+        let bytes = |path: &PathBuf| find_store(path).map_or(u64::MAX, |found| found.unwrap_or(0));
+        folders.iter().map(bytes).fold(0, u64::saturating_add)
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
@@ -228,26 +229,49 @@ fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<()> {
         Err(error) if error == Errno::NOENT => true,
         found => found.map(|_| false).map_err(|error| Error::io("stat", path.join(FILE_NAME), error.into()))?,
     };
-    if is_new || is_missing {
+    if is_missing {
         let written = write_whole(folder, text.as_bytes());
         let written = written.and_then(|()| path.parent().map_or(Ok(()), sync_folder));
-        written.map_err(|error| Error::io("write", path.join(FILE_NAME), error))?;
+        return written.map_err(|error| Error::io("write", path.join(FILE_NAME), error));
+    }
+    if is_new {
+        // Its store has the capacity that this file names.
+        let (found, expected) = ("the file of a space that was not there at the start", "none for a new space");
+        return Err(Error::store(path.join(FILE_NAME), found, expected, "restart the service, which reads the file"));
     }
     Ok(())
 }
 
-/// Removes the folders of a space, unless there is a store in one of them.
+/// Removes the folders of a space, unless there is a store in one of them, or one cannot be looked into.
 fn forget_folders(folders: &[PathBuf]) -> bool {
-    let opened = |path: &PathBuf| Some((open_folder(path).ok()?, path.clone()));
-    let opened: Vec<_> = folders.iter().filter_map(opened).collect();
-    if opened.iter().any(|(folder, _)| statat(folder, STORE_NAME, AtFlags::SYMLINK_NOFOLLOW).is_ok()) {
+    if folders.iter().any(|path| !matches!(find_store(path), Ok(None))) {
         return false;
     }
-    for (folder, path) in opened {
+    for path in folders {
+        let Ok(folder) = open_folder(path) else { continue };
         _ = unlinkat(&folder, FILE_NAME, AtFlags::empty());
         drop(fs::remove_dir(path));
     }
     true
+}
+
+/// The bytes of the store in a folder of a space, if there is one. Needs no descriptor.
+fn find_store(path: &Path) -> io::Result<Option<u64>> {
+    let found = is_own_folder(path).and_then(|own| match own {
+        true => fs::symlink_metadata(path.join(STORE_NAME)).map(|store| Some(store.len())),
+        false => Ok(None),
+    });
+    match found {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        found => found,
+    }
+}
+
+/// Whether a folder of the service's user is there, and no link and no other user's, which whoever may write to the
+/// path can make: that takes no disk of the spaces.
+fn is_own_folder(path: &Path) -> io::Result<bool> {
+    let found = fs::symlink_metadata(path)?;
+    Ok(found.is_dir() && found.uid() == own_uid())
 }
 
 /// Opens a folder, and no link, which others who may write to the path may have put in its place.
@@ -263,11 +287,6 @@ fn find_folder(path: &Path) -> io::Result<(fs::File, fs::Metadata)> {
     })?;
     let found = folder.metadata()?;
     Ok((folder, found))
-}
-
-/// As [`find_folder`], where it is the service's user's.
-fn find_own_folder(path: &Path) -> Option<(fs::File, fs::Metadata)> {
-    find_folder(path).ok().filter(|(_, found)| found.uid() == own_uid())
 }
 
 /// Opens a folder of a space.

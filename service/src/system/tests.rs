@@ -47,6 +47,7 @@ fn a_folder_that_others_may_write_to_is_no_space() {
     assert!(text.as_ref().is_err_and(|error| error.to_string().contains("of mode 777")), "{text:?}");
     // Nor is a link followed that lies in the service's own, nor is a pipe waited for.
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).expect("changed");
+    fs::remove_file(folder.join(FILE_NAME)).expect("removed");
     make_folders(&folders, "new", true).expect("made");
     assert_eq!(fs::read_to_string(&victim).expect("there"), "kept");
     assert_eq!(fs::read_to_string(folder.join(FILE_NAME)).expect("there"), "new");
@@ -62,4 +63,51 @@ fn a_folder_that_others_may_write_to_is_no_space() {
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("changed");
     remove_folder(&folder).expect("removed");
     assert!(!folder.exists() && victim.exists());
+}
+
+/// By no right, on a drive that fails, or in a process that may open no more files.
+#[test]
+fn a_folder_that_cannot_be_looked_into_is_a_space_that_has_all_disk() {
+    let root = tempfile::tempdir().expect("a directory");
+    let folder = root.path().join("space-1");
+    fs::create_dir(&folder).expect("made");
+    fs::write(folder.join(STORE_NAME), [0; 5000]).expect("written");
+    let folders = [folder.clone(), root.path().join("space-2")];
+    assert_eq!(Machine.store_bytes(&folders), 5000);
+    fs::set_permissions(root.path(), fs::Permissions::from_mode(0o755)).expect("changed");
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o000)).expect("changed");
+    let look = || {
+        // The rights of root are those of this thread, for files, and are no more.
+        // SAFETY: plain system call.
+        unsafe { libc::setfsuid(65534) };
+        let spaces = Machine.spaces(root.path()).expect("listed");
+        (spaces, Machine.store_bytes(&folders), forget_folders(&folders))
+    };
+    let (spaces, bytes, forgotten) = std::thread::scope(|scope| scope.spawn(look).join()).expect("no panic");
+    assert!(matches!(&spaces[..], [(file, Err(_))] if *file == folder.join(FILE_NAME)), "{spaces:?}");
+    assert_eq!((bytes, forgotten), (u64::MAX, false));
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).expect("changed");
+}
+
+/// Put there since the service has started, with a store that has the capacity of its file.
+#[test]
+fn a_new_space_leaves_the_file_of_another_as_it_is() {
+    let root = tempfile::tempdir().expect("a directory");
+    let [first, second] = ["1", "2"].map(|path| root.path().join(path).join("space-1"));
+    for folder in [&first, &second] {
+        fs::create_dir_all(folder).expect("made");
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).expect("changed");
+    }
+    fs::write(first.join(FILE_NAME), "4 TiB").expect("written");
+    fs::write(second.join(STORE_NAME), "a store").expect("written");
+    let folders = [first.clone(), second.clone()];
+    let error = make_folders(&folders, "1 TiB", true).expect_err("there is one").to_string();
+    assert!(error.contains("restart the service"), "{error}");
+    // Whoever else may write to the folder of a store.
+    fs::set_permissions(&second, fs::Permissions::from_mode(0o770)).expect("changed");
+    assert!(!forget_folders(&folders), "there is a store");
+    assert_eq!(fs::read_to_string(first.join(FILE_NAME)).expect("there"), "4 TiB");
+    fs::set_permissions(&second, fs::Permissions::from_mode(0o700)).expect("changed");
+    make_folders(&folders, "1 TiB", false).expect("a space that is known has its file");
+    assert_eq!(fs::read_to_string(first.join(FILE_NAME)).expect("there"), "4 TiB");
 }
