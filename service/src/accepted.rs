@@ -27,14 +27,31 @@ use super::{
     wire::{self, Came, Coming, Descriptor, Lent, Wire},
 };
 
-/// Closes of one user's descriptors that may wait when others are received.
-const CLOSING_MAX: usize = 2;
-/// Such closes that may wait when their user attaches: those of many connections that have ended, which take a moment.
-const CLOSING_ATTACHED_MAX: usize = 128;
-/// Closes that may wait, of all users, before no more connections are accepted.
-const DISCARDS_MAX: usize = 1024;
+/// Closes that may wait, of all users, before no more connections are accepted. One user has fewer where connections
+/// take descriptors once they are attached only: one for each of 4,096 connections, the most that there may be, and
+/// what [`Discard::most`] allows.
+const DISCARDS_MAX: usize = 5120;
 /// How often it is looked whether fewer of them wait.
 const DISCARDS_LOOK: Duration = Duration::from_millis(10);
+
+/// Where descriptors that may be no memory are until they are closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Discard {
+    /// In this process, which has room for few: a register frame may come with 253.
+    Received,
+    /// In a connection that has ended. Those of many end together, and are closed in a moment.
+    Unreceived,
+}
+
+impl Discard {
+    /// Closes of one user that may wait when more could come of that user.
+    fn most(self) -> usize {
+        match self {
+            Discard::Received => 2,
+            Discard::Unreceived => 128,
+        }
+    }
+}
 
 /// Where descriptors of clients are received and closed.
 pub(super) struct Aside {
@@ -42,7 +59,7 @@ pub(super) struct Aside {
     closes: Arc<Brief>,
     /// By user: closes of descriptors that may be no memory. The close of a file runs code of its file system, which
     /// that user may have written (FUSE), and no signal ends it: others' must not wait for it.
-    discards: Mutex<BTreeMap<u32, Brief>>,
+    discards: Mutex<BTreeMap<(u32, Discard), Brief>>,
 }
 
 impl Aside {
@@ -62,14 +79,14 @@ impl Aside {
         }
     }
 
-    fn discards(&self) -> MutexGuard<'_, BTreeMap<u32, Brief>> {
+    fn discards(&self) -> MutexGuard<'_, BTreeMap<(u32, Discard), Brief>> {
         self.discards.lock().expect("nothing panics under it")
     }
 
-    /// Refuses descriptors of a user of whom so many are not closed yet.
-    fn check_closing(&self, uid: u32, most: usize) -> io::Result<()> {
-        let closing = self.discards().get(&uid).map_or(0, Brief::waiting);
-        if closing < most {
+    /// Refuses descriptors of a user of whom too many are not closed yet.
+    fn check_closing(&self, uid: u32, from: Discard) -> io::Result<()> {
+        let closing = self.discards().get(&(uid, from)).map_or(0, Brief::waiting);
+        if closing < from.most() {
             return Ok(());
         }
         let text = "descriptors that are no memory and are not closed yet; end whoever serves their file system";
@@ -78,7 +95,7 @@ impl Aside {
 
     /// Receives bytes that a descriptor comes with.
     fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
-        self.check_closing(uid, CLOSING_MAX)?;
+        self.check_closing(uid, Discard::Received)?;
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
         let (mut bytes, mut fds) = (vec![0; len], Vec::new());
         let (len, lost) = socket::receive_all(stream.as_fd(), &mut bytes, |fd| fds.push(fd))?;
@@ -89,7 +106,7 @@ impl Aside {
             Some(fd) => Lent::Memory(self.descriptor(fd)),
             None if fds.is_empty() => Lent::Nothing,
             None => {
-                self.discard(uid, move || drop(fds));
+                self.discard(uid, Discard::Received, move || drop(fds));
                 Lent::Other
             }
         };
@@ -113,11 +130,11 @@ impl Aside {
         Descriptor::new(fd, move |fd| closes.run(move || drop(fd)))
     }
 
-    /// Runs what closes descriptors of a user that may be of any kind, on a thread of that user.
-    fn discard(&self, uid: u32, job: impl FnOnce() + Send + 'static) {
+    /// Runs what closes descriptors of a user that may be of anything, on a thread of that user.
+    fn discard(&self, uid: u32, from: Discard, job: impl FnOnce() + Send + 'static) {
         let mut discards = self.discards();
-        discards.retain(|other, thread| *other == uid || thread.waiting() > 0);
-        let thread = match discards.entry(uid) {
+        discards.retain(|other, thread| *other == (uid, from) || thread.waiting() > 0);
+        let thread = match discards.entry((uid, from)) {
             Entry::Occupied(thread) => thread.into_mut(),
             Entry::Vacant(none) => match Brief::start("kvhoist-discard") {
                 Ok(thread) => none.insert(thread),
@@ -136,7 +153,9 @@ impl Aside {
         let mut bytes = [0; 16 << 10];
         loop {
             match socket::peek(stream.as_fd(), &mut bytes) {
-                Ok((_, true)) => return self.discard(uid, move || socket::drain(stream.as_fd())),
+                Ok((_, true)) => {
+                    return self.discard(uid, Discard::Unreceived, move || socket::drain(stream.as_fd()));
+                }
                 Ok((len @ 1.., false)) => drop(socket::receive(stream.as_fd(), &mut bytes[..len])),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 _ => return,
@@ -236,7 +255,7 @@ impl Wire for Accepted {
     }
 
     fn take_descriptors(&self) -> io::Result<()> {
-        self.aside.check_closing(self.uid, CLOSING_ATTACHED_MAX)?;
+        self.aside.check_closing(self.uid, Discard::Unreceived)?;
         socket::take_descriptors(self.as_fd(), true);
         Ok(())
     }
@@ -265,6 +284,7 @@ impl Wire for Accepted {
 mod tests {
     use std::{io::Read, os::unix::net::UnixStream as StdStream, sync::mpsc, time::Instant};
 
+    use futures_util::FutureExt;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
@@ -285,17 +305,11 @@ mod tests {
     async fn a_close_that_never_ends_is_waited_for_by_its_user_alone() {
         let aside = Aside::start().expect("threads");
         let (end, ends) = mpsc::channel::<()>();
-        aside.discard(1, move || _ = ends.recv());
-        let mut of_first: Vec<_> = (0..CLOSING_ATTACHED_MAX).map(|_| end_with_descriptor(&aside, 1)).collect();
+        aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
+        let mut of_first: Vec<_> = (0..Discard::Unreceived.most()).map(|_| end_with_descriptor(&aside, 1)).collect();
         let mut of_other = end_with_descriptor(&aside, 2);
         assert_eq!(of_other.read(&mut [0]).expect("closed"), 0);
         tokio::time::timeout(Duration::from_secs(60), aside.room()).await.expect("others are accepted");
-        let (ours, theirs) = StdStream::pair().expect("a pair");
-        ours.set_nonblocking(true).expect("set");
-        let ours = UnixStream::from_std(ours).expect("in a runtime");
-        let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
-        socket::send(theirs.as_fd(), b"register", &[memory.as_fd()]).expect("room");
-        assert!(aside.take(&ours, 8, 1).map(drop).expect_err("refused").to_string().contains("user 1 has sent"));
         for uid in [1, 2] {
             let (end, _theirs) = StdStream::pair().expect("a pair");
             end.set_nonblocking(true).expect("set");
@@ -303,19 +317,57 @@ mod tests {
             let accepted = Accepted::new(end, uid, Arc::clone(&aside)).expect("set");
             assert_eq!(accepted.take_descriptors().is_ok(), uid == 2, "user {uid} attaches");
         }
-        assert!(matches!(aside.take(&ours, 8, 2), Ok((_, Lent::Memory(_)))));
         drop(end);
         for reader in &mut of_first {
             assert_eq!(reader.read(&mut [0]).expect("closed"), 0);
         }
         // Its thread ends with its jobs.
         let begin = Instant::now();
-        while aside.discards().get(&1).is_some_and(|thread| thread.waiting() > 0) {
+        while aside.discards().get(&(1, Discard::Unreceived)).is_some_and(|thread| thread.waiting() > 0) {
             assert!(begin.elapsed() < Duration::from_secs(60));
             std::thread::yield_now();
         }
-        aside.discard(3, || ());
-        assert!(!aside.discards().contains_key(&1));
+        aside.discard(3, Discard::Unreceived, || ());
+        assert!(!aside.discards().contains_key(&(1, Discard::Unreceived)));
+    }
+
+    /// Whose connections ended with descriptors of memory, which takes long to be freed.
+    #[tokio::test]
+    async fn memory_of_a_user_is_received_while_connections_of_that_user_are_closed() {
+        let aside = Aside::start().expect("threads");
+        let (ours, theirs) = StdStream::pair().expect("a pair");
+        ours.set_nonblocking(true).expect("set");
+        let ours = UnixStream::from_std(ours).expect("in a runtime");
+        let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        let ((other, _writer), (end, ends)) = (io::pipe().expect("a pipe"), mpsc::channel::<()>());
+        aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
+        let ended: Vec<_> = (0..Discard::Unreceived.most()).map(|_| end_with_descriptor(&aside, 1)).collect();
+        let register = |fd: BorrowedFd<'_>| {
+            socket::send(theirs.as_fd(), b"register", &[fd]).expect("room");
+            aside.take(&ours, 8, 1)
+        };
+        assert!(matches!(register(memory.as_fd()), Ok((_, Lent::Memory(_)))));
+        // What was received and is no memory is another matter.
+        let (release, held) = mpsc::channel::<()>();
+        aside.discard(1, Discard::Received, move || _ = held.recv());
+        assert!(matches!(register(other.as_fd()), Ok((_, Lent::Other))));
+        let refused = register(memory.as_fd()).map(drop).expect_err("too many").to_string();
+        assert!(refused.contains("user 1 has sent 2 descriptors"), "{refused}");
+        drop((end, release, ended));
+    }
+
+    /// Each of all connections that there may be ended with one.
+    #[tokio::test]
+    async fn the_closes_of_one_user_hold_up_no_other_users_connection() {
+        let aside = Aside::start().expect("threads");
+        let (end, ends) = mpsc::channel::<()>();
+        aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
+        let connections = 4096 + Discard::Unreceived.most();
+        (0..connections).for_each(|_| aside.discard(1, Discard::Unreceived, || ()));
+        aside.room().now_or_never().expect("there is room");
+        (connections..=DISCARDS_MAX).for_each(|_| aside.discard(1, Discard::Unreceived, || ()));
+        assert!(aside.room().now_or_never().is_none(), "it has a limit");
+        drop(end);
     }
 
     /// None is closed where others wait.
@@ -326,7 +378,7 @@ mod tests {
         ours.set_nonblocking(true).expect("set");
         let ours = UnixStream::from_std(ours).expect("in a runtime");
         let (end, ends) = mpsc::channel::<()>();
-        aside.discard(1, move || _ = ends.recv());
+        aside.discard(1, Discard::Received, move || _ = ends.recv());
         let (mut reader, writer) = io::pipe().expect("a pipe");
         let more = writer.try_clone().expect("a copy");
         socket::send(theirs.as_fd(), b"register", &[writer.as_fd(), more.as_fd()]).expect("room");
