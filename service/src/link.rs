@@ -1,20 +1,13 @@
 //! One end of a connection: frames in, frames out.
 
-use std::{
-    collections::VecDeque,
-    future::poll_fn,
-    io,
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::VecDeque, future::poll_fn, io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use tokio::time::sleep;
 
 use super::{
     inbox::{Inbox, Unread},
     protocol::{FRAME_BYTES_MAX, HEADER_BYTES, Header, Malformed, Request},
-    wire::{Came, Lent, Wire},
+    wire::{Came, Lent, Shared, Wire},
 };
 
 /// Small frames share a buffer up to this size.
@@ -54,7 +47,7 @@ struct Outgoing {
     bytes: Vec<u8>,
     sent: usize,
     /// They go with the first byte.
-    fds: Vec<Arc<OwnedFd>>,
+    fds: Vec<Shared>,
 }
 
 /// The receiving half of a connection's end.
@@ -97,7 +90,7 @@ impl Sender {
     }
 
     /// Appends bytes to the outbox; descriptors, two at most, go with the first of them.
-    pub(super) fn push(&mut self, bytes: Vec<u8>, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
+    pub(super) fn push(&mut self, bytes: Vec<u8>, fds: impl IntoIterator<Item = Shared>) {
         self.outbox_bytes += bytes.len();
         let fds: Vec<_> = fds.into_iter().collect();
         let shared = self

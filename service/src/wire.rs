@@ -6,7 +6,7 @@ use std::{
     ops::Deref,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     pin::Pin,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
 };
 
@@ -38,14 +38,17 @@ pub enum Lent {
 /// Bytes, and the descriptor that came with them.
 pub type Coming<'a> = Pin<Box<dyn Future<Output = io::Result<(Vec<u8>, Lent)>> + Send + 'a>>;
 
-/// A descriptor of a client. Its last close may take long, so it is closed where nobody waits for it.
+/// A descriptor that is sent: whoever has it may be the last.
+pub(super) type Shared = Arc<dyn AsFd + Send + Sync>;
+
+/// A descriptor whose last close may take long, so it is closed where nobody waits for it.
 pub struct Descriptor(Option<(OwnedFd, Close)>);
 
-type Close = Box<dyn FnOnce(OwnedFd) + Send>;
+type Close = Box<dyn FnOnce(OwnedFd) + Send + Sync>;
 
 impl Descriptor {
     /// `close` takes it in the end.
-    pub fn new(fd: OwnedFd, close: impl FnOnce(OwnedFd) + Send + 'static) -> Self {
+    pub fn new(fd: OwnedFd, close: impl FnOnce(OwnedFd) + Send + Sync + 'static) -> Self {
         Descriptor(Some((fd, Box::new(close))))
     }
 }
@@ -55,6 +58,12 @@ impl Deref for Descriptor {
 
     fn deref(&self) -> &OwnedFd {
         &self.0.as_ref().expect("taken by the drop only").0
+    }
+}
+
+impl AsFd for Descriptor {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        OwnedFd::as_fd(self)
     }
 }
 

@@ -1,7 +1,5 @@
 //! How a client's thread connects: the handshake, the space, and all memory that it had lent before.
 
-use std::{os::fd::OwnedFd, sync::Arc};
-
 use tokio::time::timeout;
 
 use super::{
@@ -15,6 +13,7 @@ use crate::{
     link::{Link, LinkError, Receiver, Sender},
     protocol::{Hello, Limits, Reply, Request, SpaceDevice, Welcome},
     query::{cannot_connect, found, refused},
+    wire::Shared,
 };
 
 /// A request's id, on a connection that has no other request.
@@ -88,7 +87,7 @@ impl<D: Dial> Worker<D> {
     }
 
     /// Asks, and waits for the reply, on a connection without calls.
-    async fn ask(&self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
+    async fn ask(&self, link: &mut Link, request: &Request, fd: Option<Shared>) -> Result<Reply> {
         link.sender.push(request.encode(ONLY_ID), fd);
         match self.reply(link).await? {
             (ONLY_ID, reply) => Ok(reply),

@@ -16,6 +16,7 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 use crate::{
     error::{Error, Result, ServiceFault},
     protocol::{PLACES_MAX, Place, RegionKind, Request},
+    wire::Shared,
 };
 
 /// Memory that a client has registered.
@@ -45,9 +46,9 @@ impl Lent {
     }
 
     /// What goes with the request.
-    pub(super) fn fd(&self) -> Option<Arc<OwnedFd>> {
+    pub(super) fn fd(&self) -> Option<Shared> {
         match &self.passed {
-            Passed::Memfd { fd, .. } => Some(Arc::clone(fd)),
+            Passed::Memfd { fd, .. } => Some(fd.clone()),
             Passed::Device { .. } => None,
         }
     }

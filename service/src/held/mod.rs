@@ -7,7 +7,6 @@ use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     io,
-    os::fd::OwnedFd,
     path::{Path, PathBuf},
     rc::Rc,
     sync::{
@@ -19,16 +18,17 @@ use std::{
 use kvhoist_files::{FileIdentity, SourceFile};
 
 use self::{
-    memory::{Filling, memory_bytes},
+    memory::{Filling, Freed, memory_bytes},
     reading::{Fate, Job, Reads},
 };
+use crate::wire::Descriptor;
 
 /// A file in memory, which is being read or has been.
 pub(super) struct HeldFile {
     identity: FileIdentity,
     /// As the client that held it first named it.
     path: PathBuf,
-    memory: RefCell<Option<Arc<OwnedFd>>>,
+    memory: RefCell<Option<(Arc<Descriptor>, Freed)>>,
     fate: Arc<Fate>,
     /// Clients that hold it.
     holds: Cell<u32>,
@@ -40,12 +40,13 @@ pub(super) struct HeldFile {
 
 impl HeldFile {
     /// For clients that hold it.
-    pub(super) fn memory(&self) -> Arc<OwnedFd> {
-        self.memory.borrow().clone().expect("it is not taken out while a client holds the file")
+    pub(super) fn memory(&self) -> Arc<Descriptor> {
+        let memory = self.memory.borrow();
+        Arc::clone(&memory.as_ref().expect("it is not taken out while a client holds the file").0)
     }
 
-    /// Takes the memory out of a file that nobody wants any more: its last close takes 100s of ms a few GiB.
-    pub(super) fn take_memory(&self) -> Option<Arc<OwnedFd>> {
+    /// Takes the memory out of a file that nobody wants any more. The thread that reads the file may have it yet.
+    pub(super) fn take_memory(&self) -> Option<(Arc<Descriptor>, Freed)> {
         self.memory.take()
     }
 
@@ -91,10 +92,7 @@ fn is_set(flag: &AtomicBool) -> bool {
 }
 
 /// Memory for a file that is to be read.
-pub(super) struct NewMemory {
-    filling: Filling,
-    for_clients: OwnedFd,
-}
+pub(super) struct NewMemory(Filling, Freed);
 
 impl NewMemory {
     /// For a file of `size` bytes. None of it is filled.
@@ -102,8 +100,8 @@ impl NewMemory {
     /// # Errors
     /// Where the system has no memory or descriptor for it.
     pub(super) fn new(size: u64) -> io::Result<Self> {
-        let (filling, for_clients) = Filling::new(size)?;
-        Ok(NewMemory { filling, for_clients })
+        let (filling, freed) = Filling::new(size)?;
+        Ok(NewMemory(filling, freed))
     }
 }
 
@@ -122,15 +120,21 @@ impl HeldFiles {
     /// Where the system has no thread for it. The file is not closed then.
     pub(super) fn begin(&self, file: SourceFile, memory: NewMemory) -> Result<(), (SourceFile, io::Error)> {
         let (identity, path) = (file.identity(), file.path().to_owned());
-        let NewMemory { filling, for_clients } = memory;
+        let NewMemory(filling, freed) = memory;
+        let memory = RefCell::new(Some((filling.readable(), freed)));
         let fate = Arc::<Fate>::default();
         let added = self.reads.add(Job { file, filling, fate: Arc::clone(&fate) });
         added.map_err(|(job, error)| (job.file, error))?;
-        let memory = RefCell::new(Some(Arc::new(for_clients)));
         let (holds, keep, used) = (Cell::new(0), Cell::new(false), Cell::new(0));
         let file = HeldFile { identity, path, memory, fate, holds, keep, used };
         self.files.borrow_mut().insert(identity, Rc::new(file));
         Ok(())
+    }
+
+    /// A drive that reads nothing, or nothing more: the files that wait for it are dropped.
+    #[cfg(test)]
+    pub(super) fn set_hung(&self, drive: u64, hangs: bool) {
+        self.reads.set_hung(drive, hangs);
     }
 
     pub(super) fn find(&self, identity: &FileIdentity) -> Option<Rc<HeldFile>> {

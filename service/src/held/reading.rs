@@ -83,6 +83,11 @@ impl Reads {
         Err((job.expect("only the drive's thread takes it"), error))
     }
 
+    #[cfg(test)]
+    pub(super) fn set_hung(&self, drive: u64, hangs: bool) {
+        if hangs { drop(self.lock().insert(drive, VecDeque::new())) } else { drop(self.lock().remove(&drive)) }
+    }
+
     /// Reads files of a drive until there are none.
     fn work(&self, drive: u64) {
         lower_priority();
@@ -241,8 +246,8 @@ mod tests {
     }
 
     fn job(file: SourceFile) -> (Job, File, Arc<Fate>) {
-        let (filling, memory) = Filling::new(file.size()).expect("a memfd");
-        let fate = Arc::<Fate>::default();
+        let (filling, _) = Filling::new(file.size()).expect("a memfd");
+        let (fate, memory) = (Arc::<Fate>::default(), filling.readable().try_clone().expect("a descriptor"));
         (Job { file, filling, fate: Arc::clone(&fate) }, File::from(memory), fate)
     }
 

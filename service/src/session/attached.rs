@@ -21,6 +21,7 @@ use crate::{
     spaces::{Space, Spaces, Wanted},
     system::{System, on_thread},
     transfers::ClientTransfers,
+    wire::Shared,
 };
 
 /// What a client is attached to.
@@ -96,8 +97,8 @@ impl DeviceEnd {
     }
 
     /// For the client.
-    pub(super) fn descriptors(&self) -> [Arc<OwnedFd>; 2] {
-        [Arc::clone(&self.process), Arc::clone(&self.released)]
+    pub(super) fn descriptors(&self) -> [Shared; 2] {
+        [self.process.clone(), self.released.clone()]
     }
 
     /// The service has let go of the client's memory.

@@ -7,8 +7,7 @@ mod requests;
 mod tests;
 
 use std::{
-    collections::BTreeMap, future::pending, os::fd::OwnedFd, panic::AssertUnwindSafe, pin::Pin, rc::Rc, sync::Arc,
-    time::Duration,
+    collections::BTreeMap, future::pending, panic::AssertUnwindSafe, pin::Pin, rc::Rc, sync::Arc, time::Duration,
 };
 
 use futures_util::FutureExt;
@@ -31,7 +30,7 @@ use super::{
     spaces::{Space, files::Hold},
     state::{Connection, ServiceState},
     transfers::{Cancel, ClientTransfers},
-    wire::Wire,
+    wire::{Shared, Wire},
 };
 use crate::error::ServiceFault;
 
@@ -288,11 +287,11 @@ impl Session {
     }
 
     /// Replies with descriptors.
-    fn reply_with(&mut self, id: u64, reply: &Reply, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
+    fn reply_with(&mut self, id: u64, reply: &Reply, fds: impl IntoIterator<Item = Shared>) {
         self.push(reply.encode(id), fds);
     }
 
-    fn push(&mut self, frame: Vec<u8>, fds: impl IntoIterator<Item = Arc<OwnedFd>>) {
+    fn push(&mut self, frame: Vec<u8>, fds: impl IntoIterator<Item = Shared>) {
         if self.link.sender.bytes() == 0 {
             self.taken = Instant::now();
         }
@@ -333,7 +332,7 @@ impl Session {
             }
             Outcome::Held(Ok(hold)) => {
                 self.is_client = true;
-                self.reply_with(id, &Reply::Held, Some(hold.memory()));
+                self.reply_with(id, &Reply::Held, Some(hold.memory() as Shared));
                 self.held.insert(id, hold);
                 return Ok(());
             }

@@ -4,10 +4,10 @@
 //! beyond what they reserved. A file stays while a client holds it; one that is to be kept stays until a space or
 //! another file needs its memory.
 
-use std::{os::fd::OwnedFd, rc::Rc, sync::Arc};
+use std::{rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist_files::{FileIdentity, SourceFile};
-use tokio::{sync::oneshot, task::spawn_local};
+use tokio::{sync::oneshot, task::spawn_local, time::timeout};
 
 use super::{Spaces, ending};
 use crate::{
@@ -19,6 +19,7 @@ use crate::{
     peers::own_uid,
     protocol::Failure,
     shares::SpaceOf,
+    wire::Descriptor,
 };
 
 /// What a share calls the memory of held files.
@@ -26,6 +27,8 @@ const NAME: &str = "files";
 
 /// Files held at a time: each is a descriptor of the service.
 const FILES_MAX: u32 = 4096;
+/// How long others wait for the memory of a file that nobody holds and that is being read: a drive may hang.
+const READ_MAX: Duration = Duration::from_secs(2);
 
 /// The file that a client wants held.
 pub(crate) struct WantedFile {
@@ -42,7 +45,7 @@ pub(crate) struct Hold {
 
 impl Hold {
     /// The descriptor for the client.
-    pub(crate) fn memory(&self) -> Arc<OwnedFd> {
+    pub(crate) fn memory(&self) -> Arc<Descriptor> {
         self.file.memory()
     }
 }
@@ -174,24 +177,32 @@ impl Spaces {
         if !file.is_idle() {
             return;
         }
-        // Its last close takes 100s of ms a few GiB, and is not this thread's.
-        let (memory, bytes) = (file.take_memory(), file.bytes());
-        let (free, freed) = oneshot::channel::<()>();
-        self.system.run(Box::new(move || {
-            drop(memory);
-            drop(free);
-        }));
+        let Some((memory, mut freed)) = file.take_memory() else { return };
+        let (memory, bytes) = (Arc::downgrade(&memory), file.bytes());
         let (host, freeing) = (Rc::clone(&self.host), Rc::clone(&self.freeing));
         freeing.0.set(freeing.0.get() + 1);
-        spawn_local(async move {
-            _ = freed.await;
-            host.give_back(tenant(), bytes);
+        let end = move || {
             freeing.0.set(freeing.0.get() - 1);
             freeing.1.notify_waiters();
+        };
+        spawn_local(async move {
+            let is_late = timeout(READ_MAX, &mut freed).await.is_err();
+            // Its close ends, once it has begun: the last to have it has dropped it.
+            let hangs = is_late && memory.strong_count() > 0;
+            if hangs {
+                end();
+            }
+            if is_late {
+                _ = freed.await;
+            }
+            host.give_back(tenant(), bytes);
+            if !hangs {
+                end();
+            }
         });
     }
 
-    /// Waits until the memory of all files that nobody holds any more is free.
+    /// Waits until the memory of all files that nobody holds any more is free, but that of files whose drive hangs.
     pub(super) async fn freed(&self) {
         while self.freeing.0.get() > 0 {
             self.freeing.1.notified().await;
@@ -201,5 +212,42 @@ impl Spaces {
     /// Files that are held, and their bytes.
     pub(crate) fn held_files(&self) -> (u32, u64) {
         self.files.totals()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use tokio::task::{LocalSet, yield_now};
+
+    use super::*;
+    use crate::{config::ServerConfig, system::Machine};
+
+    /// The thread that reads it writes to it until then.
+    #[tokio::test(start_paused = true)]
+    async fn the_memory_of_a_file_whose_drive_hangs_is_counted_and_nobody_waits_for_it() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+        let path = folder.path().join("weights");
+        std::fs::write(&path, [7; 100_000]).expect("written");
+        let identity = SourceFile::open(&path).expect("there").identity();
+        let mut config = ServerConfig::new("unused");
+        config.host_bytes = 1 << 20;
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("no spaces"));
+        let run = async {
+            let (before, bytes) = (spaces.left().1, memory_bytes(identity.size));
+            spaces.files.set_hung(identity.device, true);
+            let wanted = WantedFile { path: path.display().to_string(), identity, keep: false };
+            drop(spaces.hold(wanted).await.expect("room"));
+            spaces.freed().await;
+            assert_eq!((spaces.held_files().0, spaces.left().1), (0, before - bytes));
+            spaces.files.set_hung(identity.device, false);
+            let hang = Instant::now() + Duration::from_secs(60);
+            while spaces.left().1 != before {
+                assert!(Instant::now() < hang, "it is free");
+                yield_now().await;
+            }
+        };
+        LocalSet::new().run_until(run).await;
     }
 }
