@@ -297,6 +297,8 @@ impl<'a> Locked<'a> {
         let (done, gone) = (std::mem::take(&mut self.follow_ups.done), std::mem::take(&mut self.flights.gone));
         self.shared.deferred.break_off();
         self.unlock();
+        // Its task then finds the lock broken: else nobody of the reactor does while nothing moves.
+        self.shared.raised.notify_one();
         requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
         // Dropping the senders answers the waiters with `Error::Closed`, also of what others deferred meanwhile.
         drop((flights, done, gone, self.shared.deferred.take(usize::MAX)));
