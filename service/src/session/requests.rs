@@ -55,6 +55,8 @@ impl Session {
             return Ok(());
         }
         if let Request::LetGo { hold } = request {
+            // What has ended is held by then.
+            self.reap()?;
             self.held.remove(&hold);
             // Or it is not held yet, and nobody waits for it any more.
             if let Some(cancel) = self.requests.get(&hold) {
