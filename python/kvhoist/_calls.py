@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Sequence
 
 from . import _logs
-from ._event_loops import LOOP_DEPTH, LoopQueue
+from ._event_loops import LOOP_DEPTH, LoopQueue, ended
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -144,13 +144,19 @@ class Calls(_Native):
 
     async def load_async(self, keys: Sequence[str | bytes], blocks: Sequence[Any]) -> list:
         """``load`` for coroutines. Cancelled, the loads go on, and their memory is kept until they have ended."""
-        return _raised(await self._loop().submit(lambda queue: queue.submit_load(keys, blocks)))
+        loading = await self._loop().submit(lambda queue: queue.submit_load(keys, blocks))
+        return _raised(await loading)
 
     async def store_async(
         self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, parent: str | bytes | None = None
     ) -> list:
-        """``store`` for coroutines. Cancelled, the stores go on: the memory must not change until ``sync`` or later."""
-        return _raised(await self._loop().submit(lambda queue: queue.submit_store(keys, blocks, parent)))
+        """``store`` for coroutines. Cancelled, it waits until the stores have ended: the memory may change then."""
+        storing = await self._loop().submit(lambda queue: queue.submit_store(keys, blocks, parent))
+        try:
+            return _raised(await asyncio.shield(storing))
+        except asyncio.CancelledError:
+            await ended(storing)
+            raise
 
     async def remove_async(self, key: str | bytes, *, durable: bool = False) -> bool:
         """``remove`` for coroutines, on a thread of the loop's executor. Cancelled, the removal goes on."""
@@ -169,8 +175,15 @@ class Calls(_Native):
         loop = asyncio.get_running_loop()
         queue = self._loops.get(loop)
         if queue is None:
+            self._forget_closed_loops()
             queue = self._loops[loop] = LoopQueue(loop, self.queue(LOOP_DEPTH))
         return queue
+
+    def _forget_closed_loops(self) -> None:
+        """Forgets loops that the futures of their cancelled calls would keep: those are in the values under them."""
+        for loop in [ref() for ref in self._loops.keyrefs()]:
+            if loop is not None and loop.is_closed() and (queue := self._loops.get(loop)) and queue.is_over():
+                self._loops.pop(loop, None)
 
 
 def _raised(results: list) -> list:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
-from collections import deque
-from typing import Any
+from typing import Any, Callable
+
+from .errors import BusyError
 
 #: Submissions that one event loop may have outstanding.
 LOOP_DEPTH = 65_536
@@ -23,10 +25,26 @@ class LoopQueue:
         self._loop = weakref.ref(loop)
         self._queue = queue
         self._waiting: dict[int, asyncio.Future] = {}
-        #: Drained, and not handed on yet.
-        self._done: deque = deque()
+        #: Of the submission that waits for room; the others wait behind it.
+        self._turn = asyncio.Lock()
+        self._drained = asyncio.Event()
 
-    def submit(self, begin) -> "asyncio.Future[list]":
+    async def submit(self, begin: Callable[[Any], int]) -> "asyncio.Future[list]":
+        """Begins a submission once the queue has room for it. Cancelled while it waits for room, it begins nothing.
+
+        Raises BusyError where others have taken the room, and what this loop has outstanding will free none.
+        """
+        async with self._turn:
+            while True:
+                try:
+                    return self._begin(begin)
+                except BusyError:
+                    if not self._queue.outstanding:
+                        raise
+                self._drained.clear()
+                await self._drained.wait()
+
+    def _begin(self, begin: Callable[[Any], int]) -> "asyncio.Future[list]":
         loop = self._loop()
         assert loop is not None, "the coroutine that submits runs in it"
         future = loop.create_future()
@@ -42,13 +60,12 @@ class LoopQueue:
         return future
 
     def _drain(self) -> None:
-        self._done.extend(self._queue.drain())
-        while self._done:
-            ticket, results = self._done.popleft()
+        for ticket, results in self._queue.drain():
             # None: its submitter was interrupted before it could wait.
             future = self._waiting.pop(ticket, None)
             if future is not None and not future.done():
                 future.set_result(results)
+        self._drained.set()
         loop = self._loop()
         assert loop is not None, "it calls this"
         self._watch_no_longer_than_needed(loop)
@@ -56,3 +73,16 @@ class LoopQueue:
     def _watch_no_longer_than_needed(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._queue.outstanding:
             loop.remove_reader(self._queue.event_fd)
+
+    def is_over(self) -> bool:
+        """Whether a loop that is closed, and drains no more, has nothing outstanding."""
+        self._queue.drain()
+        return not self._queue.outstanding
+
+
+async def ended(future: asyncio.Future) -> None:
+    """Returns when a future has ended, however often it is cancelled: the work behind it uses the caller's memory."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    future.exception()  # Nobody else gets it.

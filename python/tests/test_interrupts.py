@@ -6,12 +6,15 @@ import asyncio
 import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
+import select
 import signal
 import struct
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -185,6 +188,77 @@ def test_a_loop_is_not_held_up(stalled):
         with pytest.raises(asyncio.CancelledError):
             await loading
         stalled.release()
+
+    with in_memory() as cache:
+        cache.store(["a"], [b"x" * BLOCK])
+        asyncio.run(main(cache))
+
+
+def test_a_cancelled_store_has_ended_when_its_coroutine_has(stalled):
+    """Its memory may change then."""
+
+    async def main(cache):
+        storing = asyncio.create_task(cache.store_async(["a"], [stalled.view]))
+        await asyncio.sleep(0)
+        stalled.await_touch()
+        for _ in range(3):
+            storing.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        waits = not storing.done()
+        stalled.release()
+        assert waits
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+        stalled.view[:] = b"x" * BLOCK
+        assert cache.get("a") == bytes(BLOCK)
+
+    with in_memory() as cache:
+        asyncio.run(main(cache))
+
+
+def test_a_closed_loop_is_let_go_of_once_its_cancelled_calls_have_ended(stalled):
+    async def cancelled(cache):
+        loading = asyncio.create_task(cache.load_async(["a"], [stalled.view]))
+        await asyncio.sleep(0)
+        stalled.await_touch()
+        loading.cancel()
+        return weakref.ref(asyncio.get_running_loop())
+
+    with in_memory() as cache:
+        cache.store(["a"], [b"x" * BLOCK])
+        loop = asyncio.run(cancelled(cache))
+        (queue,) = cache._loops.values()
+        cache._forget_closed_loops()
+        gc.collect()
+        is_kept = loop() is not None
+        stalled.release()
+        assert is_kept, "its load goes on"
+        ended = select.poll()
+        ended.register(queue._queue.event_fd)
+        ended.poll()
+        del queue
+        assert asyncio.run(cache.fetch("b")) is None
+        gc.collect()
+        assert loop() is None and not cache._loops
+
+
+def test_a_burst_of_calls_waits_for_room(stalled):
+    """While the engine's thread is away, as here in a copy, it takes no commands."""
+
+    async def main(cache):
+        loading = asyncio.create_task(cache.load_async(["a"], [stalled.view]))
+        await asyncio.sleep(0)
+        stalled.await_touch()
+        fetching = [asyncio.create_task(cache.fetch("a")) for _ in range(2000)]
+        await asyncio.sleep(0)
+        fetching.pop().cancel()
+        await asyncio.sleep(0)
+        wait = not any(task.done() for task in fetching)
+        stalled.release()
+        assert wait
+        assert await loading == [True]
+        assert set(await asyncio.gather(*fetching)) == {b"x" * BLOCK}
 
     with in_memory() as cache:
         cache.store(["a"], [b"x" * BLOCK])
