@@ -59,10 +59,9 @@ class Lines:
 
 def _counts(stats: dict[str, Any]) -> dict[str, int]:
     tiers = stats["tiers"]
-    read = stats["read_bytes"] if "read_bytes" in stats else tiers["disk"]["bytes_out"]
     return {
-        "host": tiers["host"]["hits"], "disk": tiers["disk"]["hits"], "misses": stats["misses"], "read": read,
-        "written": tiers["disk"]["bytes_in"], "evictions": tiers["disk"]["evictions"],
+        "host": tiers["host"]["hits"], "disk": tiers["disk"]["hits"], "misses": stats["misses"],
+        "read": stats["read_bytes"], "written": tiers["disk"]["bytes_in"], "evictions": tiers["disk"]["evictions"],
         "errors": sum(stats[name] for name in ("checksum_failures", "read_errors", "write_errors")),
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import weakref
@@ -28,6 +29,7 @@ class SharedMemory:
         self.fd = os.memfd_create("kvhoist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.view = memoryview(mmap.mmap(self.fd, self.nbytes))
 
     def __repr__(self) -> str:
@@ -136,7 +138,7 @@ class Client(Calls, _native.Client):
             if nbytes is None:
                 raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
             return self.register_address(memory, nbytes, _place(memory, nbytes, fd), pin)
-        return self.register_buffer(memory, _place(*_address(memory), fd), pin)
+        return self.register_buffer(memory, _place(*address_of(memory), fd), pin)
 
     def register_device(self, address: int, nbytes: int, *, fd: int | None = None) -> _native.Region:
         """Registers memory of the space's device, to be loaded into and stored from, as `Cache.register_device`.
@@ -168,7 +170,10 @@ class Client(Calls, _native.Client):
         return super().queue(depth)
 
     def close(self) -> None:
-        """Hangs up, and returns when the service uses none of this client's memory. Again: does nothing."""
+        """Hangs up, and returns when the service uses none of this client's memory. Again: does nothing.
+
+        Raises DeadlineError, each time, where a service that hangs may still use the memory.
+        """
         super().close()
 
 
@@ -179,7 +184,7 @@ def _share(size: int | str | None, name: str) -> int:
     return parse_bytes(size, name)
 
 
-def _address(memory: Any) -> tuple[int, int]:
+def address_of(memory: Any) -> tuple[int, int]:
     """Where a buffer object's memory lies."""
     import ctypes
 

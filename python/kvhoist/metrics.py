@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import http.server
 import ipaddress
+import os
 import socket
 import sys
 import threading
 import time
+import weakref
 from typing import Any, Iterable, Iterator, NamedTuple
 
 from . import _native
@@ -134,6 +136,19 @@ _EXCHANGE_S = 30.0
 _GRACE_S = 1.0
 
 
+#: Those of this process.
+_listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Closes what a child has inherited: it would keep the ports after the end of its parent, and answer nobody."""
+    for listener in list(_listeners):
+        listener.server_close()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class _Listener(http.server.ThreadingHTTPServer):
     """One request of each connection, at most so many of them, and none for ever."""
 
@@ -145,6 +160,7 @@ class _Listener(http.server.ThreadingHTTPServer):
         self._open: dict[socket.socket, float] = {}
         self._ended = threading.Condition()
         super().__init__(address, _Handler)
+        _listeners.add(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._ended:
@@ -205,9 +221,10 @@ class Server:
         return self._server.server_address[1]
 
     def close(self) -> None:
-        """Stops listening. Again: does nothing."""
-        self._server.shutdown()
-        self._thread.join()
+        """Stops listening. Again, or in a forked child, which never listens: does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
 
     def __enter__(self) -> Server:

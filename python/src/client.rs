@@ -58,14 +58,9 @@ impl PyClient {
         Ok(&self.opened.get(py)?.client)
     }
 
-    /// Waits for an answer of the service.
-    fn asked<T: Send>(&self, py: Python<'_>, answer: impl Future<Output = Result<T, Error>> + Send) -> PyResult<T> {
-        wait::interruptible(py, answer)?.map_err(|error| errors::to_python(py, &error))
-    }
-
     /// Waits for an answer from the service's index, for as long as the caller has said.
     fn looked_up<T: Send>(&self, py: Python<'_>, answer: impl Future<Output = Result<T, Error>> + Send) -> PyResult<T> {
-        let Some(limit) = self.ask_max else { return self.asked(py, answer) };
+        let Some(limit) = self.ask_max else { return wait::answer(py, answer) };
         let answer = wait::within(py, limit, answer)?.unwrap_or_else(|| {
             let text = format!("timeout: the service has not answered for {limit:?} (`ask_ms`)");
             Err(Error::Service { fault: ServiceFault::Timeout, text })
@@ -102,8 +97,12 @@ impl PyClient {
         drop(buffers);
         match waited? {
             Ok(results) => convert::results(py, results, on_error),
-            // Raised however the caller wants errors: memory that is given up is not to be used again.
-            Err(error @ Error::Service { fault: ServiceFault::Abandoned, .. }) => Err(errors::to_python(py, &error)),
+            // Raised however the caller wants errors: of a wrong call nothing moved, and memory that is given up is not
+            // to be used again.
+            Err(
+                error
+                @ (Error::Argument { .. } | Error::Closed | Error::Service { fault: ServiceFault::Abandoned, .. }),
+            ) => Err(errors::to_python(py, &error)),
             // Away: the error is in each block's place, as the caller asked.
             Err(error) => convert::results(py, vec![Err(error); keys.len()], on_error),
         }
@@ -131,8 +130,7 @@ impl PyClient {
         let (shared, device, ordinal) = space;
         (options.shared, options.device_ordinal) = (shared, ordinal);
         options.device = device.as_deref().map(memory::device_kind);
-        let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
-        let client = connected.map_err(|error| errors::to_python(py, &error))?;
+        let client = wait::answer(py, Client::connect(socket.clone(), options))?;
         let opened = Opened { client, registrations: Arc::default() };
         let (closed, ask_max) = (Arc::default(), ask_ms.map(Duration::from_millis));
         Ok(PyClient { opened: ProcessLocal::new(opened), closed, ask_max, block_bytes, namespace, socket, device })
@@ -168,10 +166,10 @@ impl PyClient {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// True while the service can be reached.
+    /// True while the service can be reached; False in a forked child.
     #[getter]
-    fn connected(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(!self.closed() && self.use_it(py)?.is_connected())
+    fn connected(&self) -> bool {
+        !self.closed() && self.opened.here().is_some_and(|opened| opened.client.is_connected())
     }
 
     /// How many leading keys are resident. Asks the service; no I/O, no use counted.
@@ -327,25 +325,25 @@ impl PyClient {
         // SAFETY: the block outlives the region, and is used by the call alone.
         let region = unsafe { client.lend(&[place]) }.map_err(|error| errors::to_python(py, &error))?;
         let segments = [vec![place]];
-        let loaded = self.asked(py, async { region.load_into(&key, &segments).await?.remove(0) })?;
+        let loaded = wait::answer(py, async { region.load_into(&key, &segments).await?.remove(0) })?;
         Ok(loaded.then(|| PyBytes::new(py, &block)))
     }
 
     /// Begins to bring blocks into the service's host memory. Returns the number of begun movements.
     fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
-        self.asked(py, client.prefetch(&keys))
+        wait::answer(py, client.prefetch(&keys))
     }
 
     fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>, durable: bool) -> PyResult<bool> {
         let (client, key): (_, BlockKey) = (self.use_it(py)?, keys::one(key)?);
-        self.asked(py, async { if durable { client.remove_durably(&key).await } else { client.remove(&key).await } })
+        wait::answer(py, async { if durable { client.remove_durably(&key).await } else { client.remove(&key).await } })
     }
 
     /// Returns when all blocks of the space that were stored before are written and flushed.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let client = self.use_it(py)?;
-        self.asked(py, client.sync())
+        wait::answer(py, client.sync())
     }
 
     /// The space's figures for all clients, since the service opened it.
@@ -353,7 +351,7 @@ impl PyClient {
     #[pyo3(signature = (briefly=false))]
     fn stats<'py>(&self, py: Python<'py>, briefly: bool) -> PyResult<Bound<'py, PyDict>> {
         let client = self.use_it(py)?;
-        let stats = if briefly { self.looked_up(py, client.stats())? } else { self.asked(py, client.stats())? };
+        let stats = if briefly { self.looked_up(py, client.stats())? } else { wait::answer(py, client.stats())? };
         convert::stats(py, &stats)
     }
 
@@ -366,10 +364,7 @@ impl PyClient {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let opened = self.opened.get(py)?;
         self.closed.store(true, Ordering::Release);
-        match wait::interruptible(py, opened.client.close())? {
-            Ok(()) | Err(Error::Closed) => {}
-            Err(error) => return Err(errors::to_python(py, &error)),
-        }
+        wait::answer(py, memory::end_of_close(&opened.client))?;
         opened.registrations.clear(py);
         Ok(())
     }

@@ -1,19 +1,19 @@
 //! Registered memory.
 
 use std::{
-    future::{Future, poll_fn},
+    future::{Future, poll_fn, ready},
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard},
     task::{Context, Poll},
 };
 
-use kvhoist::block_on;
+use kvhoist::{Error, block_on};
 use pyo3::{PyTraverseError, PyVisit, prelude::*};
 
 use crate::{buffer::Buffer, opened::Opened, process::ProcessLocal, wait};
 
-/// The engine's `unregister` of one region.
-pub type Unregister = Pin<Box<dyn Future<Output = ()> + Send>>;
+/// The engine's `unregister` of one region. An error: the memory may be in use for good.
+pub type Unregister = Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>;
 
 /// One registered range.
 pub struct Registration {
@@ -26,18 +26,18 @@ pub struct Registration {
 impl Registration {
     /// Forgets the region. Resolves for every caller when no movement uses the memory any longer; a caller may give
     /// up, and come again.
-    async fn unregistered(&self) {
-        poll_fn(|context| self.poll_unregister(context)).await;
+    async fn unregistered(&self) -> Result<(), Error> {
+        poll_fn(|context| self.poll_unregister(context)).await
     }
 
     /// Polled by every waiter: the one that polled last is woken, the others look again, as every wait here does.
-    fn poll_unregister(&self, context: &mut Context<'_>) -> Poll<()> {
+    fn poll_unregister(&self, context: &mut Context<'_>) -> Poll<Result<(), Error>> {
         let mut unregister = self.unregister.lock().expect("nothing panics under it");
-        if let Some(future) = unregister.as_mut() {
-            std::task::ready!(future.as_mut().poll(context));
-            *unregister = None;
-        }
-        Poll::Ready(())
+        let Some(future) = unregister.as_mut() else { return Poll::Ready(Ok(())) };
+        let ended = std::task::ready!(future.as_mut().poll(context));
+        // Every later caller gets the error too.
+        *unregister = ended.clone().err().map(|error| Box::pin(ready(Err(error))) as Unregister);
+        Poll::Ready(ended)
     }
 
     fn buffer(&self) -> MutexGuard<'_, Option<Buffer>> {
@@ -70,7 +70,10 @@ impl Registrations {
     pub fn clear(&self, py: Python<'_>) {
         loop {
             let Some(registration) = self.all().last().cloned() else { return };
-            wait::to_the_end(py, registration.unregistered());
+            if wait::to_the_end(py, registration.unregistered()).is_err() {
+                // It stays mapped for who may still use it.
+                std::mem::forget(registration.buffer().take());
+            }
             self.forget(&registration);
         }
     }
@@ -149,6 +152,7 @@ impl PyRegion {
         let cache = opened.cache.clone();
         let unregister = Box::pin(async move {
             cache.unregister(&region).await.expect("this cache has registered it");
+            Ok(())
         });
         Ok(PyRegion::of(&opened.registrations, unregister, buffer, at, pinned, false))
     }
@@ -159,10 +163,11 @@ impl PyRegion {
     /// Waits until no movement uses the memory, and forgets it: it may be freed afterwards.
     ///
     /// Every caller waits; where it was forgotten already, nothing happens. Interrupted by a signal, the memory may
-    /// still be in use: call again.
+    /// still be in use: call again. DeadlineError, each time, where the close of its client had one: a service that
+    /// hangs may still use the memory.
     fn unregister(&self, py: Python<'_>) -> PyResult<()> {
         let Registered { registration, registrations } = self.registered.get(py)?;
-        wait::interruptible(py, registration.unregistered())?;
+        wait::answer(py, registration.unregistered())?;
         registrations.forget(registration);
         Ok(())
     }

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use crate::errors;
 
 /// How often a wait looks for signals. Only the main thread does: only there Python runs handlers.
-const SIGNALS_EVERY: Duration = Duration::from_millis(50);
+pub const SIGNALS_EVERY: Duration = Duration::from_millis(50);
 
 /// Runs a future to its end. Python's signal handlers run meanwhile.
 ///

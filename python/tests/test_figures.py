@@ -38,9 +38,10 @@ def test_the_figures_are_there_after_import_kvhoist():
 def stats(host=0, disk=0, misses=0, read=0, written=0, evictions=0) -> dict:
     tiers = {
         "host": {"hits": host},
-        "disk": {"hits": disk, "bytes_out": read, "bytes_in": written, "evictions": evictions},
+        "disk": {"hits": disk, "bytes_in": written, "evictions": evictions},
     }
-    return {"tiers": tiers, "misses": misses, "checksum_failures": 0, "read_errors": 0, "write_errors": 0}
+    errors = {"checksum_failures": 0, "read_errors": 0, "write_errors": 0}
+    return {"tiers": tiers, "misses": misses, "read_bytes": read, **errors}
 
 
 def test_a_line_now_and_then_says_what_happened_since_the_one_before(caplog):

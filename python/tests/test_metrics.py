@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -281,3 +283,17 @@ def test_the_module_explains_itself(store_dir):
 
     failed, tried = doctest.testmod(kvhoist.metrics)
     assert tried > 2 and failed == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_no_server_and_closes_it_at_once(caches):
+    with kvhoist.metrics.serve(0) as server:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # Its end, where it waits for a thread that it has not.
+            inherited = server._server.socket.fileno() != -1
+            server.close()
+            os._exit(inherited)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/healthz") as answer:
+            assert answer.status == 200, "the parent's goes on"

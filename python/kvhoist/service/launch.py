@@ -130,8 +130,12 @@ def find_or_start(settings: ServiceSettings) -> str:
         make_folder(directory, settings.capacity // len(settings.paths))
     with open(os.path.join(settings.paths[0], "kvhoist-start.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not listens(path):
-            _start(settings, path)
+        try:
+            if not listens(path):
+                _start(settings, path)
+        finally:
+            # Not by the close: a child that another thread has forked meanwhile has the file open, too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
     return path
 
 

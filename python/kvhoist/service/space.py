@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 
 from .._store_settings import StoreSettings
 from .._stores import close_all
-from ..client import Client, SharedMemory, connect, file_of
+from ..client import Client, SharedMemory, address_of, connect, file_of
 from ..errors import DeadlineError, Error, UnavailableError
 from .pause import Pause
 from .supervisor import ServiceSupervisor
@@ -88,7 +88,7 @@ class ServiceSpace:
         """As `Cache.register_host`. The service maps shared memory; blocks of other memory are copied once more."""
         if isinstance(memory, SharedMemory):
             return self._client.register_host(memory, pin=pin)
-        address, size = (memory, nbytes) if nbytes is not None else _place_of(memory)
+        address, size = (memory, nbytes) if nbytes is not None else address_of(memory)
         fd = file_of(address, size)
         try:
             region = self._client.register_host(memory, nbytes, pin=pin, fd=fd)
@@ -175,10 +175,3 @@ class ServiceSpace:
     def close(self) -> None:
         """Hangs up, and returns when the service uses none of this memory."""
         close_all([self._index, self._client])
-
-
-def _place_of(memory: Any) -> tuple[int, int]:
-    import ctypes
-
-    view = memoryview(memory).cast("B")
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes

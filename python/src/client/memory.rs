@@ -1,6 +1,9 @@
 //! Memory that a client registers with its service.
 
-use std::os::fd::BorrowedFd;
+use std::{
+    os::fd::BorrowedFd,
+    sync::{Arc, atomic::Ordering},
+};
 
 use kvhoist::{DeviceKind, Error, Memory, ServiceFault, block_on};
 use kvhoist_service::{Client, ClientRegion};
@@ -43,20 +46,34 @@ impl PyClient {
         });
         let region = region.map_err(|error| errors::to_python(py, &error))?;
         let (pinned, copied) = (region.is_pinned(), !region.is_shared());
-        let client = opened.client.clone();
+        let (client, closed) = (opened.client.clone(), Arc::clone(&self.closed));
         let unregister = Box::pin(async move {
             loop {
+                // The caller uses the memory again, or frees it, as soon as this ends without an error.
                 match client.unregister(&region).await {
-                    // The caller uses the memory again, or frees it, as soon as this ends.
                     Err(error @ Error::Service { fault: ServiceFault::Abandoned, .. }) => {
+                        if closed.load(Ordering::Acquire) {
+                            return end_of_close(&client).await;
+                        }
                         tracing::warn!(%error, "a region is waited for");
                     }
-                    Ok(()) | Err(Error::Closed) => return,
-                    Err(error) => return tracing::warn!(%error, "a region could not be unregistered"),
+                    Ok(()) | Err(Error::Closed) => return Ok(()),
+                    Err(error) => {
+                        tracing::warn!(%error, "a region could not be unregistered");
+                        return Ok(());
+                    }
                 }
             }
         });
         Ok(PyRegion::of(&opened.registrations, unregister, buffer, (address, nbytes), pinned, copied))
+    }
+}
+
+/// What a client's close comes to: an error where the service may still use its memory.
+pub(super) async fn end_of_close(client: &Client) -> Result<(), Error> {
+    match client.close().await {
+        Err(Error::Closed) => Ok(()),
+        ended => ended,
     }
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import select
@@ -212,8 +213,11 @@ def test_wrong_arguments_are_named(node, tmp_path):
     with pytest.raises(kvhoist.StoreError, match="bytes of disk"):
         connected(node, capacity="1TiB")
     with connected(node) as client:
-        with pytest.raises(kvhoist.ArgumentError, match="one block"):
-            client.load([key(0)], [bytearray(10)])
+        for errors in ["raise", "return", "false"]:
+            with pytest.raises(kvhoist.ArgumentError, match="one block"):
+                client.load([key(0)], [bytearray(10)], errors=errors)
+            with pytest.raises(kvhoist.ArgumentError):
+                client.store([], [block(0)], errors=errors)
         with pytest.raises(kvhoist.ArgumentError, match="is registered"):
             pool = kvhoist.SharedMemory(BLOCK)
             client.register_host(pool), client.register_host(pool)
@@ -221,6 +225,8 @@ def test_wrong_arguments_are_named(node, tmp_path):
             client.register_host(b"read-only")
     client.close()
     assert client.closed and repr(client).endswith("closed>")
+    with pytest.raises(kvhoist.ClosedError):
+        client.load([key(0)], [bytearray(BLOCK)], errors="false")
 
 
 def test_a_device_that_there_is_not_is_refused_by_name(node):
@@ -241,11 +247,14 @@ def test_a_forked_child_cannot_use_its_parents_client(node):
         client.store([key(1)], [block(1)])
         child = os.fork()
         if child == 0:
+            status = 1
             try:
+                status = 2 if repr(client).endswith("away>") else 3
                 client.get(key(1))
             except kvhoist.ForkError:
-                os._exit(7)
-            os._exit(1)
+                status += 5
+            finally:
+                os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert client.get(key(1)) == block(1)
 
@@ -447,6 +456,47 @@ def test_an_address_is_found_in_the_file_that_it_is_mapped_from():
     assert mapped_from(at[1], 4096, fd) is None, "nobody else sees what is written there"
     assert mapped_from(at[0], 512 << 20, fd) is None
     os.close(fd)
+
+
+def test_shared_memory_cannot_shrink():
+    """Its view would end the program where it is read."""
+    pool = kvhoist.SharedMemory(BLOCK)
+    with pytest.raises(PermissionError):
+        os.ftruncate(pool.fd, 0)
+    assert bytes(pool.view) == bytes(BLOCK)
+
+
+def test_memory_of_a_client_that_was_closed_while_its_service_hung_may_still_be_in_use(node):
+    client = connected(node, deadline_ms=100, give_up_ms=100)
+    region = client.register_host(kvhoist.SharedMemory(BLOCK))
+    with node.hanging():
+        for call in [client.close, region.unregister, client.close, region.unregister]:
+            with pytest.raises(kvhoist.DeadlineError):
+                call()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_while_a_service_starts_does_not_keep_the_lock(store_dir, monkeypatch):
+    """As by a data loader's thread."""
+    ended, end = os.pipe()
+    children = []
+
+    def start(*_given):
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(ended, 1)
+            os._exit(0)
+        children.append(child)
+
+    monkeypatch.setattr(service.launch, "_start", start)
+    service.find_or_start(settings_of(store_dir))
+    with open(store_dir / "kvhoist-start.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(end)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(ended)
 
 
 @pytest.mark.parametrize("what", ["its folder", "what is in it"])
