@@ -90,17 +90,32 @@ impl SourceFile {
     /// [`Error::Io`]; [`Error::NoFile`] for what is neither.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let fail = |error| Error::io("open", path, error);
+        // Where it was found, wherever the process works later.
+        let found = absolute(path).unwrap_or_else(|_| path.to_owned());
+        SourceFile::open_as(path, found)
+    }
+
+    /// The same file, opened anew: as it is now, after a write in place. A copy in memory is left out: it is of
+    /// what the file was.
+    ///
+    /// # Errors
+    /// As of [`open`](SourceFile::open).
+    pub fn renewed(&self) -> Result<Self> {
+        // By the descriptor: another may have its path by now.
+        SourceFile::open_as(descriptor_path(self.cached()).as_ref(), self.inner.path.clone())
+    }
+
+    /// Opens a file that is known by `path`.
+    fn open_as(file: &Path, path: PathBuf) -> Result<Self> {
+        let fail = |error| Error::io("open", &path, error);
         // A pipe in the place of a file would wait for its other end.
-        let cached = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(fail)?;
+        let cached = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(file).map_err(fail)?;
         let found = cached.metadata().map_err(fail)?;
-        refuse_other_kinds(path, &found)?;
+        refuse_other_kinds(&path, &found)?;
         Version::of(&found).wait_for_the_next_tick();
         let mut end = &cached;
         let size = if found.is_file() { found.len() } else { end.seek(SeekFrom::End(0)).map_err(fail)? };
         let direct = reopen(&cached, OpenOptions::new().read(true));
-        // Where it was found, wherever the process works later.
-        let path = absolute(path).unwrap_or_else(|_| path.to_owned());
         let (drive, inode, version) = (found.dev(), found.ino(), Version::of(&found));
         Ok(SourceFile::of(Inner { path, size, drive, inode, version, cached, direct }))
     }

@@ -86,16 +86,18 @@ pub(crate) fn decode<E>(
     }
     let tensors = found.offset_keys().into_iter().map(|name| {
         let info = found.info(&name).expect("the header names it");
-        let (start, end) = info.data_offsets;
-        Tensor {
-            dtype: info.dtype.to_string(),
-            shape: info.shape.clone(),
-            offset: data_offset + start as u64,
-            len: end - start,
-            name,
+        let ((start, end), shape) = (info.data_offsets, info.shape.clone());
+        // Of one without elements, too: readers compute strides.
+        let times = |all: i64, &one: &usize| all.checked_mul(i64::try_from(one.max(1)).ok()?);
+        if shape.iter().try_fold(1, times).is_none() {
+            let expected = "expected dimensions whose product is below 2^63, those of 0 left out";
+            return Err(refuse(format!("found the tensor {name} of shape {shape:?}, {expected}")));
         }
+        let (dtype, offset) = (info.dtype.to_string(), data_offset + start as u64);
+        Ok(Tensor { name, dtype, shape, offset, len: end - start })
     });
+    let tensors = tensors.collect::<std::result::Result<_, E>>()?;
     let mut metadata: Vec<_> = found.metadata().clone().into_iter().flatten().collect();
     metadata.sort();
-    Ok(Header { tensors: tensors.collect(), metadata, data_offset })
+    Ok(Header { tensors, metadata, data_offset })
 }

@@ -8,7 +8,7 @@ use std::{
         ffi::OsStrExt,
         fs::{FileExt, OpenOptionsExt, PermissionsExt},
     },
-    path::{Path, PathBuf},
+    path::{Path, PathBuf, absolute},
     process,
     sync::{
         Arc,
@@ -130,12 +130,12 @@ fn make_temporary(path: &Path, name: &OsStr) -> Result<(PathBuf, File)> {
     }
 }
 
-/// The file that a path names: a rename would replace a link, and not what it names.
+/// The file that a path names, wherever the process works later: a rename would replace a link, and not what it names.
 fn follow(path: &Path) -> Result<PathBuf> {
     if fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
         return fs::canonicalize(path).map_err(|error| Error::io("follow the link", path, error));
     }
-    Ok(path.to_owned())
+    Ok(absolute(path).unwrap_or_else(|_| path.to_owned()))
 }
 
 /// Writes ranges of an existing file in place, and flushes it. After an error, a crash or a cancellation some of their
@@ -261,5 +261,16 @@ impl Drop for Writes {
             // Nobody waits for the answer; the name says what it is.
             _ = fs::remove_file(&self.path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_written_where_the_process_worked_at_the_start() {
+        let path = follow(Path::new("data")).expect("it is no link");
+        assert_eq!(path, std::env::current_dir().expect("a folder").join("data"));
     }
 }

@@ -59,3 +59,21 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn dimensions_that_no_reader_multiplies_are_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (shape, is_taken) in [
+        ("[0, 7]", true),
+        ("[0, 18446744073709551615]", false),
+        ("[0, 1099511627776, 1099511627776]", false),
+        ("[0, 9223372036854775807]", true),
+    ] {
+        let text = format!(r#"{{"empty": {{"dtype": "U8", "shape": {shape}, "data_offsets": [0, 0]}}}}"#);
+        let content = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+        match header(&SourceFile::open(file(&folder, &content)).expect("it is there")) {
+            Ok(found) => assert!(is_taken && found.tensors.len() == 1, "{shape}"),
+            Err(error) => assert!(!is_taken && error.to_string().contains("found the tensor empty"), "{error}"),
+        }
+    }
+}

@@ -20,16 +20,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
 from . import _native
-from .errors import ArgumentError, Error
+from ._event_loops import ended
+from .errors import ArgumentError, CancelledError, Error
 
 __all__ = ["File", "Result", "Service", "open", "read_many", "read_many_async", "write", "write_async"]
 
@@ -40,6 +43,9 @@ _DEVICE_ORDINAL = 9
 
 #: Called about ten times a second with the bytes that have arrived, and all.
 Progress = Callable[[int, int], None]
+
+#: Starts a transfer, which keeps its memory.
+Start = Callable[[], _native.FileTransfer]
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ class File:
 
     @property
     def size(self) -> int:
-        """Its length in bytes when it was opened."""
+        """Its length in bytes when it was opened, or last written by this."""
         return self._source.size
 
     @property
@@ -241,16 +247,22 @@ class File:
     def write_from(self, source: Any, offset: int = 0, **settings: Any) -> Result:
         """Writes in place, to the file that was opened, and flushes: after a crash in the middle some bytes are new and
         some are old. A file as a whole is written by :func:`write`, all or nothing."""
-        return finish(self._start_write(source, offset, settings), settings)
+        result = finish(self._write(source, offset, settings)(), settings)
+        self._source = self._source.renewed()
+        return result
 
     async def write_from_async(self, source: Any, offset: int = 0, **settings: Any) -> Result:
         """As :meth:`write_from`, awaited. Cancelled, it waits for the requests under way."""
-        return await _awaited(self._start_write(source, offset, settings), settings)
+        result = await _awaited(self._write(source, offset, settings), settings)
+        self._source = await asyncio.get_running_loop().run_in_executor(None, self._source.renewed)
+        return result
 
-    def _start_write(self, source: Any, offset: int, settings: dict[str, Any]) -> _native.FileTransfer:
+    def _write(self, source: Any, offset: int, settings: dict[str, Any]) -> Start:
         place = place_of(source, writable=False)
         ranges = [(0, _offset(offset), place.address, place.nbytes)]
-        return _native.files_write_at(self._source, ranges, place.device, _settings(settings), place)
+        return functools.partial(
+            _native.files_write_at, self._source, ranges, place.device, _settings(settings), place
+        )
 
     def __repr__(self) -> str:
         return f"<kvhoist.files.File {self.path} of {self.size} bytes>"
@@ -307,21 +319,33 @@ async def read_many_async(
     reads: Iterable[tuple[File | str | os.PathLike[str], int, Any]], **settings: Any
 ) -> Result:
     """As :func:`read_many`, awaited. Cancelled, it waits for the requests under way: the memory is free then."""
-    return await _awaited(start_reads(list(reads), settings), settings)
+    return await _awaited(_reads(list(reads), settings), settings)
 
 
-async def _awaited(transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
-    """The result of a transfer. Cancelled, it ends the transfer, and waits for the requests under way."""
-    waiting = asyncio.get_running_loop().run_in_executor(None, finish, transfer, settings)
+async def _awaited(start: Start, settings: dict[str, Any]) -> Result:
+    """The result of a transfer. Cancelled, it ends the transfer, and waits for the requests under way.
+
+    A thread of the loop's executor starts it: their number bounds the transfers that have threads and buffers.
+    """
+    started: list[_native.FileTransfer] = []
+    is_cancelled = False
+
+    def run() -> Result:
+        if is_cancelled:
+            raise CancelledError("the transfer was cancelled before it began")
+        started.append(start())
+        if is_cancelled:  # Before it was in the list.
+            started[0].cancel()
+        return finish(started[0], settings)
+
+    running = asyncio.get_running_loop().run_in_executor(None, run)
     try:
-        return await asyncio.shield(waiting)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        transfer.cancel()
-        while not waiting.done():
-            # Cancelled again: requests under way use the caller's memory all the same.
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([waiting])
-        waiting.exception()
+        is_cancelled = True
+        for transfer in started:
+            transfer.cancel()
+        await ended(running)
         raise
 
 
@@ -332,24 +356,28 @@ def write(path: str | os.PathLike[str], sources: Sequence[Any], **settings: Any)
     A symbolic link is followed: its file is replaced.
     Settings as of :func:`read_many`.
     """
-    return finish(_start_file(path, sources, settings), settings)
+    return finish(_file(path, sources, settings)(), settings)
 
 
 async def write_async(path: str | os.PathLike[str], sources: Sequence[Any], **settings: Any) -> Result:
     """As :func:`write`, awaited. Cancelled, it leaves ``path`` as it was, unless all was written."""
-    return await _awaited(_start_file(path, sources, settings), settings)
+    return await _awaited(_file(path, sources, settings), settings)
 
 
-def _start_file(
-    path: str | os.PathLike[str], sources: Sequence[Any], settings: dict[str, Any]
-) -> _native.FileTransfer:
+def _file(path: str | os.PathLike[str], sources: Sequence[Any], settings: dict[str, Any]) -> Start:
     places = [place_of(source, writable=False) for source in sources]
     pieces = [(place.address, place.nbytes) for place in places]
-    return _native.files_write(os.fspath(path), pieces, _device_of(places), _settings(settings), places)
+    # The program may work in another folder when a thread starts it.
+    path = str(Path(path).absolute())
+    return functools.partial(_native.files_write, path, pieces, _device_of(places), _settings(settings), places)
 
 
 def start_reads(reads: Sequence[tuple[Any, int, Any]], settings: dict[str, Any]) -> _native.FileTransfer:
     """Starts reads. The transfer keeps their memory."""
+    return _reads(reads, settings)()
+
+
+def _reads(reads: Sequence[tuple[Any, int, Any]], settings: dict[str, Any]) -> Start:
     sources: dict[int, int] = {}
     files: list[File] = []
     opened: dict[str, File] = {}
@@ -365,7 +393,7 @@ def start_reads(reads: Sequence[tuple[Any, int, Any]], settings: dict[str, Any])
         places.append(place)
         ranges.append((sources[id(file)], _offset(offset), place.address, place.nbytes))
     given = [file._source for file in files]
-    return _native.files_read(given, ranges, _device_of(places), _settings(settings), places)
+    return functools.partial(_native.files_read, given, ranges, _device_of(places), _settings(settings), places)
 
 
 def start_parts(

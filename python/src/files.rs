@@ -10,10 +10,12 @@ use kvhoist_files::{Canceller, Error, Memory, Mode, Options, Range, Report, Sour
 use kvhoist_service::FileClient;
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::{buffer::Buffer, errors, process::ProcessLocal, wait::interruptible};
-
-/// How long a wait for a range does not look for signals.
-const SIGNALS_EVERY: Duration = Duration::from_millis(50);
+use crate::{
+    buffer::Buffer,
+    errors,
+    process::ProcessLocal,
+    wait::{SIGNALS_EVERY, interruptible},
+};
 
 /// A range of a file: its file's number, first byte there, first byte in memory, length.
 type RawRange = (usize, u64, usize, usize);
@@ -72,6 +74,11 @@ impl FileSource {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         py.detach(|| SourceFile::open(path)).map(FileSource::of).map_err(|error| to_python(py, &error))
+    }
+
+    /// The same file, as it is now.
+    fn renewed(&self, py: Python<'_>) -> PyResult<Self> {
+        py.detach(|| self.file().renewed()).map(FileSource::of).map_err(|error| to_python(py, &error))
     }
 
     /// Its length in bytes when it was opened.

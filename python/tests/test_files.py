@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import nodes
@@ -129,6 +130,50 @@ def test_the_file_that_was_opened_is_written_to(path, tmp_path, monkeypatch):
     file.write_from(b"three", 7)
     assert (tmp_path / "elsewhere" / "data").read_bytes() == b"another file"
     assert path[0].read_bytes() == path[1][:7] + b"three" + path[1][12:]
+    target = bytearray(10)
+    assert file.read_into(target, 5).nbytes == 10 and target == path[1][5:7] + b"three" + path[1][12:15]
+
+
+def test_a_file_is_read_after_it_was_written_to(path):
+    """By what has it open; a write by others is an error."""
+    file, target = files.open(path[0]), bytearray(3)
+    file.write_from(b"end", SIZE)
+    assert file.size == SIZE + 3
+    asyncio.run(file.write_from_async(b"END", SIZE))
+    file.read_into(target, SIZE)
+    assert target == b"END"
+    path[0].write_bytes(path[1])
+    with pytest.raises(kvhoist.IoError, match="changed while it was read"):
+        file.read_into(target)
+
+
+def test_transfers_that_are_awaited_begin_as_threads_are_free_for_them(path, tmp_path, monkeypatch):
+    """Each has threads and buffers."""
+    begun, start, over = [], files._native.files_read, threading.Event()
+    monkeypatch.setattr(files._native, "files_read", lambda *given: begun.append(given) or start(*given))
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        held = loop.run_in_executor(None, over.wait)
+        file, targets = files.open(path[0]), [bytearray(3) for _ in range(10)]
+        reads = [asyncio.create_task(file.read_into_async(target, 5)) for target in targets]
+        written, unwanted = (asyncio.create_task(files.write_async(name, [b"x"])) for name in ("new", "unwanted"))
+        reads[0].cancel()
+        await asyncio.sleep(0)
+        reads[1].cancel()
+        unwanted.cancel()
+        monkeypatch.chdir(path[0].parents[1])
+        early = len(begun)
+        over.set()
+        results = await asyncio.gather(unwanted, *reads, held, written, return_exceptions=True)
+        assert [type(result) for result in results[:3]] == [asyncio.CancelledError] * 3
+        assert early == 0 and targets[2:] == [path[1][5:8]] * 8
+
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(main())
+    assert (tmp_path / "new").read_bytes() == b"x", "where the program worked when it called"
+    assert not (tmp_path / "unwanted").exists()
 
 
 def test_a_cancelled_write_leaves_the_file_as_it_was(path, tmp_path):
@@ -136,9 +181,9 @@ def test_a_cancelled_write_leaves_the_file_as_it_was(path, tmp_path):
 
     async def cancelled():
         slow = {"threads": 1, "piece_bytes": 4096}
-        transfer = files._start_file(path[0], [source], slow)
-        writing = asyncio.create_task(files._awaited(transfer, slow))
-        while transfer.progress() is not None:  # Until it is waited for.
+        start, started = files._file(path[0], [source], slow), []
+        writing = asyncio.create_task(files._awaited(lambda: started.append(start()) or started[0], slow))
+        while not started or started[0].progress() is not None:  # Until it is waited for.
             await asyncio.sleep(0)
         writing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -183,7 +228,7 @@ def test_a_call_that_is_cancelled_again_waits_all_the_same(monkeypatch):
     monkeypatch.setattr(files, "finish", lambda *_: over.wait(nodes.PATIENCE_S))
 
     async def cancelled():
-        reading = asyncio.create_task(files._awaited(SimpleNamespace(cancel=lambda: None), {}))
+        reading = asyncio.create_task(files._awaited(lambda: SimpleNamespace(cancel=lambda: None), {}))
         for _ in range(4):
             await asyncio.sleep(0.01)
             assert not reading.done(), "its requests use the memory"
@@ -221,8 +266,11 @@ def test_a_service_holds_a_file_for_all_who_read_it(path, tmp_path):
     result = held.read_into(target, 5)
     assert (result.mode, result.held_bytes, bytes(target)) == ("service", 1000, path[1][5:1005])
     service = files.Service(node.socket)
+    other = service.hold(file)
     node.kill()
     assert held.read_into(target, 70_000).held_bytes == 1000 and target == path[1][70_000:71_000], "it has come"
+    other.write_from(b"new", 5)
+    assert other.read_into(target).held_bytes == 0 and target[5:8] == b"new", "the copy is of what it was"
     with pytest.raises(kvhoist.UnavailableError):
         service.hold(file)
     with pytest.raises(kvhoist.UnavailableError, match="kvhoist serve"):

@@ -138,7 +138,7 @@ def open_all(paths: Any) -> list[Checkpoint]:
     if len(files) == 1:
         return [Checkpoint(*files[0])]
     # Headers are read and parsed without the interpreter's lock.
-    with ThreadPoolExecutor(min(len(files), _OPEN_AT_ONCE)) as pool:
+    with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         return list(pool.map(lambda file: Checkpoint(*file), files))
 
 

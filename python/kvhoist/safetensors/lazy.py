@@ -81,7 +81,7 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Only the rows that a first index or slice names are read; the rest of the index applies to them."""
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
         shape = self._entry.shape
         if isinstance(first, bool):
             raise ArgumentError(f"index: found {first}, expected a row's number, a slice, or what else torch takes")

@@ -86,7 +86,7 @@ def test_slices_read_what_torch_would_slice(tmp_path):
     part = safe_open(tmp_path / "file").get_slice("one")
     assert part.get_shape() == [7, 5, 3] and part.get_dtype() == torch.int64
     for index in [0, -1, slice(None), slice(2, 5), slice(1, 7, 3), slice(5, 2), slice(-3, None), ..., (slice(1, 4), 2),
-                  (3, slice(None), 1), (slice(None), slice(1, 3)), torch.tensor([1, 4])]:  # fmt: skip
+                  (3, slice(None), 1), (slice(None), slice(1, 3)), torch.tensor([1, 4]), ()]:  # fmt: skip
         assert torch.equal(part[index], wanted[index]), index
     with pytest.raises(IndexError):
         part[7]
@@ -103,6 +103,7 @@ def test_a_checkpoint_is_a_folder_an_index_or_files(tmp_path):
         save_file({key: wanted[key] for key in keys}, tmp_path / file)
     paths = [tmp_path / file for file in halves]
     assert same_all(load_files(paths), wanted) and same_all(load_files(tmp_path), wanted)
+    assert load_files([]) == {} and list(iterate([])) == []
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {key: file for file, keys in halves.items() for key in keys}}))
     save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
