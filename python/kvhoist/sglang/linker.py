@@ -285,7 +285,7 @@ class KvhoistLinker(UnifiedCacheLinker):
             if bad:
                 # Removed, they are a miss for the next request, and stored anew.
                 pages.not_read(bad)
-                self._offloads.run(lambda pages=pages, keys=bad: pages.remove(keys))
+                self._offloads.run(pages.remove_unread)
         if batch.error is not None:
             self._failures.failed("load", batch.error)
         if failed or batch.error is not None:
@@ -307,21 +307,22 @@ class KvhoistLinker(UnifiedCacheLinker):
         if self._closed or not named:
             return False
         if not self._writes:
-            self._offloads.offload(self._remove_left)
+            self._offloads.offload(self._remove_unread)
             return True
         events = self.record_offload_ready()
         self._offloads.offload(lambda: self._store(named, events))
         return True
 
-    def _remove_left(self) -> bool:
-        """The removals that have failed, on ranks that store nothing."""
+    def _remove_unread(self) -> bool:
+        """The removals that have failed. One that fails again keeps no page from being stored."""
         for pages in self._pages.values():
-            self._failures.guarded("remove", None, pages.remove_left)
+            self._failures.guarded("remove", None, pages.remove_unread)
         return True
 
     def _store(self, transfers: list, events: list) -> bool:
         for event in events:
             event.synchronize()
+        self._remove_unread()
         stored = True
         for pages, keys, rows in self._parts(transfers):
             if (kept := self._kept.get(pages.name)) is not None:

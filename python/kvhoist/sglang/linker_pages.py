@@ -6,7 +6,7 @@ import logging
 import queue
 import select
 import threading
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any, Callable, NamedTuple, Sequence
@@ -15,7 +15,7 @@ import numpy
 
 from .._guard import Failures
 from ..cache import Cache
-from ..errors import IoError
+from ..errors import DeadlineError, IoError
 from ..service.space import ServiceSpace
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: The share of host memory's slots that requests may hold between a lookup and the end of their load.
 HELD_SHARE = 4
 
-#: Pages that could not be read, and are not offered until they are removed: at most so many.
+#: Pages that could not be read, and are not offered until they are removed: at most so many. Others fail again.
 _UNREAD_MAX = 65_536
 
 
@@ -58,10 +58,8 @@ class Pages:
         self._queue = cache.queue(1)
         #: Submissions of the queue that have not been drained.
         self._submitted = 0
-        #: Keys of pages that could not be read and are about to be removed.
-        self._unread: set = set()
-        #: Those whose removal has begun or failed: of the thread that stores.
-        self._left: deque = deque()
+        #: Keys of pages that could not be read and are not removed yet, the oldest first.
+        self._unread: dict[str, None] = {}
         #: Slots of host memory that requests hold, and may hold.
         self.held, self.held_max = 0, cache.stats()["tiers"]["host"]["slots"] // HELD_SHARE
 
@@ -102,7 +100,6 @@ class Pages:
 
     def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
         """Stores the pages of a chain out of rows of the pools: for each True, False, or why not. Waits."""
-        self.remove_left()
         # `select` takes no descriptor from 1024 on, and a server with many connections has such.
         poll = select.poll()
         poll.register(self._queue.event_fd, select.POLLIN)
@@ -120,26 +117,26 @@ class Pages:
     def not_read(self, keys: Sequence[str]) -> None:
         """Offers these pages no more, until they are removed."""
         room = _UNREAD_MAX - len(self._unread)
-        self._unread.update(keys[:room])
+        self._unread.update(dict.fromkeys(keys[:room]))
 
-    def remove(self, keys: Sequence[str]) -> None:
+    def remove_unread(self) -> None:
         """Removes pages that could not be read, so that they are stored anew.
 
-        Where a drive or a service does not answer, they are removed before the next store, and not offered until then.
+        Those that are left where a drive or a service does not answer are not offered, and removed by a later call.
         """
-        self._left.extend(keys)
-        self.remove_left()
-
-    def remove_left(self) -> None:
-        """Removes pages whose removal has failed."""
         failed = None
-        while self._left:
+        for key in list(self._unread):
             try:
-                self.cache.remove(self._left[0])
+                self.cache.remove(key)
             except IoError as error:
                 # It is forgotten all the same.
                 failed = failed or error
-            self._unread.discard(self._left.popleft())
+            except DeadlineError:
+                # So it is by a cache; a service may not have heard of it. The others may wait as long.
+                if isinstance(self.cache, Cache):
+                    del self._unread[key]
+                raise
+            del self._unread[key]
         if failed is not None:
             raise failed
 

@@ -21,7 +21,7 @@ from sgl_controller import device_buffers, device_noise, rows  # noqa: E402
 from sgl_linker import Rank, computed, extra_config, ranks_at, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
-from kvhoist import ConfigError, IoError  # noqa: E402
+from kvhoist import ConfigError, IoError, UnavailableError  # noqa: E402
 
 GEOMETRIES = pytest.mark.parametrize("geometry", [sgl.MHA, sgl.MLA], ids=["mha", "mla"])
 PAGES = 6
@@ -145,6 +145,23 @@ def test_an_offload_whose_wait_fails_is_the_last_one_that_does(ranks, monkeypatc
     indices, aborted = rank.restore(tokens)
     assert not aborted and same(rows(device_buffers(rank.device), indices), want)
     assert rank.linker.stats()["failed"]["offload"] == 1
+
+
+def test_a_page_that_cannot_be_removed_keeps_no_other_from_being_stored(ranks, monkeypatch):
+    rank = ranks()
+    pages = rank.linker._pages["kv"]
+
+    def fails(_key):
+        raise UnavailableError("on purpose")
+
+    monkeypatch.setattr(pages.cache, "remove", fails)
+    pages.not_read(["bad"])
+    tokens = tokens_of(sgl.MHA, PAGES)
+    want = computed(rank, tokens)
+    indices, aborted = rank.restore(tokens)
+    assert not aborted and same(rows(device_buffers(rank.device), indices), want)
+    failed = rank.linker.stats()["failed"]
+    assert failed["remove"] > 0 and "offload" not in failed
 
 
 def test_requests_of_one_batch_load_together(ranks):

@@ -24,40 +24,46 @@ def pages(store_dir):
         region.unregister()
 
 
-@pytest.mark.parametrize("error", [DeadlineError, UnavailableError])
-def test_pages_whose_removal_failed_are_not_offered_and_removed_before_the_next_store(pages, monkeypatch, error):
+def test_pages_whose_removal_failed_are_not_offered_and_removed_by_a_later_call(pages, monkeypatch):
     remove, refused = pages.cache.remove, [KEYS[1]]
 
     def slow(key):
         if key in refused:
-            raise error("on purpose")
+            raise UnavailableError("on purpose")
         return remove(key)
 
     monkeypatch.setattr(pages.cache, "remove", slow)
     bad = KEYS[:3]
     pages.not_read(bad)
-    with pytest.raises(error):
-        pages.remove(bad)
+    with pytest.raises(UnavailableError):
+        pages.remove_unread()
     assert pages.there(KEYS) == [False, False, False, True]
     assert pages.cache.contains_each(KEYS) == [False, True, True, True]
-    with pytest.raises(error):
-        pages.store(KEYS, [range(len(KEYS))])
+    # It keeps no other page from being stored.
+    assert pages.store(KEYS[:1], [[0]]) == [True]
+    assert pages.there(KEYS) == [True, False, False, True]
     refused.clear()
+    pages.remove_unread()
     assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
     assert pages.there(KEYS) == [True] * len(KEYS)
 
 
-def test_a_page_whose_record_could_not_be_cleared_is_forgotten_all_the_same(pages, monkeypatch):
-    remove = pages.cache.remove
+@pytest.mark.parametrize("error", [IoError, DeadlineError])
+def test_a_page_whose_record_could_not_be_cleared_is_forgotten_all_the_same(pages, monkeypatch, error):
+    remove, calls = pages.cache.remove, []
 
     def failing(key):
         remove(key)
-        raise IoError("on purpose")
+        calls.append(key)
+        raise error("on purpose")
 
     monkeypatch.setattr(pages.cache, "remove", failing)
     pages.not_read(KEYS)
-    with pytest.raises(IoError):
-        pages.remove(KEYS)
+    while len(calls) < len(KEYS):
+        with pytest.raises(error):
+            pages.remove_unread()
+    pages.remove_unread()
+    assert calls == KEYS, "each is removed once"
     assert pages.cache.contains_each(KEYS) == [False] * len(KEYS)
     monkeypatch.undo()
     assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
