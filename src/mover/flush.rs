@@ -59,8 +59,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         self.shared.lock().refusals.flush_begins();
-        self.write_stale_records().await?;
-        self.flush().await?;
+        match self.write_stale_records().await {
+            // A page that cannot be written does not keep the other blocks from surviving a power cut.
+            recorded @ (Ok(()) | Err(Error::Io { .. })) => recorded.and(self.flush().await)?,
+            Err(error) => return Err(error),
+        }
         transient.map_or(Ok(()), Err)
     }
 

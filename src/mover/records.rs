@@ -130,14 +130,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Writes the pages that are out of date, and waits for the writes of pages in flight: some at a time, in the order
-    /// of the table. Until its records are on the medium a page is one or the other, so none is passed over.
+    /// of the table. Until its records are on the medium a page is one or the other, so none is passed over. Returns
+    /// the first error.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
-        let mut from = PageId(0);
-        loop {
+        let (mut from, mut settled) = (PageId(0), Ok(()));
+        while self.may_write_more(&settled) {
             let pages = self.unwritten_pages(from);
-            let Some((last, _)) = pages.last() else { return Ok(()) };
+            let Some((last, _)) = pages.last() else { break };
             from = PageId(last.0 + 1);
-            self.settle_pages(&pages).await?;
+            settled = settled.and(self.settle_pages(&pages).await);
+        }
+        settled
+    }
+
+    /// Whether the other pages are written after some came to this: those of a disk that does not take one page are,
+    /// until it takes no more blocks.
+    fn may_write_more(&self, settled: &Result<()>) -> bool {
+        match settled {
+            Ok(()) => true,
+            Err(Error::Io { .. }) => self.shared.lock().disk_service.writes(),
+            Err(_) => false,
         }
     }
 
@@ -151,9 +163,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         pages.into_iter().take(STALE_BATCH).collect()
     }
 
-    /// Waits until pages on the medium are up to date. True: the last image of the page is out of date.
+    /// Waits until pages on the medium are up to date. True: the last image of the page is out of date. Returns the
+    /// first error.
     async fn settle_pages(self: &Rc<Self>, pages: &[(PageId, bool)]) -> Result<()> {
+        let mut settled = Ok(());
         for batch in pages.chunks(STALE_BATCH) {
+            if !self.may_write_more(&settled) {
+                break;
+            }
             let writes: Vec<_> = batch
                 .iter()
                 .map(|&(page, is_stale)| {
@@ -165,9 +182,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 })
                 .collect();
             for write in writes {
-                joined(write).await?;
+                settled = settled.and(joined(write).await);
             }
         }
-        Ok(())
+        settled
     }
 }

@@ -1,8 +1,12 @@
 //! What may go wrong, by chance and by script.
 
-use std::{collections::BTreeMap, ops::RangeInclusive, time::Duration};
+use std::{
+    collections::BTreeMap,
+    ops::{Range, RangeInclusive},
+    time::Duration,
+};
 
-use kvhoist::internals::io::{IO_ALIGN, OpKind};
+use kvhoist::internals::io::{FileId, IO_ALIGN, OpKind};
 
 use super::{SECTOR_BYTES, rng::Rng};
 
@@ -133,11 +137,12 @@ impl Fault {
 pub(super) struct Faults {
     rates: FaultRates,
     script: BTreeMap<(OpKind, u64), Fault>,
+    broken: Vec<(OpKind, FileId, Range<u64>)>,
 }
 
 impl Faults {
     pub(super) fn new(rates: FaultRates) -> Self {
-        Faults { rates, script: BTreeMap::new() }
+        Faults { rates, script: BTreeMap::new(), broken: Vec::new() }
     }
 
     pub(super) fn set_rates(&mut self, rates: FaultRates) {
@@ -146,6 +151,17 @@ impl Faults {
 
     pub(super) fn script(&mut self, kind: OpKind, nth: u64, fault: Fault) {
         self.script.insert((kind, nth), fault);
+    }
+
+    pub(super) fn break_place(&mut self, kind: OpKind, file: FileId, place: Range<u64>) {
+        self.broken.push((kind, file, place));
+    }
+
+    /// The fault of an operation of this kind on a place that is broken.
+    pub(super) fn of_place(&self, kind: OpKind, file: FileId, place: &Range<u64>) -> Option<Fault> {
+        let overlaps = |broken: &Range<u64>| broken.start < place.end && place.start < broken.end;
+        let mut broken = self.broken.iter().filter(|(of, at, _)| (*of, *at) == (kind, file));
+        broken.any(|(.., broken)| overlaps(broken)).then_some(Fault::Error(libc::EIO))
     }
 
     /// The fault of the `nth` operation of this kind. Takes the same number of draws whatever the

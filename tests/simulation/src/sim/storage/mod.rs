@@ -58,6 +58,11 @@ impl Sim {
         state.script(kind, nth, fault);
     }
 
+    /// Makes every operation of `kind` that touches this place of the file fail with `EIO` from now on: a bad sector.
+    pub fn break_place(&self, kind: OpKind, file: FileId, place: Range<u64>) {
+        self.0.borrow_mut().break_place(kind, file, place);
+    }
+
     /// Makes the next operation of this kind that the reactor asks for panic: a defect.
     pub fn panic_next(&self, kind: OpKind) {
         self.0.borrow_mut().panics_at = Some(kind);

@@ -1,6 +1,6 @@
 //! The simulated storage itself: what starts, what ends, and with what effect.
 
-use std::{collections::BTreeMap, fs::File, io, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, fs::File, io, ops::Range, sync::Arc, time::Duration};
 
 use kvhoist::internals::{
     io::{FileId, IO_ALIGN, Lent, OpKind},
@@ -94,6 +94,10 @@ impl State {
         self.faults.script(kind, nth, fault);
     }
 
+    pub(super) fn break_place(&mut self, kind: OpKind, file: FileId, place: Range<u64>) {
+        self.faults.break_place(kind, file, place);
+    }
+
     pub(super) fn set_rates(&mut self, rates: FaultRates) {
         self.faults.set_rates(rates);
     }
@@ -164,7 +168,8 @@ impl State {
         self.check_aligned(offset, buf)?;
 
         let nth = self.counts.started[kind as usize];
-        let fault = self.faults.draw(kind, nth, len, &mut self.rng);
+        let drawn = self.faults.draw(kind, nth, len, &mut self.rng);
+        let fault = self.faults.of_place(kind, file, &(offset..offset + len as u64)).or(drawn);
         let (min, max) = (self.options.latency.start().as_nanos() as u64, self.options.latency.end().as_nanos() as u64);
         let latency = Duration::from_nanos(self.rng.between(min, max));
         let plan = Plan { op: self.op_next, latency, fault, rng: self.rng.fork() };
