@@ -26,7 +26,8 @@ use std::{
 
 use super::{
     format::{
-        HEAD_BYTES, PAGE_BYTES, is_zero,
+        HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, is_zero,
+        pair::{SuperblockPair, UNREADABLE_COPY},
         stripe::Stripe,
         survey::{Found, OpenPlan, survey},
     },
@@ -36,6 +37,7 @@ use crate::{
     block::IO_ALIGN,
     config::{Config, DirectIo},
     error::{Error, Result},
+    io::is_shortage,
     memory::AlignedBuf,
     shield::log,
 };
@@ -194,6 +196,7 @@ impl Opening {
                 self.without_direct(wanted, &error.to_string())?;
                 read_up_to(&self.opened.file, &mut self.head, 0)
             }
+            Err(error) if !is_shortage(&error) => self.read_each_superblock(error),
             read => read,
         };
         let read = read.map_err(self.io("read"))?;
@@ -202,6 +205,20 @@ impl Opening {
             return Err(self.io("read")(io::Error::new(io::ErrorKind::UnexpectedEof, text)));
         }
         Ok(())
+    }
+
+    /// Reads each superblock alone after a read of both has failed: one that the device does not return is as good as
+    /// damaged, if the other is sound.
+    fn read_each_superblock(&mut self, failed: io::Error) -> io::Result<usize> {
+        for (copy, offset) in self.head.chunks_exact_mut(PAGE_BYTES).zip(SUPERBLOCK_OFFSETS) {
+            match read_up_to(&self.opened.file, copy, offset) {
+                Ok(_) => {}
+                Err(error) if is_shortage(&error) => return Err(error),
+                Err(_) => copy.copy_from_slice(&UNREADABLE_COPY),
+            }
+        }
+        let pair = SuperblockPair::decode(self.found().head);
+        if matches!(pair, SuperblockPair::Valid { .. }) { Ok(HEAD_BYTES) } else { Err(failed) }
     }
 
     /// Refuses a file with data behind zeros.

@@ -26,6 +26,13 @@ pub enum SuperblockPair {
     Bad(SuperblockError),
 }
 
+/// What stands in the place of a copy that cannot be read: damaged, as it is neither zero nor without the magic.
+pub const UNREADABLE_COPY: [u8; PAGE_BYTES] = {
+    let mut bytes = [0; PAGE_BYTES];
+    bytes.split_at_mut(MAGIC.len()).0.copy_from_slice(&MAGIC);
+    bytes
+};
+
 impl SuperblockPair {
     /// Decodes both copies. Never panics, whatever the bytes.
     pub fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
@@ -58,6 +65,17 @@ impl SuperblockPair {
         });
         SuperblockPair::Valid { superblock, copy, other_is_whole }
     }
+}
+
+/// What another program has written over one copy, by the mark at its place: partition tables lie over copy A, metadata
+/// of md arrays over copy B. The other copy may be all that is left of a store.
+pub(super) fn label(bytes: &[u8; HEAD_BYTES]) -> Option<&'static str> {
+    let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
+    let is_foreign = |copy: usize| Superblock::decode(&pages[copy]) == Err(SuperblockError::Foreign);
+    if is_foreign(0) && pages[0][510..512] == [0x55, 0xAA] {
+        return Some("a partition table");
+    }
+    (is_foreign(1) && pages[1][..4] == [0xFC, 0x4E, 0x2B, 0xA9]).then_some("the metadata of an md array")
 }
 
 /// Whether copy A looks like a torn first write: a bad crc, or part of the magic followed by zeros. After a creation
@@ -98,6 +116,15 @@ mod tests {
         newer[8] = 3;
         seal(&mut newer);
         assert_eq!(head(&sample().encode(), &newer), SuperblockPair::Bad(SuperblockError::Newer(3)));
+    }
+
+    #[test]
+    fn an_unreadable_copy_is_a_damaged_one() {
+        let sound = sample();
+        let expected = |copy| SuperblockPair::Valid { superblock: sound.clone(), copy, other_is_whole: false };
+        assert_eq!(Superblock::decode(&UNREADABLE_COPY), Err(SuperblockError::Damaged));
+        assert_eq!(head(&UNREADABLE_COPY, &sound.encode()), expected(1));
+        assert_eq!(head(&sound.encode(), &UNREADABLE_COPY), expected(0));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     HEAD_BYTES,
-    pair::SuperblockPair,
+    pair::{self, SuperblockPair},
     stripe::{MemberGeometry, SLOTS_MAX, Stripe},
     superblock::{StoreState, Superblock, SuperblockError, VERSION, fingerprint},
 };
@@ -56,6 +56,7 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
     let heads: Vec<SuperblockPair> = found.iter().map(|member| SuperblockPair::decode(member.head)).collect();
     for (member, head) in found.iter().zip(&heads) {
         check_readable(member, head)?;
+        check_no_label(member)?;
     }
     let whole = found.iter().zip(&heads).find_map(|(member, head)| match head {
         SuperblockPair::Valid { superblock, .. } if superblock.state == StoreState::Whole => Some((member, superblock)),
@@ -117,6 +118,14 @@ fn check_readable(member: &Found<'_>, head: &SuperblockPair) -> Result<()> {
             format!("restore the file from where it came from, {START_EMPTY}"),
         ),
     })
+}
+
+/// Refuses a device that has become another program's since: a repair of the superblock would destroy what that has.
+fn check_no_label(member: &Found<'_>) -> Result<()> {
+    let Some(label) = pair::label(member.head).filter(|_| member.device) else { return Ok(()) };
+    let expected = "both superblocks of a store, or nothing but zeros";
+    let action = "choose another path in `disks`, or clear the device (wipefs --all) if its data is not needed";
+    Err(Error::store(member.path, format!("{label} over a superblock"), expected, action))
 }
 
 fn check_room_for_new(member: &Found<'_>, wanted: u64) -> Result<()> {
@@ -354,6 +363,21 @@ mod tests {
         let mut bytes = blank();
         bytes[..PAGE_BYTES].copy_from_slice(&superblock.encode());
         assert!(refusal(survey_members(&c, &[bytes])).contains("layout fingerprint 0000000000000000"));
+    }
+
+    #[test]
+    fn a_device_that_became_another_programs_is_refused() {
+        let c = config(&[5]);
+        for (at, mark, words) in
+            [(510, &[0x55, 0xAA][..], "a partition table"), (PAGE_BYTES, &[0xFC, 0x4E, 0x2B, 0xA9], "of an md array")]
+        {
+            let mut head = head(&c, 1, 0, WHOLE);
+            head[at / PAGE_BYTES * PAGE_BYTES..][..PAGE_BYTES].fill(0);
+            head[at..][..mark.len()].copy_from_slice(mark);
+            let survey = |device| survey(&[Found { path: Path::new("d"), bytes: 1 << 40, device, head: &head }], &c);
+            assert!(refusal(survey(true)).contains(words));
+            assert!(matches!(survey(false), Ok(OpenPlan::Open(_))), "a file has no label");
+        }
     }
 
     #[test]

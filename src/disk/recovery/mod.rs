@@ -19,6 +19,7 @@ use super::{
     files::{StoreFile, random_uuid},
     format::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
+        pair::{SuperblockPair, UNREADABLE_COPY},
         stripe::Stripe,
         superblock::{SEQUENCE_MAX, StoreState, Superblock},
         survey::{Found, MemberState, OpenPlan, survey},
@@ -29,7 +30,7 @@ use crate::{
     block::{FileId, OpKind},
     config::Config,
     error::{Error, Result},
-    io::{Storage, transfer_owned},
+    io::{Storage, is_shortage, transfer_owned},
     memory::{AlignedBuf, Lent},
     shield::log,
 };
@@ -131,9 +132,8 @@ async fn survey_members<S: Storage>(storage: &S, members: &[Member], config: &Co
         // A file shorter than the superblocks is validated by its size.
         let mut buf = AlignedBuf::zeroed(HEAD_BYTES);
         if member.bytes >= HEAD_BYTES as u64 {
-            let result;
-            (result, buf) = transfer_owned(storage, OpKind::Read, file, 0, buf.into_io()).await;
-            result.map_err(|error| Error::io("read the superblocks of", &member.path, error))?;
+            let read = read_superblocks(storage, file, buf).await;
+            buf = read.map_err(|error| Error::io("read the superblocks of", &member.path, error))?;
         }
         heads.push(buf);
     }
@@ -148,6 +148,28 @@ async fn survey_members<S: Storage>(storage: &S, members: &[Member], config: &Co
         })
         .collect();
     survey(&found, config)
+}
+
+/// Reads both superblocks, each alone if they cannot be read together: one that the device does not return is as good
+/// as damaged, if the other is sound.
+async fn read_superblocks<S: Storage>(storage: &S, file: FileId, head: AlignedBuf) -> io::Result<AlignedBuf> {
+    let (result, mut head) = transfer_owned(storage, OpKind::Read, file, 0, head.into_io()).await;
+    let Err(error) = result else { return Ok(head) };
+    if is_shortage(&error) {
+        return Err(error);
+    }
+    let mut page = AlignedBuf::zeroed(PAGE_BYTES);
+    for (copy, offset) in head.chunks_exact_mut(PAGE_BYTES).zip(SUPERBLOCK_OFFSETS) {
+        let result;
+        (result, page) = transfer_owned(storage, OpKind::Read, file, offset, page.into_io()).await;
+        match result {
+            Ok(()) => copy.copy_from_slice(&page),
+            Err(error) if is_shortage(&error) => return Err(error),
+            Err(_) => copy.copy_from_slice(&UNREADABLE_COPY),
+        }
+    }
+    let pair = SuperblockPair::decode(head.first_chunk().expect("the buffer has the length of a head"));
+    if matches!(pair, SuperblockPair::Valid { .. }) { Ok(head) } else { Err(error) }
 }
 
 /// Creates a store; [`format`](super::format) gives the reasons for the order of steps.

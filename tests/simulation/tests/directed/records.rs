@@ -1,9 +1,12 @@
 //! What the records on the medium say when the process ends at the worst instant.
 
 use kvhoist::{
-    Cache, Config, DiskPath,
+    Cache, Config, DiskPath, Error,
     internals::{
-        disk::format::TABLE_OFFSET,
+        disk::{
+            PageId,
+            format::{PAGE_BYTES, RECORD_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET, stripe::Stripe},
+        },
         io::{FileId, OpKind},
     },
 };
@@ -188,5 +191,69 @@ fn a_clear_says_that_a_record_could_not_be_cleared_and_forgets_the_blocks_all_th
         cache.sync().await.expect("the page is written, and flushed");
         assert_eq!(found_after_power_cuts(&config(), &disk, 0).await, 0);
         finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_page_that_cannot_be_written_keeps_no_other_from_being_written_and_flushed() {
+    sim::block_on(async {
+        // More pages than are written at once, one of each path.
+        let paths = (0..40).map(|n| DiskPath::with_blocks(format!("simulated{n}"), 1)).collect();
+        let config = config().disks(paths);
+        let (cache, reactor, disk) = open(config.clone()).await;
+        for n in 0..40 {
+            store(&cache, n).await.expect("a sound disk");
+        }
+        let (bad, offset) = Stripe::new(&config).page_location(PageId(0));
+        disk.break_place(OpKind::Write, bad, offset..offset + 512);
+        cache.clear().await.expect_err("a page of records cannot be written");
+        let files = || (0..40).map(FileId).filter(|&file| file != bad);
+        for file in files() {
+            let contents = disk.contents(file);
+            let records = &contents[TABLE_OFFSET as usize..][..RECORD_BYTES];
+            assert!(records.iter().all(|&byte| byte == 0), "{file:?} has a record of a removed block");
+            assert!(!disk.is_durable(file), "a clear flushes nothing");
+        }
+        let synced = cache.sync().await;
+        assert!(matches!(&synced, Err(Error::Io { op: "write", .. })), "{synced:?}");
+        assert!(files().all(|file| disk.is_durable(file)), "all files are flushed");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_superblock_that_cannot_be_read_is_rewritten_from_the_other() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        finish(cache, reactor).await;
+        let (file, sound) = (FileId(0), disk.contents(FileId(0)));
+        for copy in 0..2 {
+            let broken = |files: Vec<u8>| {
+                let world = World::new(2, vec![files]);
+                let start = SUPERBLOCK_OFFSETS[copy];
+                world.storage.break_place(OpKind::Read, file, start..start + PAGE_BYTES as u64);
+                world
+            };
+            let world = broken(sound.clone());
+            let Simulated { cache, reactor } = sim::open(config(), &world).await.expect("one copy is sound");
+            assert!(fetch(&cache, 0).await.expect("served"));
+            finish(cache, reactor).await;
+            let log = world.storage.log();
+            let first = log.iter().find(|entry| entry.kind == OpKind::Write).expect("the unreadable copy is written");
+            assert_eq!((first.offset, first.len), (SUPERBLOCK_OFFSETS[copy], PAGE_BYTES));
+            // Where the other one is none either, nobody knows what is there.
+            let mut zeroed = sound.clone();
+            zeroed[(1 - copy) * PAGE_BYTES..][..PAGE_BYTES].fill(0);
+            let world = broken(zeroed);
+            let error = sim::open(config(), &world).await.map(drop).expect_err("no copy is sound").to_string();
+            assert!(error.starts_with("read the superblocks of"), "{error}");
+            assert_eq!(world.storage.counts().started[OpKind::Write as usize], 0);
+        }
+        let world = World::new(2, vec![sound]);
+        world.storage.script(OpKind::Read, 0, Fault::Error(libc::EIO));
+        world.storage.script(OpKind::Read, 1, Fault::Error(libc::ENOMEM));
+        sim::open(config(), &world).await.map(drop).expect_err("a shortage says nothing of a copy");
+        assert_eq!(world.storage.counts().started[OpKind::Write as usize], 0);
     });
 }
