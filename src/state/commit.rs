@@ -119,8 +119,8 @@ impl Shared {
     /// Ends the flight of the write of `id` as [`end_flight`](Locked::end_flight) does, and gives its source back.
     ///
     /// The block is clean then, also if the disk refused it, which is noted: otherwise the host tier would fill with
-    /// blocks that cannot be evicted. Where memory of a caller was not there, and another caller has stored the block
-    /// meanwhile, that copy is written instead.
+    /// blocks that cannot be evicted. Where memory of a caller was not there, the disk refused nothing; if another
+    /// caller has stored the block meanwhile, that copy is written instead.
     pub(crate) fn end_write<'a>(
         self: &'a Arc<Self>,
         mut state: Locked<'a>,
@@ -129,21 +129,18 @@ impl Shared {
         source: Option<Arc<Pin>>,
         outcome: Outcome,
     ) -> FlightEnd {
-        let is_of_caller = source.is_none() && outcome.as_ref().err().is_some_and(is_of_memory);
-        if !is_of_caller || !state.write_other_copy(key, id) {
+        if source.is_none() && outcome.as_ref().err().is_some_and(is_of_memory) {
+            state.write_other_copy(key, id);
+        } else {
             state.note_written(key, id, outcome.as_ref().err());
         }
-        match source.map(Arc::try_unwrap) {
-            None => {}
-            Some(Ok(pin)) => pin.release(&mut state),
-            // A library still holds it. The pin takes the lock when it is dropped.
-            Some(Err(shared)) => {
-                drop(state);
-                drop(shared);
-                state = self.lock();
-            }
-        }
-        state.end_flight(key, Tier::Disk, outcome)
+        // A library may still hold it. It keeps the entry, whose id the flight has, until the flight has ended.
+        let held = source.and_then(|source| Arc::try_unwrap(source).map(|pin| pin.release(&mut state)).err());
+        let end = state.end_flight(key, Tier::Disk, outcome);
+        // A pin takes the lock when it is dropped.
+        drop(state);
+        drop(held);
+        end
     }
 
     /// True if a store of the block is to begin with a read of it.

@@ -1,6 +1,8 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
-use super::{Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, State, Taken, WRITE};
+use super::{
+    Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, State, Taken, WRITE, blames_disk, is_of_memory,
+};
 use crate::{
     block::{BlockKey, FileId, Tier},
     disk::{Origin, PageId},
@@ -38,14 +40,12 @@ impl Locked<'_> {
         PendingWrite { key: *key, pin, begun }
     }
 
-    /// Has the copy that another caller has stored of a block written once the flight of a write ends that has failed
-    /// on its way from one caller's memory; false if there is none.
-    pub(crate) fn write_other_copy(&mut self, key: &BlockKey, id: EntryId) -> bool {
-        let is_there = self.index.find(key) == Some(id) && self.index.slot(id, Tier::Host).is_some();
-        if is_there {
+    /// Has the copy that another caller has stored of a block, if there is one, written once the flight of a write ends
+    /// that has failed on its way from one caller's memory.
+    pub(crate) fn write_other_copy(&mut self, key: &BlockKey, id: EntryId) {
+        if self.index.find(key) == Some(id) && self.index.slot(id, Tier::Host).is_some() {
             self.flights.write_again(key);
         }
-        is_there
     }
 
     /// Begins the write of a block that is pinned in host or device memory, by what it has taken. Gives that back if
@@ -76,10 +76,13 @@ impl State {
             Some(error) => self.refusals.add(*key, error.clone()),
         }
     }
+}
 
-    /// Ends the write of a block to its disk slot; true if the block is visible there. If the write failed, or the
-    /// block was removed meanwhile, the slot is given back. Its record page is stale then: the next write of the page,
-    /// or a `sync`, clears the record.
+impl Locked<'_> {
+    /// Ends the write of a block to its disk slot; true if the block is visible there. If the block was removed
+    /// meanwhile, or the write failed, the slot is given back, or quarantined where the drive is to blame: it would be
+    /// the next one that a full disk tier takes. Its record page is stale then: the next write of the page, or a
+    /// `sync`, clears the record.
     pub(crate) fn end_disk_write(&mut self, DiskWrite { id, filling }: DiskWrite, error: Option<&Error>) -> bool {
         let (key, slot) = (self.index.key(id), filling.slot());
         let is_visible = match error {
@@ -88,8 +91,8 @@ impl State {
                 let was_there = self.index.find(&key) == Some(id);
                 self.index.abort_fill(id, Tier::Disk);
                 // The refusal of a removed block is not reported. That of a block which is still there is noted at the
-                // end of its flight, and once.
-                if was_there && self.index.find(&key) != Some(id) {
+                // end of its flight, and once. A block whose caller took its memory away was not refused by the disk.
+                if was_there && self.index.find(&key) != Some(id) && !is_of_memory(error) {
                     self.refusals.add(key, error.clone());
                 }
                 false
@@ -98,7 +101,10 @@ impl State {
         if is_visible {
             filling.published();
         } else {
-            if self.disk_slots().meta(slot).is_some() {
+            if error.is_some_and(blames_slot) && self.may_quarantine() {
+                self.disk_slots().quarantine(slot, &key);
+                self.count(&self.shared().metrics.quarantined, 1);
+            } else if self.disk_slots().meta(slot).is_some() {
                 self.disk_slots().clear(slot, &key);
             }
             filling.release(self);
@@ -107,6 +113,16 @@ impl State {
         is_visible
     }
 
+    /// Whether a slot that cannot be written may be quarantined. Writes quarantine no more than `quarantine_max` slots,
+    /// and never the last one: failures in a row decide on a drive that takes no write.
+    fn may_quarantine(&mut self) -> bool {
+        let (disk, slots) = (&self.shared().config.disk, self.shared().config.disk_slots());
+        let quarantined = self.disk_slots().quarantined_count();
+        self.disk_service.writes() && quarantined < disk.quarantine_max && u64::from(quarantined) + 1 < slots
+    }
+}
+
+impl State {
     /// Notes in its flight that a write was given up, if its entry went with it: only a source's pin keeps an entry
     /// that is resident nowhere.
     pub(crate) fn note_given_up(&mut self, key: &BlockKey, id: EntryId) {
@@ -167,5 +183,68 @@ impl State {
         let generation = self.generation;
         self.generation += 1;
         self.disk_slots().commit(slot, id.as_u32(), checksum, generation);
+    }
+}
+
+/// Whether the place of a block, or that of its record, could not be written because of the drive.
+fn blames_slot(error: &Error) -> bool {
+    matches!(error, Error::Io { op: "write", source, .. } if blames_disk(source))
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::{io, sync::Arc};
+
+    use super::*;
+    use crate::{
+        config::{Config, DiskPath},
+        state::{Committed, Few, Shared, locks_taken},
+    };
+
+    const KEY: BlockKey = BlockKey::new([7; 32]);
+
+    fn with_disk() -> Arc<Shared> {
+        let disks = vec![DiskPath::with_blocks("nowhere", 4)];
+        Shared::of_test(Config::default().block_bytes(4096).host_blocks(4).disks(disks))
+    }
+
+    /// A sync of one client fails for no block of another, which stores it from memory and takes that away.
+    #[test]
+    fn a_block_whose_caller_took_its_memory_away_was_not_refused_by_the_disk() {
+        for is_on_its_way in [false, true] {
+            let shared = with_disk();
+            let mut state = shared.lock();
+            let id = state.index.insert(KEY, None);
+            let filling = state.acquire(Tier::Disk).expect("a slot");
+            assert!(state.begin_disk_write(id, &filling, None).is_some());
+            assert!(!is_on_its_way || state.index.begin_fill(id, Tier::Host));
+            state.flights.begin((&KEY, Tier::Disk), id, Class::Awaited, Few::default(), true);
+            let fault = Error::io("write", "nowhere", io::Error::from_raw_os_error(libc::EFAULT));
+            assert!(!state.end_disk_write(DiskWrite { id, filling }, Some(&fault)));
+            assert_eq!(state.index.find(&KEY).is_some(), is_on_its_way, "to host memory, which keeps its entry");
+            drop(shared.end_write(state, &KEY, id, None, Err(fault)));
+            assert!(shared.begin_report().report().is_ok());
+        }
+    }
+
+    /// A window would let a block that is stored under the key of a removed one, and gets the id of its entry, take the
+    /// write of that for its own.
+    #[test]
+    fn a_write_whose_source_a_library_holds_ends_under_one_lock() {
+        let shared = with_disk();
+        let copy = shared.lock().acquire(Tier::Host).expect("a slot");
+        let Ok(Committed::Write(write, _receiver)) = shared.commit(&KEY, None, copy, 2) else {
+            panic!("expected a write")
+        };
+        let PendingWrite { pin, begun: Ok((permit, write, _)), .. } = write else { panic!("there is room") };
+        drop(permit);
+        let (id, source) = (pin.id(), Arc::new(pin));
+        let held = Arc::clone(&source);
+        let mut state = shared.lock();
+        let locks = locks_taken();
+        assert!(state.end_disk_write(write, None));
+        drop(shared.end_write(state, &KEY, id, Some(source), Ok(None)));
+        assert_eq!(locks_taken(), locks);
+        drop(held);
     }
 }

@@ -2,8 +2,14 @@
 
 use std::time::Duration;
 
-use kvhoist::{DiskPath, Error, Tier, WritePolicy, internals::io::OpKind};
-use kvhoist_simulation::sim::{self, Fault, FaultRates};
+use kvhoist::{
+    DiskPath, Error, Tier, WritePolicy,
+    internals::{
+        disk::{PageId, format::stripe::Stripe},
+        io::OpKind,
+    },
+};
+use kvhoist_simulation::sim::{self, Fault, FaultRates, Simulated, World};
 
 use crate::scene::*;
 
@@ -21,6 +27,7 @@ fn failing_writes_make_the_disk_read_only() {
         let reason = stats.disk_read_only.expect("three writes failed in a row");
         assert!(reason.contains("3 writes of simulated failed in a row"), "{reason}");
         assert_eq!(stats.disk_retired, None, "it can still be read");
+        assert_eq!(stats.quarantined, 2, "no slot of a drive that takes no write at all is quarantined any more");
         let writes = disk.counts().started[OpKind::Write as usize];
         let result = store(&cache, 23).await;
         assert!(matches!(result, Err(Error::Unavailable { tier: "disk", .. })), "{result:?}");
@@ -31,6 +38,88 @@ fn failing_writes_make_the_disk_read_only() {
         for n in survivors {
             assert!(fetch(&cache, n).await.expect("the disk serves on"), "block {n}");
         }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failures_in_a_row_decide_on_a_drive_with_few_slots_that_takes_no_write() {
+    sim::block_on(async {
+        for config in [config().disks(vec![DiskPath::with_blocks("simulated", 2)]), config().quarantine_max(1)] {
+            let (cache, reactor, disk) = open(config).await;
+            disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+            for n in 0..3 {
+                store(&cache, n).await.expect_err("no write goes well");
+            }
+            let stats = cache.stats();
+            let reason = stats.disk_read_only.expect("three writes failed in a row");
+            assert!(reason.contains("3 writes of simulated failed in a row"), "{reason}");
+            assert_eq!((stats.quarantined, stats.disk_retired), (1, None));
+            finish(cache, reactor).await;
+        }
+    });
+}
+
+#[test]
+fn a_slot_that_cannot_be_written_is_tried_once() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        let (file, offset) = Stripe::new(&config()).locate(3);
+        disk.break_place(OpKind::Write, file, offset..offset + 512);
+        let mut failed = 0;
+        for n in 20..70 {
+            failed += u32::from(store(&cache, n).await.is_err());
+        }
+        let stats = cache.stats();
+        assert_eq!((failed, stats.quarantined, stats.disk_read_only), (1, 1, None));
+        finish(cache, reactor).await;
+        // The next start has one failed store again.
+        let world = World::new(2, vec![disk.contents(file)]);
+        world.storage.break_place(OpKind::Write, file, offset..offset + 512);
+        let Simulated { cache, reactor } = sim::open(config(), &world).await.expect("the store opens");
+        let mut failed = 0;
+        for n in 70..120 {
+            failed += u32::from(store(&cache, n).await.is_err());
+        }
+        assert_eq!((failed, cache.stats().quarantined, cache.stats().disk_read_only), (1, 1, None));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn the_slots_of_a_record_page_that_cannot_be_written_are_tried_once() {
+    sim::block_on(async {
+        // Two pages of records; the blocks alternate between them.
+        let config = config().disks(vec![DiskPath::with_blocks("simulated", 64)]);
+        let (cache, reactor, disk) = open(config.clone()).await;
+        for n in 0..64 {
+            store(&cache, n).await.expect("a sound disk");
+        }
+        let (file, offset) = Stripe::new(&config).page_location(PageId(0));
+        disk.break_place(OpKind::Write, file, offset..offset + 512);
+        let mut failed = 0;
+        for n in 64..192 {
+            failed += u32::from(store(&cache, n).await.is_err());
+        }
+        let stats = cache.stats();
+        assert_eq!((failed, stats.quarantined, stats.disk_read_only), (32, 32, None));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_write_for_which_there_is_no_space_quarantines_nothing() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.set_rates(FaultRates { no_space: 1.0, ..FaultRates::default() });
+        for n in 0..4 {
+            store(&cache, n).await.expect_err("no room");
+        }
+        disk.set_rates(FaultRates::default());
+        fill(&cache).await;
+        let stats = cache.stats();
+        assert_eq!((stats.quarantined, stats.tier(Tier::Disk).free, stats.disk_read_only), (0, 0, None));
         finish(cache, reactor).await;
     });
 }
