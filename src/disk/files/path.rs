@@ -147,6 +147,7 @@ impl Drop for Opened {
 /// was removed meanwhile. A device that is in use is tried until `give_up`: a killed process's I/O may hold it.
 pub(super) fn open(configured: &Path, give_up: Instant) -> Result<Option<Opened>> {
     let path = store_path(configured)?;
+    check_no_missing_device(&path)?;
     let (mut options, flags) = (OpenOptions::new(), libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK);
     options.read(true).write(true).mode(MODE);
     match options.clone().create_new(true).custom_flags(flags).open(&path) {
@@ -245,6 +246,23 @@ pub(crate) fn check_one_name(path: &Path, metadata: &Metadata) -> Result<()> {
         "a file with one name",
         format!("remove its other names (find -inum {}), or choose another path in `disks`", metadata.ino()),
     ))
+}
+
+/// Refuses a device that is missing: a file in its place below /dev would be in memory, and be found where the device
+/// is expected.
+fn check_no_missing_device(path: &Path) -> Result<()> {
+    let is_of_devices = fs::canonicalize(parent(path))
+        .is_ok_and(|directory| directory.starts_with("/dev") && !directory.starts_with("/dev/shm"));
+    match fs::symlink_metadata(path) {
+        Err(error) if is_of_devices && error.kind() == io::ErrorKind::NotFound => Err(Error::store(
+            path,
+            "no such device",
+            "a device that exists, as no file is created below /dev",
+            "look for it (lsblk) and attach it, or correct `disks.path`",
+        )),
+        // Other errors are reported when the path is opened.
+        _ => Ok(()),
+    }
 }
 
 /// Resolves a configured path to a file or device.

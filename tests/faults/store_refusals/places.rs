@@ -82,3 +82,13 @@ fn a_raw_device_is_used_only_if_it_is_blank_or_ours() {
     let (found, ..) = refusal(path, open_files(&config(&[path])));
     assert!(found.contains("in use") || found.contains("a lock on it"), "{found}");
 }
+
+#[test]
+fn a_missing_device_does_not_become_a_file() {
+    let path = PathBuf::from(format!("/dev/kvhoist-missing-{}", std::process::id()));
+    let opened = open_files(&config(&[&path])).map(drop);
+    let is_created = path.exists();
+    drop(fs::remove_file(&path));
+    let (found, ..) = refusal(&path, opened);
+    assert_eq!((&*found, is_created), ("no such device", false));
+}
