@@ -99,8 +99,8 @@ impl Store {
         self
     }
 
-    /// Whether to read a store even if a cache has it open; not by default. Blocks that are being written then look
-    /// damaged: confirm faults with a second run while the cache is closed.
+    /// Whether to read a store even if a cache has it open, or opens it meanwhile; not by default. Blocks that are
+    /// being written then look damaged: confirm faults with a second run while the cache is closed.
     pub fn allow_in_use(mut self, allow_in_use: bool) -> Self {
         self.options.allow_in_use = allow_in_use;
         self

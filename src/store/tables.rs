@@ -60,7 +60,7 @@ pub(super) struct Tables<'a, F> {
     pub stopped: bool,
 }
 
-impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
+impl<'a, F: FnMut(u64, &mut Faults) -> ControlFlow<()>> Tables<'a, F> {
     pub fn new(store: &'a OpenStore, faults: Faults, go_on: F) -> Self {
         let members = store.files.len();
         Tables {
@@ -148,7 +148,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
     }
 }
 
-impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> PageVisitor for Tables<'_, F> {
+impl<F: FnMut(u64, &mut Faults) -> ControlFlow<()>> PageVisitor for Tables<'_, F> {
     // Unlimited: reading bad disks is the purpose of this pass.
     const UNREADABLE_MAX: u64 = u64::MAX;
 
@@ -161,7 +161,7 @@ impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> PageVisitor for Tables<'_, F> {
 
     fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()> {
         self.take_in(page, bytes);
-        let flow = (self.go_on)(self.bytes, &self.faults);
+        let flow = (self.go_on)(self.bytes, &mut self.faults);
         self.stopped = flow.is_break();
         flow
     }

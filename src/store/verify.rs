@@ -3,7 +3,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
-    io,
+    io, mem,
     ops::ControlFlow,
     path::PathBuf,
     time::{Duration, Instant},
@@ -162,12 +162,15 @@ async fn scrub<S: Storage>(
         shape: Some(store.shape.clone()),
         storage: storage.name(),
         direct_io: store.files.iter().all(|file| file.direct),
-        ..Verification::new(&store.files, faults.clone())
+        ..Verification::new(&store.files, Faults::new(0))
     };
-    let mut tables = Tables::new(store, faults, |bytes_read, faults: &Faults| {
+    let mut tables = Tables::new(store, faults, |bytes_read, faults: &mut Faults| {
         report.bytes_read = bytes_read;
-        report.faults.clone_from(faults);
-        progress(&report)
+        // Lent: there may be a million of them, and this is called for every page.
+        mem::swap(&mut report.faults, faults);
+        let flow = progress(&report);
+        mem::swap(&mut report.faults, faults);
+        flow
     });
     tables.read(storage).await?;
     let Tables { mut committed, empty, bad, faults, bytes, stopped, .. } = tables;

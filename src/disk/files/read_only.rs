@@ -3,6 +3,7 @@
 
 use std::{
     fs::{File, TryLockError},
+    io,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -26,7 +27,7 @@ use crate::{
 pub struct ReadOnlyFile {
     /// The store's file, if a directory was named.
     pub path: PathBuf,
-    /// Open for reading. Holds the readers' lock while this lives, unless it is [in use](Self::in_use).
+    /// Open for reading. Holds the readers' lock while this lives, unless it may be in use.
     pub file: Arc<File>,
     /// Whether `O_DIRECT` is set, and a read with it has succeeded.
     pub direct: bool,
@@ -34,7 +35,7 @@ pub struct ReadOnlyFile {
     pub device: bool,
     /// Size in bytes.
     pub bytes: u64,
-    /// Whether a cache has it open, and may write to it.
+    /// Whether a cache had it open when it was opened, and may write to it.
     pub in_use: bool,
     head: AlignedBuf,
     // Dropped last: releases the lock if this is the last clone.
@@ -42,20 +43,29 @@ pub struct ReadOnlyFile {
 }
 
 /// Opens a file, a device, or the store's file in a directory, for reading. Waits up to a second for the lock of a
-/// cache that is closing.
+/// cache that is closing; with `allow_in_use` it takes none, and a cache may open the store meanwhile.
 ///
 /// # Errors
 /// [`Error::Store`] if the path is neither a file nor a block device (symbolic links are not followed), or if a cache
 /// has the store open and `allow_in_use` is false; [`Error::Io`] if a system call fails.
 pub fn open_read_only(configured: &Path, direct_io: DirectIo, allow_in_use: bool) -> Result<ReadOnlyFile> {
     let mut opened = path::open_read_only(configured)?;
-    let in_use = allow_in_use && matches!(opened.file.try_lock_shared(), Err(TryLockError::WouldBlock));
-    if !in_use {
+    let in_use = allow_in_use && is_locked(&opened.file).map_err(|error| Error::io("lock", &opened.path, error))?;
+    if !allow_in_use {
         lock::shared(&mut opened).map_err(in_use_error)?;
     }
     let Opening { opened, direct, bytes, head } = Opening::inspect(opened, direct_io)?;
     let (path, file, lock) = (opened.path.clone(), Arc::clone(&opened.file), opened.lock());
     Ok(ReadOnlyFile { path, file, direct, device: opened.device, bytes, in_use, head, _lock: lock })
+}
+
+/// Whether a cache has the lock. Keeps none: a reader that allows for a cache must not keep one from starting.
+fn is_locked(file: &File) -> io::Result<bool> {
+    match file.try_lock_shared() {
+        Ok(()) => file.unlock().map(|()| false),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
 }
 
 /// Rewords the lock error for a reader.

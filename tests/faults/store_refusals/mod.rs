@@ -2,6 +2,7 @@
 
 use crate::common;
 mod places;
+mod readers;
 
 use std::{
     ffi::CString,
