@@ -75,6 +75,10 @@ impl Leftovers {
                 pending.push(tag);
             }
         }
+        if pending.len() > KEYS_MAX {
+            pending.drain(..).for_each(|tag| _ = self.by_key.remove(&(tag, page)));
+            self.add(page, None);
+        }
     }
 
     /// The pages that may name the removed block `key`. True for pages that need another write, false for pages whose
@@ -164,5 +168,23 @@ mod tests {
         left.encoded(PAGE);
         left.written(PAGE);
         assert_eq!(pages(&left, 0), []);
+    }
+
+    #[test]
+    fn a_page_whose_writes_keep_failing_may_name_any_block() {
+        let mut left = Leftovers::default();
+        for n in 0..20 * KEYS_MAX {
+            left.add(PAGE, Some(&key(n)));
+            left.encoded(PAGE);
+            // Another block is removed while the image is written.
+            left.add(PAGE, Some(&key(n + 20 * KEYS_MAX)));
+            left.failed(PAGE);
+            let kept = left.by_page[&PAGE].pending.len();
+            assert!(kept <= KEYS_MAX + 1 && left.by_key.len() == kept, "{kept} tags after {n} failures");
+        }
+        assert_eq!(pages(&left, 0), [(PAGE, true)], "it was forgotten alone");
+        left.encoded(PAGE);
+        left.written(PAGE);
+        assert!(left.by_page.is_empty() && left.by_key.is_empty(), "{left:?}");
     }
 }
