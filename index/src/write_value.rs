@@ -37,7 +37,7 @@ pub struct Worth {
     pub is_enough: bool,
     /// It was used in more than one request.
     pub again: bool,
-    /// The chain's random draw, 0 to 1.
+    /// The chain's random draw, from 0 on and below 1: a share of 1 takes every chain.
     pub coin: f64,
 }
 
@@ -68,7 +68,7 @@ impl Index {
             values.judge_before(floor);
         }
         let probability = values.probability(uses, depth);
-        let coin = f64::from(values.chained(id.0).coin) / f64::from(u16::MAX);
+        let coin = f64::from(values.chained(id.0).coin) / f64::from(1 << u16::BITS);
         Worth { probability, is_enough: probability >= THRESHOLD, again: uses > 1, coin }
     }
 
@@ -234,6 +234,8 @@ mod tests {
             assert!(branch.iter().all(|&id| index.worth(id, false).coin == coin), "one branch");
         }
         assert!(coins.iter().any(|other| *other != coin), "{coins:?} and {coin}");
+        index.values.as_mut().expect("writes are valued").chained(ids[0].0).coin = u16::MAX;
+        assert!(index.worth(ids[0], false).coin < 1.0, "a share of 1 takes every chain");
     }
 
     #[test]
