@@ -2,11 +2,14 @@
 
 use std::{future::pending, io, rc::Rc, sync::Arc};
 
+use futures_util::FutureExt;
+
 use super::Mover;
 use crate::{
     block::{BlockKey, FileId, OpKind, Tier},
     config::{Config, DiskPath, WritePolicy},
     device::Memcpy,
+    index::EntryId,
     io::{Storage, Workers},
     memory::Lent,
     state::{Class, Committed, Need, Purpose, READ_TO_HOST, Shared, Taken, WRITE},
@@ -76,4 +79,17 @@ fn a_write_that_begins_with_its_commit_is_awaited() {
         let bytes = shared.in_flight.take_now(OpKind::Write, Urgency::Awaited, 1);
         assert_eq!(bytes.is_none(), write.begun.is_ok(), "one block may be in flight");
     }
+}
+
+/// libcufile did not write the block, which was removed meanwhile, and another was stored under its key.
+#[test]
+fn a_write_by_way_of_the_host_writes_no_other_block_of_its_key() {
+    let mover = mover();
+    let shared = Arc::clone(&mover.shared);
+    let filling = shared.lock().acquire(Tier::Host).expect("both are free");
+    assert!(shared.commit(&KEY, None, filling, 0).is_ok(), "visible");
+    let removed = EntryId::NONE;
+    let written = mover.write_through_host(&KEY, removed).now_or_never();
+    assert!(matches!(written, Some((None, Ok(())))), "the disk is asked for nothing");
+    assert_eq!(shared.lock().free_slots(Tier::Disk), 2);
 }

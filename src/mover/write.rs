@@ -86,18 +86,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return (written, Route::DeviceToDisk);
         }
         let written = match from_device {
-            true => Box::pin(self.write_through_host(key)).await,
+            true => Box::pin(self.write_through_host(key, pin.id())).await,
             false => self.write_block(key, pin, taken).await,
         };
         (written, Route::HostToDisk)
     }
 
     /// Writes a block that only the device holds, by way of a host slot.
-    async fn write_through_host(self: &Rc<Self>, key: &BlockKey) -> Written {
+    pub(super) async fn write_through_host(self: &Rc<Self>, key: &BlockKey, id: EntryId) -> Written {
         let class = self.shared.lock().flights.class(key, Tier::Disk);
         match self.obtain_host(key, class).await {
-            Ok(Some(host)) => self.write_block(key, &Arc::new(host), Taken::default()).await,
-            Ok(None) => (None, Ok(())),
+            Ok(Some(host)) if host.id() == id => self.write_block(key, &Arc::new(host), Taken::default()).await,
+            // It was removed. The write of a block that was stored under its key since follows this one.
+            Ok(_) => (None, Ok(())),
             Err(error) => (None, Err(error)),
         }
     }
