@@ -264,7 +264,7 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub async fn fetch_many(&self, keys: &[BlockKey]) -> Vec<Result<Option<Lease>>> {
-        let slots = self.config().host_slots() as usize;
+        let slots = self.shared().host_slots() as usize;
         if keys.len() > slots {
             let found = format!("{} of them", keys.len());
             let refused =

@@ -63,7 +63,7 @@ impl Cache {
         // A write that failed has ended as well, and has left its record to be cleared.
         if let Some(writing) = writing
             && let Err(error) = shield(shared.written(writing)).await
-            && (error.is_transient() || matches!(error, Error::Closed))
+            && matches!(error, Error::Timeout { .. } | Error::Closed)
         {
             return Err(error);
         }
@@ -179,5 +179,32 @@ impl Cache {
     #[doc(hidden)]
     pub async fn wait_ended(&self) {
         drop(self.ended().await);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+    use crate::{
+        Config,
+        block::Tier,
+        block_on,
+        index::EntryId,
+        state::{Class, Few},
+    };
+
+    /// Too many writes wait for a slot of the disk tier, so that of the removed block ends.
+    #[test]
+    fn a_removal_succeeds_where_the_write_it_waits_for_was_refused() {
+        let cache = block_on(Cache::open(Config::default().block_bytes(4096).host_blocks(2))).expect("open");
+        let (key, shared) = (BlockKey::new([1; 32]), cache.shared());
+        shared.lock().flights.begin((&key, Tier::Disk), EntryId::NONE, Class::Awaited, Few::default(), true);
+        let mut removal = Box::pin(cache.remove(&key));
+        assert!((&mut removal).now_or_never().is_none(), "a record may come");
+        let (answers, _) = shared.lock().end_flight(&key, Tier::Disk, Err(Error::busy("waiters", 1, "waiters_max")));
+        answers.into_iter().for_each(|(waiter, answer)| drop(waiter.send(answer)));
+        assert!(matches!(removal.now_or_never(), Some(Ok(false))));
     }
 }

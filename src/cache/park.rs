@@ -87,6 +87,8 @@ mod tests {
         let stats = cache.stats();
         let host = stats.tier(Tier::Host);
         assert_eq!((host.slots, host.resident, host.free), (3, 3, 0));
+        let fetched = block_on(cache.fetch_many(&[0, 6, 7, 1].map(key)));
+        assert!(fetched.iter().all(Result::is_err), "a lease of each would take four slots");
         for number in [0, 6, 7] {
             assert_eq!(bytes(&cache, number), Some(vec![number; BLOCK_BYTES]));
         }
