@@ -375,6 +375,7 @@ fn a_panic_under_the_lock_answers_the_waiters_and_the_close() {
         }
         let later = spawn_fetch(0).await;
         assert!(later.is_err_and(|error| error.is_panic()), "the state may be wrong: nothing is served from it");
+        assert_eq!(disk.release(), 1, "a close waits for the disk, which has memory of the cache");
         let closed = timeout(PATIENCE, cache.close()).await.expect("a close ends");
         assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
     });
