@@ -125,6 +125,9 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     if let Some(trouble) = stats.disk_trouble() {
         table.row("disk trouble", plain(trouble));
     }
+    if let Some(reason) = &stats.device_retired {
+        table.row("device trouble", plain(reason));
+    }
     if let Some(reason) = &stats.remote_standing_down {
         table.row("remote offers nothing", plain(reason));
     }
@@ -163,4 +166,19 @@ fn figures(stats: &Stats) -> Value {
     let routes = object["routes"].as_object_mut().expect("a map");
     routes.retain(|_, route| route["seconds"]["count"] != 0);
     object
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_space_says_why_a_tier_is_out_of_service() {
+        let mut stats = Stats::default();
+        stats.disk_retired = Some("no superblock".into());
+        stats.device_retired = Some("CUDA_ERROR_ILLEGAL_ADDRESS".into());
+        let space = SpaceStatus { stats: Some(stats), ..SpaceStatus::default() };
+        let text = table(&ServiceStatus { spaces: vec![space], ..ServiceStatus::default() }, &[]);
+        assert!(text.contains("no superblock") && text.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{text}");
+    }
 }

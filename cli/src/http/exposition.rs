@@ -57,10 +57,15 @@ mod tests {
         };
         let mut damaged = Stats::default();
         damaged.disk_retired = Some("no superblock".into());
+        let of_gpu = serde_json::json!({
+            "tiers": {"device": {"slots": 1}}, "copies": {"cuda": {"batches": 3}}, "device_retired": "it has stopped",
+        });
+        let of_gpu: Stats = serde_json::from_value(of_gpu).expect("figures");
         let spaces = [
             of("a\"} 1\\", "space-1", true, stats),
             of("b", "space-2", true, Stats::default()),
             of("c", "space-3", false, damaged),
+            of("d", "space-4", true, of_gpu),
         ];
         let worn: DriveWear = DriveWear::new("nvme0n1", 25, 512_000, 13_149);
         let drive = |path: &str, name: &str, wear| Drive { path: path.into(), name: name.into(), wear };
@@ -77,6 +82,8 @@ mod tests {
             format!("kvhoist_io_threads{{{own}}} 4"),
             format!("kvhoist_write_budget_bytes{{{own}}} {}", 1u64 << 39),
             r#"kvhoist_io_threads{cache="b",number="space-2"} 0"#.to_owned(),
+            r#"kvhoist_copies_total{cache="d",number="space-4",engine="cuda"} 3"#.to_owned(),
+            r#"kvhoist_retired{cache="d",number="space-4",tier="device",reason="it has stopped"} 1"#.to_owned(),
             format!("kvhoist_movement_seconds_bucket{{{own},route=\"host_to_disk\",le=\"+Inf\"}} 1"),
             format!("kvhoist_movement_seconds_count{{{own},route=\"host_to_disk\"}} 1"),
             "# TYPE kvhoist_movement_seconds histogram".to_owned(),
@@ -90,6 +97,8 @@ mod tests {
         let of_damaged: Vec<&str> = text.lines().filter(|line| line.contains("space-3")).collect();
         let retired = r#"kvhoist_retired{cache="c",number="space-3",tier="disk",reason="no superblock"} 1"#;
         assert_eq!(of_damaged, [retired], "nothing else is known of a space that is not served");
+        let is_of_device = |line: &str| line.contains("space-1") && (line.contains("device") || line.contains("cuda"));
+        assert!(!text.lines().any(is_of_device), "it is no space for a GPU");
         let budgets = text.lines().filter(|line| line.starts_with("kvhoist_write_budget_bytes")).count();
         assert_eq!(budgets, 1, "a space without a budget has no figure");
         assert!(!text.contains("path=\"/b\""), "a drive that does not answer has no figure");

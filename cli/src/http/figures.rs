@@ -1,7 +1,7 @@
 //! The metrics of a running service: names, descriptions and samples, for every format that exports them.
 
-use kvhoist::internals::exported;
 pub use kvhoist::internals::exported::{Kind, Sample};
+use kvhoist::{Tier, internals::exported};
 use kvhoist_service::{ClientStatus, ServiceStatus, internals::OpenSpace};
 
 use super::drives::Drive;
@@ -81,7 +81,8 @@ fn of_drives(drives: &[Drive]) -> [Metric; exported::WEAR.len()] {
 /// What is known of a space that is not served: a zero of another figure would be no measurement.
 const OF_UNSERVED: &str = "kvhoist_retired";
 
-/// A metric of every open space, with its namespace and a folder that no other space has. A service has no device.
+/// A metric of every open space, with its namespace and a folder that no other space has. Only a space for a GPU has
+/// figures of one.
 fn of_spaces(metric: &exported::Metric, spaces: &[OpenSpace]) -> Metric {
     let of_device = |(name, value): &(&str, String)| match *name {
         "tier" => value == "device",
@@ -95,7 +96,9 @@ fn of_spaces(metric: &exported::Metric, spaces: &[OpenSpace]) -> Metric {
         let own = [("cache", space.namespace.clone()), ("number", space.folder.clone())];
         let named =
             move |sample: Sample| Sample { labels: own.iter().cloned().chain(sample.labels).collect(), ..sample };
-        samples.filter(|sample| !sample.labels.iter().any(of_device)).map(named).collect::<Vec<_>>()
+        let has_device = space.stats.tier(Tier::Device).slots > 0;
+        let is_shown = |sample: &Sample| has_device || !sample.labels.iter().any(of_device);
+        samples.filter(is_shown).map(named).collect::<Vec<_>>()
     };
     Metric { name: metric.name, help: metric.help, samples: shown.flat_map(of_space).collect() }
 }

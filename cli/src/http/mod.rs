@@ -25,6 +25,7 @@ use axum::{
     response::{Html, IntoResponse, Response},
     routing::get,
 };
+use kvhoist::Stats;
 use kvhoist_service::{
     Server, ServiceStatus,
     internals::{OpenSpace, ServiceReport},
@@ -59,13 +60,6 @@ impl Source {
     fn report(&self) -> Result<Report, kvhoist::Error> {
         let ServiceReport { status, spaces, .. } = self.server.report()?;
         Ok(Report { status, spaces })
-    }
-
-    /// Every metric of the service and its drives. Blocks the thread.
-    #[cfg(feature = "otel")]
-    fn metrics(&self) -> Result<Vec<figures::Metric>, kvhoist::Error> {
-        let Report { status, spaces } = self.report()?;
-        Ok(figures::collect(&status, &spaces, &Drive::of(&self.paths)))
     }
 }
 
@@ -195,12 +189,15 @@ async fn health(State(sources): State<Sources>) -> (StatusCode, String) {
 /// Why the service is not well.
 fn troubles(status: &ServiceStatus) -> Vec<String> {
     let draining = status.draining.then(|| "draining: no more requests are taken".to_owned());
-    let disks = status.spaces.iter().filter_map(|space| {
-        let trouble = space.stats.as_ref()?.disk_trouble()?;
-        Some(format!("disk of space {:?}: {trouble}", space.namespace))
+    let tiers = status.spaces.iter().flat_map(|space| {
+        let stats = space.stats.as_ref();
+        let disk = stats.and_then(Stats::disk_trouble).map(|trouble| ("disk", trouble));
+        let device = stats.and_then(|stats| stats.device_retired.as_deref()).map(|trouble| ("device", trouble));
+        let told = |(tier, trouble)| format!("{tier} of space {:?}: {trouble}", space.namespace);
+        disk.into_iter().chain(device).map(told)
     });
     let spaces = status.trouble.as_ref().map(|trouble| format!("spaces cannot be opened: {trouble}"));
-    draining.into_iter().chain(spaces).chain(disks).collect()
+    draining.into_iter().chain(spaces).chain(tiers).collect()
 }
 
 async fn page() -> impl IntoResponse {
@@ -211,7 +208,6 @@ async fn page() -> impl IntoResponse {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::Stats;
     use kvhoist_service::SpaceStatus;
 
     use std::{sync::mpsc, time::Duration};
@@ -272,15 +268,19 @@ mod tests {
     }
 
     #[test]
-    fn a_service_is_well_until_it_drains_or_a_disk_fails() {
+    fn a_service_is_well_until_it_drains_or_a_disk_or_a_gpu_fails() {
         let mut status = ServiceStatus { spaces: vec![SpaceStatus::default()], ..ServiceStatus::default() };
         assert_eq!(troubles(&status), Vec::<String>::new());
         let mut failed = Stats::default();
         failed.disk_read_only = Some("a write failed: EIO".into());
         status.spaces.push(SpaceStatus { namespace: "a\nb".into(), stats: Some(failed), ..SpaceStatus::default() });
         assert_eq!(troubles(&status), [r#"disk of space "a\nb": a write failed: EIO"#]);
+        let mut failed = Stats::default();
+        failed.device_retired = Some("CUDA_ERROR_ILLEGAL_ADDRESS".into());
+        status.spaces[0] = SpaceStatus { namespace: "g".into(), stats: Some(failed), ..SpaceStatus::default() };
+        assert_eq!(troubles(&status)[0], r#"device of space "g": CUDA_ERROR_ILLEGAL_ADDRESS"#);
         status.draining = true;
         status.trouble = Some("/b: found a read-only file system".into());
-        assert_eq!(troubles(&status).len(), 3);
+        assert_eq!(troubles(&status).len(), 4);
     }
 }

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvhoist_service::ServiceStatus;
 use opentelemetry::{KeyValue, metrics::MeterProvider};
 use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response, hyper::HyperClient};
 use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithHttpConfig};
@@ -15,8 +16,8 @@ use opentelemetry_sdk::{
 use tokio::runtime::Runtime;
 
 use super::{
-    Source,
-    figures::{Kind, Metric},
+    Report, Source, Sources,
+    figures::{Kind, Metric, collect},
 };
 use crate::failure::Failure;
 
@@ -50,8 +51,9 @@ impl Exporter {
         }
         let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let client =
-            OnRuntime { runtime: runtime.map_err(failed)?, client: HyperClient::with_default_connector(TIMEOUT, None) };
+        // For good: its end would wait for a drive that hangs.
+        let runtime: &'static Runtime = Box::leak(Box::new(runtime.map_err(failed)?));
+        let client = OnRuntime { runtime, client: HyperClient::with_default_connector(TIMEOUT, None) };
         let exporter = MetricExporter::builder()
             .with_http()
             .with_http_client(client)
@@ -64,7 +66,7 @@ impl Exporter {
             .with_view(of_all_spaces)
             .with_resource(Resource::builder().with_service_name("kvhoist").build())
             .build();
-        instruments(&provider, source);
+        instruments(&provider, Sources::new(source), runtime);
         Ok(Exporter(provider))
     }
 }
@@ -85,10 +87,11 @@ fn of_all_spaces(instrument: &Instrument) -> Option<Stream> {
 
 /// An observable instrument for every name of /metrics, with its labels. OpenTelemetry has no histogram that is
 /// observed: the counters of one are counters.
-fn instruments(provider: &SdkMeterProvider, source: Arc<Source>) {
+fn instruments(provider: &SdkMeterProvider, sources: Sources, runtime: &'static Runtime) {
     let meter = provider.meter("kvhoist");
-    let last = Arc::new(Last { source, seen: Mutex::default() });
-    for (at, metric) in last.metrics().iter().enumerate() {
+    let last = Arc::new(Last { sources, runtime, seen: Mutex::default() });
+    // A service without spaces has the same metrics, and need not be asked.
+    for (at, metric) in collect(&ServiceStatus::default(), &[], &[]).iter().enumerate() {
         let kind = metric.kind();
         let suffixes: &[&str] = if kind == Kind::Histogram { &["_bucket", "_sum", "_count"] } else { &[""] };
         for &suffix in suffixes {
@@ -116,7 +119,8 @@ fn instruments(provider: &SdkMeterProvider, source: Arc<Source>) {
 
 /// What the service last said.
 struct Last {
-    source: Arc<Source>,
+    sources: Sources,
+    runtime: &'static Runtime,
     seen: Mutex<Option<(Instant, Arc<Vec<Metric>>)>>,
 }
 
@@ -129,9 +133,9 @@ impl Last {
         {
             return Arc::clone(metrics);
         }
-        let asked = self.source.metrics().map(Arc::new);
+        let asked = self.runtime.block_on(self.sources.report_and_drives());
         let metrics = match (asked, &*seen) {
-            (Ok(metrics), _) => metrics,
+            (Ok((Report { status, spaces }, drives)), _) => Arc::new(collect(&status, &spaces, &drives)),
             (Err(_), Some((_, before))) => Arc::clone(before),
             (Err(_), None) => Arc::default(),
         };
@@ -143,7 +147,7 @@ impl Last {
 /// Hyper's client needs a runtime, and the reader's thread has none.
 #[derive(Debug)]
 struct OnRuntime {
-    runtime: Runtime,
+    runtime: &'static Runtime,
     client: HyperClient,
 }
 
@@ -158,8 +162,9 @@ impl HttpClient for OnRuntime {
 #[cfg(test)]
 mod tests {
     use std::{
+        collections::BTreeMap,
         future::{Future, ready},
-        sync::atomic::{AtomicUsize, Ordering},
+        sync::mpsc,
     };
 
     use opentelemetry_sdk::{
@@ -172,15 +177,21 @@ mod tests {
     };
 
     use super::*;
+    use crate::http::Asked;
 
-    /// Counts the sets of labels that it gets.
-    struct Counting(Arc<AtomicUsize>);
+    /// Counts the sets of labels that each metric has.
+    #[derive(Clone, Default)]
+    struct Counting(Arc<Mutex<BTreeMap<String, usize>>>);
 
     impl PushMetricExporter for Counting {
         fn export(&self, metrics: &ResourceMetrics) -> impl Future<Output = OTelSdkResult> + Send {
             for metric in metrics.scope_metrics().flat_map(ScopeMetrics::metrics) {
-                let AggregatedMetrics::F64(MetricData::Sum(sum)) = metric.data() else { panic!("{metric:?}") };
-                self.0.fetch_max(sum.data_points().count(), Ordering::Relaxed);
+                let sets = match metric.data() {
+                    AggregatedMetrics::F64(MetricData::Sum(sum)) => sum.data_points().count(),
+                    AggregatedMetrics::F64(MetricData::Gauge(gauge)) => gauge.data_points().count(),
+                    _ => panic!("{metric:?}"),
+                };
+                self.0.lock().expect("no panic").insert(metric.name().to_owned(), sets);
             }
             ready(Ok(()))
         }
@@ -200,16 +211,45 @@ mod tests {
 
     #[test]
     fn the_buckets_of_many_spaces_are_all_sent() {
-        let sets = Arc::new(AtomicUsize::new(0));
+        let sets = Counting::default();
         let provider = SdkMeterProvider::builder()
-            .with_reader(PeriodicReader::builder(Counting(Arc::clone(&sets))).build())
+            .with_reader(PeriodicReader::builder(sets.clone()).build())
             .with_view(of_all_spaces)
             .build();
         let meter = provider.meter("kvhoist");
-        let counter = meter.f64_observable_counter("kvhoist_movement_seconds_bucket");
+        const NAME: &str = "kvhoist_movement_seconds_bucket";
+        let counter = meter.f64_observable_counter(NAME);
         let observe = |set: i64| KeyValue::new("cache", set.to_string());
         counter.with_callback(move |to| (0..5000).for_each(|set| to.observe(1.0, &[observe(set)]))).build();
         provider.force_flush().expect("exported");
-        assert_eq!(sets.load(Ordering::Relaxed), 5000);
+        assert_eq!(sets.0.lock().expect("no panic").get(NAME), Some(&5000));
+    }
+
+    #[test]
+    fn a_drive_that_hangs_delays_no_start_and_its_figures_alone_are_missing() {
+        let (end, ends) = mpsc::channel::<()>();
+        let ends = Mutex::new(ends);
+        let drives = move || {
+            _ = ends.lock().expect("no panic").recv();
+            Vec::new()
+        };
+        let (began, begins) = mpsc::channel::<()>();
+        let report = move || {
+            _ = began.send(());
+            Ok(Report { status: ServiceStatus::default(), spaces: Vec::new() })
+        };
+        let sources = Sources {
+            service: Asked::new("the service", report).patience(Duration::from_secs(600)),
+            drives: Asked::new("the drives", drives).patience(Duration::from_millis(10)),
+        };
+        let sets = Counting::default();
+        let provider = SdkMeterProvider::builder().with_reader(PeriodicReader::builder(sets.clone()).build()).build();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        instruments(&provider, sources, Box::leak(Box::new(runtime.expect("a thread"))));
+        assert!(begins.try_recv().is_err(), "nothing is asked before the first export");
+        provider.force_flush().expect("exported");
+        let seen = sets.0.lock().expect("no panic").clone();
+        assert_eq!((seen.get("kvhoist_service_spaces"), seen.get("kvhoist_drive_used")), (Some(&1), None));
+        drop(end);
     }
 }
