@@ -15,6 +15,7 @@ use crate::{
     block::{Route, Tier},
     device::{COPY_ENGINES, GdrState},
     metrics::{Durations, Metrics, RouteMetrics, counters, tier_counters},
+    remote::Figures,
     state::Locked,
 };
 
@@ -24,6 +25,7 @@ struct Now<'a> {
     metrics: &'a Metrics,
     state: &'a Locked<'a>,
     gdr: &'a GdrState,
+    remote: &'a Figures,
 }
 
 /// Makes [`TierStats`]. `figures` are read under the lock, and exported as the metrics that they name.
@@ -192,11 +194,11 @@ counters! { stats
         registered: "kvhoist_registered", bool = |now| {
             now.cache.inner.facts.registered && now.cache.shared().registered.load(Ordering::Acquire)
         }, "1 if host memory is registered with the ring";
-        remote_objects: "kvhoist_remote_objects", u64 = |now| now.cache.shared().remote_figures().objects,
+        remote_objects: "kvhoist_remote_objects", u64 = |now| now.remote.objects,
             "Objects of the remote store that are known";
-        remote_index_bytes: "kvhoist_remote_index_bytes", u64 = |now| now.cache.shared().remote_figures().index_bytes,
+        remote_index_bytes: "kvhoist_remote_index_bytes", u64 = |now| now.remote.index_bytes,
             "Memory that knowing the remote store's blocks takes";
-        remote_offers: "kvhoist_remote_offers", bool = |now| now.cache.shared().remote_figures().offers,
+        remote_offers: "kvhoist_remote_offers", bool = |now| now.remote.offers,
             "1 while the remote tier offers its blocks, 0 while it stands down";
         workers: "kvhoist_workers", u64 = |now| now.cache.config().worker_threads().into(),
             "Threads that take checksums and copies";
@@ -233,10 +235,10 @@ counters! { stats
         gdr_reason: String = |now| now.gdr.to_string();
         /// Why the remote tier offers nothing, if it stands down: its store does not answer, or brings blocks more
         /// slowly than they are computed ([`Config::recompute_us`](crate::Config::recompute_us)).
-        remote_standing_down: Option<String> = |now| now.cache.shared().remote_figures().standing_down;
+        remote_standing_down: Option<String> = |now| now.remote.standing_down.clone();
         /// Why nothing is written to the remote tier, if its store refuses that (permissions, memory) or does not
         /// answer. It is tried again once a minute at least.
-        remote_read_only: Option<String> = |now| now.cache.shared().remote_figures().read_only;
+        remote_read_only: Option<String> = |now| now.remote.read_only.clone();
         /// Why the device tier is out of service, if it is.
         device_retired: Option<String> = |now| now.state.device_service.retired().map(str::to_owned);
         /// Why the disk tier is out of service, if it is.
@@ -336,7 +338,7 @@ fn free(now: &Now<'_>, tier: Tier) -> u64 {
 
 fn resident(now: &Now<'_>, tier: Tier) -> u64 {
     match tier {
-        Tier::Remote => now.cache.shared().remote_figures().blocks,
+        Tier::Remote => now.remote.blocks,
         tier => now.state.index.resident(tier) as u64,
     }
 }
@@ -366,8 +368,9 @@ impl Cache {
         let (shared, gdr): (_, GdrState) = (self.shared(), self.inner.facts.gdr.get());
         // Its error is among the figures.
         drop(self.inner.facts.names.check(shared));
+        let remote = shared.remote_figures();
         let state = shared.lock();
-        Stats::read(&Now { cache: self, metrics: &shared.metrics, state: &state, gdr: &gdr })
+        Stats::read(&Now { cache: self, metrics: &shared.metrics, state: &state, gdr: &gdr, remote: &remote })
     }
 }
 

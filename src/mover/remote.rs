@@ -30,6 +30,9 @@ const REPEAT_AFTER: Duration = Duration::from_millis(50);
 /// Of this share of the host tier the slots are filled by requests at a time: a store that hangs holds no more.
 const SLOTS_SHARE: u32 = 4;
 
+/// Parts of such a share, which requests take: the host tier has more slots at one time than at another.
+pub(super) const SLOT_PARTS: usize = 1 << 20;
+
 /// Permits of reads, those of all batches.
 struct ReadPermits {
     all: Permits,
@@ -39,46 +42,46 @@ struct ReadPermits {
     failed: Cell<u32>,
 }
 
-/// Requests in flight, and the host slots that they fill.
+/// Requests in flight, and parts of the host slots that they may fill.
 struct Permits {
     requests: Semaphore,
     slots: Semaphore,
-    slots_max: usize,
+}
+
+/// How many of its parts so many slots of a share take.
+pub(super) fn parts_of(slots: usize, share: usize) -> u32 {
+    (slots * SLOT_PARTS).div_ceil(share).min(SLOT_PARTS) as u32
 }
 
 impl Permits {
-    fn new(requests: usize, slots_max: usize) -> Self {
-        Permits { requests: Semaphore::new(requests), slots: Semaphore::new(slots_max), slots_max }
+    fn new(requests: usize) -> Self {
+        Permits { requests: Semaphore::new(requests), slots: Semaphore::new(SLOT_PARTS) }
     }
 
-    async fn acquire(&self, slots: usize) -> [SemaphorePermit<'_>; 2] {
+    async fn acquire(&self, slots: usize, share: impl Fn() -> usize) -> [SemaphorePermit<'_>; 2] {
         const OPEN: &str = "it is not closed";
         let request = self.requests.acquire().await.expect(OPEN);
-        [request, self.slots.acquire_many(slots as u32).await.expect(OPEN)]
+        [request, self.slots.acquire_many(parts_of(slots, share())).await.expect(OPEN)]
     }
 }
 
 impl ReadPermits {
-    fn new(requests: usize, host_slots: u32) -> Self {
-        let slots = (host_slots / SLOTS_SHARE).max(1) as usize;
-        ReadPermits {
-            all: Permits::new(requests, slots),
-            background: Permits::new(requests.div_ceil(2), slots.div_ceil(2)),
-            failed: Cell::new(0),
-        }
+    fn new(requests: usize) -> Self {
+        let background = Permits::new(requests.div_ceil(2));
+        ReadPermits { all: Permits::new(requests), background, failed: Cell::new(0) }
     }
 
-    /// The slots that one read may fill.
-    fn slots_max(&self, is_awaited: bool) -> usize {
-        if is_awaited { self.all.slots_max } else { self.background.slots_max }
-    }
-
-    /// Waits for the turn of a read to so many slots. `None` where too many others failed meanwhile: who waits has
-    /// waited long enough.
-    async fn turn(&self, slots: usize, is_awaited: bool) -> Option<[Option<[SemaphorePermit<'_>; 2]>; 2]> {
+    /// Waits for the turn of a read to so many slots, of those that reads may fill now. `None` where too many others
+    /// failed meanwhile: who waits has waited long enough.
+    async fn turn(
+        &self,
+        slots: usize,
+        is_awaited: bool,
+        share: impl Fn(bool) -> usize,
+    ) -> Option<[Option<[SemaphorePermit<'_>; 2]>; 2]> {
         let failed = self.failed.get();
-        let background = if is_awaited { None } else { Some(self.background.acquire(slots).await) };
-        let all = self.all.acquire(slots).await;
+        let background = if is_awaited { None } else { Some(self.background.acquire(slots, || share(false)).await) };
+        let all = self.all.acquire(slots, || share(true)).await;
         let is_away = self.failed.get().saturating_sub(failed) >= FAILURES_MAX;
         (!is_away).then_some([background, Some(all)])
     }
@@ -113,7 +116,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Brings what is wanted, until it is dropped.
     pub(super) async fn remote_loop(self: Rc<Self>, remote: Arc<Remote>) {
         let requests = remote.capabilities.requests_in_flight.max(1) as usize;
-        let permits = ReadPermits::new(requests, self.shared.config.host_slots());
+        let permits = ReadPermits::new(requests);
         let mut batches = FuturesUnordered::new();
         loop {
             while let Some((batch, planned)) = remote.next_batch() {
@@ -138,8 +141,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
         let read = async |blocks: Vec<ReadBlock>| {
-            let slots = blocks.len().min(permits.slots_max(batch.is_awaited));
-            let Some(_turn) = permits.turn(slots, batch.is_awaited).await else { return };
+            let slots = blocks.len().min(self.read_slots(batch.is_awaited));
+            let share = |is_awaited| self.read_slots(is_awaited);
+            let Some(_turn) = permits.turn(slots, batch.is_awaited, share).await else { return };
             for blocks in blocks.chunks(slots) {
                 if let Err(error) = self.read_blocks(remote, permits, blocks, &batch, &brought).await {
                     failed.set(Some(error));
@@ -162,6 +166,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Host slots that reads may fill at a time: all, or those that no caller waits for.
+    fn read_slots(&self, is_awaited: bool) -> usize {
+        let slots = (self.shared.host_slots() / SLOTS_SHARE).max(1) as usize;
+        if is_awaited { slots } else { slots.div_ceil(2) }
+    }
+
     /// Reads blocks in one call, or in some where there are fewer slots, and makes them visible.
     async fn read_blocks(
         self: &Rc<Self>,
@@ -176,24 +186,29 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let began = Instant::now();
             // A wait for memory says nothing of the store.
             let first = Cell::new(Some(self.slots(remote, blocks, batch.is_awaited).await));
+            let failure = Cell::new(None);
             let read = async || {
                 let slots = match first.take() {
                     Some(slots) => slots,
                     // None is held while a repetition waits.
                     None => self.slots(remote, blocks, batch.is_awaited).await,
                 };
-                self.read_ranges(remote, blocks, slots).await
+                let read = self.read_ranges(remote, blocks, slots).await;
+                read.inspect_err(|error| failure.set(Some(error.clone())))
             };
-            let read = of_store(self.in_time(repeated(remote, read))).await;
+            let mut read = of_store(self.in_time(repeated(remote, read))).await;
             if matches!(read, Ok((now, _)) if now.is_empty()) {
-                // Nothing was asked.
-                break;
+                // Nothing was asked, or not again after a failure.
+                let Some(error) = failure.take() else { break };
+                read = Err(error);
             }
             permits.ended(&read);
             let (now, answers) = read?;
             blocks = &blocks[now.len()..];
+            // A store that serves several caches may answer one with the slots of another.
+            let is_own = |filling: &Filling| filling.is_of(&self.shared);
             for (range, answer) in ranges(now).zip(answers) {
-                match answer.and_then(ReadBuffer::into_slots) {
+                match answer.and_then(|buffer| buffer.into_slots(is_own)) {
                     Ok(filled) => {
                         self.shared.metrics.remote_reads.add(1);
                         for (block, (filling, sum)) in range.iter().zip(filled) {

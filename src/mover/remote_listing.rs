@@ -96,12 +96,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if listed.is_ok() || self.shared.config.remote.policy != RemotePolicy::Stored {
                 remote.end_listing();
             }
-            if let Err(error) = &listed {
+            let left = match listed {
+                Ok(oldest) => {
+                    let deleted = of_store(self.delete_oldest(&remote, oldest)).await;
+                    deleted
+                        .map_err(|error| (error, "the remote store deleted nothing: it keeps more than `remote_bytes`"))
+                }
+                Err(error) => Err((error, "the remote store was not listed: new blocks stay unknown")),
+            };
+            if let Err((error, said)) = &left {
                 self.shared.metrics.remote_errors.add(1);
-                log(|| tracing::warn!(%error, "the remote store was not listed: new blocks stay unknown"));
+                log(|| tracing::warn!(%error, "{said}"));
             }
             // One that says that it deletes, and does not, has no less than before.
-            match listed {
+            match left {
                 Ok(Some(bytes)) if bytes < bytes_before => bytes_before = bytes,
                 _ => {
                     bytes_before = u64::MAX;
@@ -111,13 +119,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Enters the objects that are new, and forgets those that are gone. Returns the bytes of all, if more may have to
-    /// be deleted than was.
-    async fn list_remote(&self, remote: &Remote) -> Result<Option<u64>, RemoteError> {
+    /// Enters the objects that are new, and forgets those that are gone. Returns the oldest, if `remote_bytes` bounds
+    /// their bytes.
+    async fn list_remote(&self, remote: &Remote) -> Result<Oldest, RemoteError> {
         let (listing, prefix) = (remote.begin_listing(), remote.space.prefix());
         let in_flight = remote.capabilities.requests_in_flight.max(1) as usize;
         let reads_per_call = remote.capabilities.reads_per_call.max(1) as usize;
-        let bytes_max = self.shared.config.remote.bytes;
+        let is_bounded = self.shared.config.remote.bytes.is_some();
         let (mut after, mut oldest): (Option<String>, _) = (None, Oldest::new(DELETED_PER_LISTING));
         loop {
             // Without the deadline of reads: a store bounds its calls, and a page may take it longer.
@@ -131,14 +139,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let table_bytes = |object: &&Object| remote.space.table_bytes(object.bytes).unwrap_or(0);
             let calls = stream::iter(calls(&new, reads_per_call, table_bytes));
             calls.for_each_concurrent(in_flight, |objects| self.enter_objects(remote, objects)).await;
-            let mut objects = page.objects.into_iter().filter(|_| bytes_max.is_some()).peekable();
+            let mut objects = page.objects.into_iter().filter(|_| is_bounded).peekable();
             while objects.peek().is_some() {
                 objects.by_ref().take(SEEN_PER_TURN).for_each(|object| oldest.add(object));
                 crate::io::yield_now().await;
             }
-            // A store that does not go on would be listed for ever.
-            match page.next.filter(|next| after.as_ref().is_none_or(|after| next > after)) {
-                Some(next) => after = Some(next),
+            match page.next {
+                Some(next) if after.as_ref().is_none_or(|after| next > *after) => after = Some(next),
+                // It would be listed for ever, and what was not listed is not gone.
+                Some(next) => {
+                    let found = format!("a page that ends with {next:?} behind {after:?}");
+                    return Err(RemoteError::Invalid { found, expected: "pages in the order of names".into() });
+                }
                 None => break,
             }
         }
@@ -147,16 +159,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             next = remote.forget_unseen(listing, from);
             crate::io::yield_now().await;
         }
-        match bytes_max {
-            Some(bytes_max) => self.delete_oldest(remote, oldest, bytes_max).await,
-            None => Ok(None),
-        }
+        Ok(oldest)
     }
 
-    /// Deletes the oldest objects of a listing until the others have `bytes_max`. Returns the bytes of all, if it
-    /// deleted as many as it may, and the next listing goes on with more. A reader of one finds nothing, which is a
-    /// miss; of several nodes that delete, each may delete what another has deleted.
-    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest, bytes_max: u64) -> Result<Option<u64>, RemoteError> {
+    /// Deletes the oldest objects of a listing until the others have no more than `remote_bytes`. Returns the bytes of
+    /// all, if it deleted as many as it may, and the next listing goes on with more. A reader of one finds nothing,
+    /// which is a miss; of several nodes that delete, each may delete what another has deleted.
+    async fn delete_oldest(&self, remote: &Remote, oldest: Oldest) -> Result<Option<u64>, RemoteError> {
+        let Some(bytes_max) = self.shared.config.remote.bytes else { return Ok(None) };
         let listed_bytes = oldest.bytes;
         let bytes = (oldest.objects.len() * size_of::<Object>()) as u64;
         let names = match self.workers.take(bytes) {

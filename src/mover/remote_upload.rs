@@ -12,7 +12,7 @@ use tokio::{
 
 use super::{
     Mover,
-    remote::{of_store, repeated},
+    remote::{SLOT_PARTS, of_store, parts_of, repeated},
 };
 use crate::{
     block::{BlockKey, Route, Tier},
@@ -41,7 +41,7 @@ const SLOTS_SHARE: u32 = 8;
 
 /// What the writes of all objects share.
 struct UploadLimits {
-    /// Host slots that are written from in place.
+    /// Parts of the host slots that may be written from in place.
     slots: Semaphore,
     /// When the next object may begin, as the bytes a second allow.
     next: Cell<Instant>,
@@ -59,8 +59,7 @@ impl AsRef<[u8]> for Sent {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes what is queued, until it is dropped.
     pub(super) async fn remote_upload_loop(self: Rc<Self>, remote: Arc<Remote>) {
-        let slots = (self.shared.config.host_slots() / SLOTS_SHARE) as usize;
-        let limits = UploadLimits { slots: Semaphore::new(slots), next: Cell::new(Instant::now()) };
+        let limits = UploadLimits { slots: Semaphore::new(SLOT_PARTS), next: Cell::new(Instant::now()) };
         let policy = self.shared.config.remote.policy;
         if policy == RemotePolicy::Never {
             return;
@@ -125,12 +124,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         for keys in keys.chunks(PER_LOCK) {
             {
                 let state = self.shared.lock();
-                // One that is gone since is not written.
                 let ids = keys.iter().filter_map(|key| Some((*key, state.index.find(key)?)));
                 parents.extend(ids.map(|(key, id)| (key, state.index.parent_key(id))));
             }
             crate::io::yield_now().await;
         }
+        // The others are gone since.
+        self.shared.metrics.remote_unsent.add((keys.len() - parents.len()) as u64);
         runs(&parents, remote.blocks_of_object())
     }
 
@@ -144,7 +144,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         run: &[BlockKey],
     ) -> Result<bool, RemoteError> {
         let began = Instant::now();
-        let slots = limits.slots.try_acquire_many(run.len() as u32).ok();
+        let share = (self.shared.host_slots() / SLOTS_SHARE) as usize;
+        let parts = (run.len() <= share).then(|| parts_of(run.len(), share));
+        let slots = parts.and_then(|parts| limits.slots.try_acquire_many(parts).ok());
         let blocks = self.blocks_of_run(run, slots.is_some()).await;
         self.shared.metrics.remote_unsent.add((run.len() - blocks.len()) as u64);
         let Some((first, ..)) = blocks.first() else { return Ok(false) };

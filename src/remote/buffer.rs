@@ -114,12 +114,13 @@ impl ReadBuffer {
     /// The slots that it was made of, each with its checksum.
     ///
     /// # Errors
-    /// [`RemoteError::Invalid`] if a part is not full, or is none of a cache.
-    pub(crate) fn into_slots<S: Slot>(self) -> Result<Vec<(S, u64)>, RemoteError> {
+    /// [`RemoteError::Invalid`] if a part is not full, or is no slot of this cache, for which `is_own` is true.
+    pub(crate) fn into_slots<S: Slot>(self, is_own: impl Fn(&S) -> bool) -> Result<Vec<(S, u64)>, RemoteError> {
         let slot = |part: Part| {
             let Memory::Slot(slot) = part.memory else { return Err(another()) };
             let slot: Box<dyn Any> = slot;
-            Ok((*slot.downcast::<S>().map_err(|_| another())?, part.digest.finish()))
+            let slot = slot.downcast::<S>().ok().filter(|slot| is_own(slot)).ok_or_else(another)?;
+            Ok((*slot, part.digest.finish()))
         };
         self.whole()?.into_iter().map(slot).collect()
     }
@@ -182,7 +183,7 @@ mod tests {
         buffer.put(b"hijkl").expect("room");
         assert_eq!(buffer.remaining(), 0);
         buffer.put(b"").expect("nothing");
-        let slots = buffer.into_slots::<[u8; 4]>().expect("full");
+        let slots = buffer.into_slots::<[u8; 4]>(|_| true).expect("full");
         let filled = [*b"abcd", *b"efgh", *b"ijkl"];
         assert_eq!(slots, filled.map(|slot| (slot, checksum(&slot))));
     }
@@ -191,8 +192,8 @@ mod tests {
     fn what_is_not_full_or_is_anothers_is_refused() {
         let mut buffer = ReadBuffer::of_slots(vec![[0; 4]]);
         buffer.put(b"abc").expect("room");
-        assert!(matches!(buffer.into_slots::<[u8; 4]>(), Err(RemoteError::Invalid { .. })));
-        assert!(ReadBuffer::new(0).into_slots::<[u8; 4]>().is_err(), "no slot of a cache");
+        assert!(matches!(buffer.into_slots::<[u8; 4]>(|_| true), Err(RemoteError::Invalid { .. })));
+        assert!(ReadBuffer::new(0).into_slots::<[u8; 4]>(|_| true).is_err(), "no slot of a cache");
         assert!(ReadBuffer::of_slots(Vec::<[u8; 4]>::new()).into_bytes().is_err(), "no buffer");
         assert!(ReadBuffer::new(1).into_bytes().is_err());
         assert_eq!(ReadBuffer::new(0).into_bytes(), Ok(Vec::new()));

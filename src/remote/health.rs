@@ -14,6 +14,9 @@ pub(crate) const FAILURES_MAX: u32 = 3;
 const TRIAL_AFTER: Duration = Duration::from_secs(1);
 const TRIAL_AFTER_MAX: Duration = Duration::from_secs(60);
 
+/// Blocks of a long run: where one of so many is slower than computing it, shorter runs are slower still.
+const LONG_RUN: usize = 4096;
+
 /// What an older measurement weighs beside the next one.
 const DECAY: f64 = 0.8;
 
@@ -52,7 +55,7 @@ impl Health {
 
     /// Whether so many blocks, to be brought together, are offered now.
     pub(crate) fn offers(&mut self, blocks: usize, now: Duration) -> bool {
-        if !self.is_away() && !self.is_slow(blocks) {
+        if self.is_well(blocks) {
             return true;
         }
         match self.trial {
@@ -65,9 +68,9 @@ impl Health {
         }
     }
 
-    /// Notes that blocks are asked for.
-    pub(crate) fn begin(&mut self) {
-        if matches!(self.trial, Trial::From(_)) {
+    /// Notes that so many blocks are asked for: a trial, unless they would be without one.
+    pub(crate) fn begin(&mut self, blocks: usize) {
+        if matches!(self.trial, Trial::From(_)) && !self.is_well(blocks) {
             self.trial = Trial::UnderWay;
         }
     }
@@ -91,7 +94,7 @@ impl Health {
                 0
             }
         };
-        if !self.is_away() && !self.is_slow(blocks.max(1)) {
+        if self.is_well(blocks.max(1)) {
             (self.trial, self.trials) = (Trial::None, 0);
         } else if self.trial == Trial::UnderWay {
             self.trials += 1;
@@ -105,8 +108,8 @@ impl Health {
         self.ended(Err(refusal), now);
     }
 
-    /// Why the store is not asked, if it is not. Of writes it is the label of a metric: a trial that fails as the one
-    /// before it does not change the text, or each would begin a series anew. So it has no count.
+    /// Why the store is asked for no run of blocks, if it is for none. Of writes it is the label of a metric: a trial
+    /// that fails as the one before it does not change the text, or each would begin a series anew. So it has no count.
     pub(crate) fn reason(&self) -> Option<String> {
         if self.is_refused {
             return Some(self.failure.clone());
@@ -114,13 +117,19 @@ impl Health {
         if self.is_away() {
             return Some(format!("at least {FAILURES_MAX} requests in a row failed, the last one: {}", self.failure));
         }
-        let (one, recompute) = (self.line.at(1.0)?, self.recompute?);
+        let (all, recompute) = (self.line.at(LONG_RUN as f64)?, self.recompute?);
         let wrong = format!(
-            "bringing a block takes {:.1} ms by the last measurements, expected less than the {:.1} ms of computing it",
-            one * 1e3,
+            "bringing a block of a long run takes {:.1} ms by the last measurements, expected less than the {:.1} ms \
+             of computing it",
+            all / LONG_RUN as f64 * 1e3,
             recompute * 1e3
         );
-        self.is_slow(1).then_some(wrong)
+        self.is_slow(LONG_RUN).then_some(wrong)
+    }
+
+    /// Whether so many blocks are offered without a trial.
+    fn is_well(&self, blocks: usize) -> bool {
+        !self.is_away() && !self.is_slow(blocks)
     }
 
     fn is_away(&self) -> bool {
@@ -202,17 +211,18 @@ mod tests {
             health.ended(Ok((blocks, 50 * MS + MS * blocks as u32 / 10)), MS);
         }
         assert!(!health.offers(8, MS) && health.offers(100, MS), "{health:?}");
-        assert!(health.reason().is_some_and(|reason| reason.contains("computing")), "{health:?}");
+        assert_eq!(health.reason(), None, "long runs are offered");
         for _ in 0..20 {
             health.ended(Ok((100, 1000 * MS)), MS);
         }
         assert!(!health.offers(100, MS), "it became slow: {health:?}");
+        assert!(health.reason().is_some_and(|reason| reason.contains("computing")), "{health:?}");
         let mut now = TRIAL_AFTER + 2 * MS;
         let mut trials = 0;
         while !(health.offers(100, now) && health.trial == Trial::None) {
             if health.offers(100, now) {
                 trials += 1;
-                health.begin();
+                health.begin(100);
                 assert!(!health.offers(100, now), "one trial at a time");
                 health.ended(Ok((100, 20 * MS)), now);
             }
@@ -222,11 +232,28 @@ mod tests {
     }
 
     #[test]
+    fn a_long_run_that_is_offered_is_no_trial_and_keeps_single_blocks_from_being_asked_for() {
+        let (mut health, mut now, mut singles) = (Health::new(Some(900)), MS, 0);
+        for _ in 0..200 {
+            for blocks in [256, 1] {
+                let took = 30 * MS + Duration::from_micros(100) * blocks as u32;
+                now += Duration::from_secs(1);
+                if health.offers(blocks, now) {
+                    health.begin(blocks);
+                    health.ended(Ok((blocks, took)), now);
+                    singles += usize::from(blocks == 1);
+                }
+            }
+        }
+        assert!(singles < 30, "{singles} of 200 single blocks took 30 ms each, which take 0.9 ms to compute");
+    }
+
+    #[test]
     fn a_store_that_is_away_is_tried_less_and_less_often() {
         let mut health = Health::new(None);
         for _ in 0..FAILURES_MAX {
             assert!(health.offers(1, MS));
-            health.begin();
+            health.begin(1);
             health.ended(Err("refused".into()), MS);
         }
         let reason = health.reason().expect("away");
@@ -234,7 +261,7 @@ mod tests {
         let mut tried = Vec::new();
         for now in (0..300).map(Duration::from_secs) {
             if health.offers(1, now) {
-                health.begin();
+                health.begin(1);
                 health.ended(Err("refused".into()), now);
                 tried.push(now.as_secs());
                 assert_eq!(health.reason().as_ref(), Some(&reason), "a label of a metric");
@@ -246,7 +273,7 @@ mod tests {
         );
         let now = Duration::from_secs(1000);
         assert!(health.offers(1, now));
-        health.begin();
+        health.begin(1);
         health.ended(Ok((1, MS)), now);
         assert!(health.offers(1, now) && health.reason().is_none());
     }
@@ -254,13 +281,13 @@ mod tests {
     #[test]
     fn a_store_that_refuses_is_tried_once_a_minute_until_a_trial_succeeds() {
         let mut health = Health::new(None);
-        health.begin();
+        health.begin(1);
         health.refused("no permission".into(), MS);
         assert_eq!(health.reason().as_deref(), Some("no permission"));
         let mut tried = Vec::new();
         for now in (0..=180).map(Duration::from_secs) {
             if health.offers(1, now) {
-                health.begin();
+                health.begin(1);
                 assert!(!health.offers(1, now), "one trial at a time");
                 match tried.len() {
                     0 => health.refused("no permission".into(), now),

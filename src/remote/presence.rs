@@ -237,13 +237,16 @@ impl Presence {
         }
     }
 
-    /// Forgets a block in every object. The objects stay known, so the next listing does not bring it back.
-    pub(crate) fn forget(&mut self, key: &BlockKey) {
+    /// Forgets a block in every object; false if none has it, not even one that is hidden. The objects stay known, so
+    /// the next listing does not bring it back.
+    pub(crate) fn forget(&mut self, key: &BlockKey) -> bool {
         let Presence { objects, by_key, hasher, .. } = self;
-        let hash = hasher.hash(key);
+        let (hash, mut was_known) = (hasher.hash(key), false);
         while let Ok(found) = by_key[shard(hash)].find_entry(hash, |place| key_of(objects, *place) == *key) {
             found.remove();
+            was_known = true;
         }
+        was_known
     }
 
     /// The keys of the blocks in one of [`SHARDS`] that are offered, or hidden with their object.

@@ -84,6 +84,20 @@ pub(super) struct TierState {
 }
 
 impl TierState {
+    fn new(limits: Limits, hasher: KeyHasher) -> Self {
+        TierState {
+            removed: Removed::new(hasher.clone()),
+            presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
+            wanted: Wanted::default(),
+            health: Health::new(limits.recompute_us),
+            writes: Health::new(None),
+            uploads: Uploads::new(limits.uploads_max),
+            is_closed: false,
+            listings: 0,
+            is_listed: false,
+        }
+    }
+
     /// Has blocks brought that the store has and nobody wants yet, while no more than `most` are wanted; how many.
     fn want(&mut self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool, most: usize, now: Duration) -> usize {
         let TierState { presence, wanted, health, .. } = self;
@@ -96,7 +110,7 @@ impl TierState {
         if blocks == 0 || self.is_closed || !health.offers(blocks, now) {
             return 0;
         }
-        health.begin();
+        health.begin(blocks);
         wanted.push(keys, is_awaited);
         blocks
     }
@@ -106,16 +120,15 @@ impl TierState {
         let TierState { presence, removed, listings: seen, .. } = self;
         let hidden: Vec<BlockKey> = blocks.iter().map(|block| block.key).filter(|key| removed.contains(key)).collect();
         let is_known = presence.enter(Run::new(name, parent, blocks, *seen));
-        hidden.iter().for_each(|key| presence.forget(key));
+        hidden.iter().for_each(|key| _ = presence.forget(key));
         is_known
     }
 
     /// Offers no copy of a block that the store has or is being given, until this node has written it anew.
     fn remove(&mut self, key: &BlockKey, name: &str) {
-        if self.presence.contains(key) || self.uploads.is_begun(key) {
+        if self.presence.forget(key) || self.uploads.is_begun(key) {
             self.removed.insert(key);
         }
-        self.presence.forget(key);
         self.presence.allow_writes(name);
         self.wanted.remove(key);
         self.uploads.remove(key);
@@ -139,23 +152,12 @@ impl Remote {
         limits: Limits,
         hasher: KeyHasher,
     ) -> Self {
-        let state = TierState {
-            removed: Removed::new(hasher.clone()),
-            presence: Presence::new(hasher, usize::try_from(limits.index_bytes).unwrap_or(usize::MAX)),
-            wanted: Wanted::default(),
-            health: Health::new(limits.recompute_us),
-            writes: Health::new(None),
-            uploads: Uploads::new(limits.uploads_max),
-            is_closed: false,
-            listings: 0,
-            is_listed: false,
-        };
         Remote {
             store,
             capabilities,
             space,
             limits,
-            state: Mutex::new(state),
+            state: Mutex::new(TierState::new(limits, hasher)),
             wake: Notify::new(),
             wake_uploads: Notify::new(),
             opened: Instant::now(),
@@ -190,12 +192,13 @@ impl Remote {
     /// What is known of the store now.
     pub(crate) fn figures(&self) -> Figures {
         let TierState { presence, health, writes, .. } = &*self.state.lock();
+        let standing_down = health.reason();
         Figures {
             blocks: presence.len() as u64,
             objects: presence.objects() as u64,
             index_bytes: presence.bytes() as u64,
-            offers: health.reason().is_none(),
-            standing_down: health.reason(),
+            offers: standing_down.is_none(),
+            standing_down,
             read_only: writes.reason(),
         }
     }
@@ -380,3 +383,6 @@ impl Remote {
         time + time.mul_f64(f64::from(self.opened.elapsed().subsec_nanos() % 1000) / 2000.0)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -58,7 +58,7 @@ impl Remote {
         let writes = &mut self.state.lock().writes;
         let may_begin = writes.offers(1, self.now());
         if may_begin {
-            writes.begin();
+            writes.begin(1);
         }
         may_begin
     }

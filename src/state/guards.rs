@@ -27,6 +27,11 @@ impl Filling {
         self.slot
     }
 
+    /// Whether it is a slot of this cache.
+    pub(crate) fn is_of(&self, cache: &Arc<Shared>) -> bool {
+        self.shared.as_ref().is_some_and(|shared| Arc::ptr_eq(shared, cache))
+    }
+
     /// Hands the slot to the index. Call it under the lock that published it.
     pub(crate) fn published(mut self) {
         self.shared = None;

@@ -1,7 +1,7 @@
 //! A store beyond the node that hangs, or is slow, leaves the memory of the node to its callers, and its requests to
 //! those who wait.
 
-use std::time::Duration;
+use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
 use crate::common::{
     key, payload,
@@ -9,7 +9,7 @@ use crate::common::{
 };
 use crate::remote::{BLOCK_BYTES, BLOCKS, eventually, keys, open, reader, settings, write_chain};
 
-use kvhoist::{Cache, Config, Error, RemotePolicy, Tier};
+use kvhoist::{Cache, Config, Error, RemotePolicy, Tier, remote::RemoteError};
 
 /// Holds so many blocks of host memory at once.
 async fn assert_room(cache: &Cache, blocks: u64) {
@@ -20,21 +20,57 @@ async fn assert_room(cache: &Cache, blocks: u64) {
     }
 }
 
+/// Settings of a cache that has these slots, and more that others have the memory of.
+fn parking(config: Config, slots: u32, parked: u32) -> Config {
+    let mut config = config.host_blocks(slots + parked);
+    config.host.parks = true;
+    config
+}
+
 #[tokio::test]
-async fn reads_that_hang_hold_a_quarter_of_host_memory() {
+async fn reads_that_hang_hold_a_quarter_of_the_host_memory_that_there_is_now() {
+    for others in [0, 48] {
+        let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+        write_chain(&store).await;
+        let late = |config: Config| config.deadline_ms(2000).remote_deadline_ms(600_000).remote_interval_s(3600);
+        let cache = reader(&store, |config| parking(late(config), 16, others)).await;
+        let mut parked = cache.parked();
+        assert_eq!(parked.park(others as usize), others as usize);
+        store.set(Trouble::Hangs);
+        let asked = store.reads();
+        let fetch = tokio::spawn({
+            let cache = cache.clone();
+            async move { cache.fetch_many(&keys()[..16]).await.len() }
+        });
+        eventually("asked", async || store.reads() > asked).await;
+        assert_room(&cache, 12).await;
+        fetch.abort();
+        cache.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn a_prefetch_that_fails_and_finds_no_memory_to_be_repeated_is_a_failure() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     write_chain(&store).await;
-    let late = |config: Config| config.host_blocks(16).remote_deadline_ms(600_000).remote_interval_s(3600);
-    let cache = reader(&store, |config| late(config).deadline_ms(2000)).await;
-    store.set(Trouble::Hangs);
+    let late = |config: Config| config.host_blocks(4).remote_interval_s(3600).remote_deadline_ms(600_000);
+    let cache = reader(&store, late).await;
+    store.hold(&key(0));
     let asked = store.reads();
-    let fetch = tokio::spawn({
-        let cache = cache.clone();
-        async move { cache.fetch_many(&keys()[..16]).await.len() }
-    });
+    assert_eq!(cache.prefetch(&[key(0)]).expect("begun"), 1);
     eventually("asked", async || store.reads() > asked).await;
-    assert_room(&cache, 12).await;
-    fetch.abort();
+    store.set(Trouble::Fails(RemoteError::Throttled("503".into())));
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        held.push(cache.reserve().await.expect("a slot"));
+    }
+    // It waits, and gets the slot that the read gives back.
+    let mut last = pin!(cache.reserve());
+    assert!(poll_fn(|context| Poll::Ready(last.as_mut().poll(context).is_pending())).await);
+    store.release(&key(0));
+    held.push(last.await.expect("a slot"));
+    eventually("told", async || cache.stats().remote_errors > 0).await;
+    drop(held);
     cache.close().await.expect("closed");
 }
 
@@ -54,19 +90,23 @@ async fn a_block_that_a_caller_waits_for_finds_slots_beside_a_prefetch() {
 }
 
 #[tokio::test]
-async fn writes_that_hang_pin_an_eighth_of_host_memory() {
-    let store = MemoryStore::new(4 * BLOCK_BYTES as u64);
-    store.set(Trouble::Hangs);
-    // Written once all are stored, however slowly: an object less at a time would not take an eighth.
-    let late = settings(&store).remote_policy(RemotePolicy::Reused).remote_deadline_ms(600_000).deadline_ms(2000);
-    let cache = open(late).await;
-    for n in 0..BLOCKS {
-        cache.store(&key(n), n.checked_sub(1).map(key).as_ref(), &payload(n, BLOCK_BYTES)).await.expect("stored");
+async fn writes_that_hang_pin_an_eighth_of_the_host_memory_that_there_is_now() {
+    for others in [0, 64] {
+        let store = MemoryStore::new(4 * BLOCK_BYTES as u64);
+        store.set(Trouble::Hangs);
+        // Written once all are stored, however slowly: an object less at a time would not take an eighth.
+        let late = settings(&store).remote_policy(RemotePolicy::Reused).remote_deadline_ms(600_000).deadline_ms(2000);
+        let cache = open(parking(late, 64, others)).await;
+        let mut parked = cache.parked();
+        assert_eq!(parked.park(others as usize), others as usize);
+        for n in 0..BLOCKS {
+            cache.store(&key(n), n.checked_sub(1).map(key).as_ref(), &payload(n, BLOCK_BYTES)).await.expect("stored");
+        }
+        cache.keep(&keys(), Duration::from_secs(60));
+        eventually("written", async || store.writes() == 4).await;
+        assert_room(&cache, 56).await;
+        cache.close().await.expect("closed");
     }
-    cache.keep(&keys(), Duration::from_secs(60));
-    eventually("written", async || store.writes() == 4).await;
-    assert_room(&cache, 56).await;
-    cache.close().await.expect("closed");
 }
 
 #[tokio::test]

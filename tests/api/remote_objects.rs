@@ -1,7 +1,7 @@
 //! Objects of the remote store: which are deleted, and whose they are.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -12,7 +12,12 @@ use crate::{
     },
     remote::{BLOCK_BYTES, BLOCKS, eventually, open, reader, settings, write_chain},
 };
-use kvhoist::{Config, RemotePolicy, Tier, remote::RemoteError};
+use bytes::Bytes;
+use kvhoist::{
+    Config, RemotePolicy, Tier,
+    remote::{Capabilities, Created, Page, ReadBuffer, RemoteError, RemoteFuture, RemoteStore},
+};
+use tokio::sync::oneshot;
 
 #[tokio::test]
 async fn a_store_that_has_more_than_it_may_loses_objects_and_their_readers_miss() {
@@ -84,6 +89,17 @@ async fn a_store_that_only_says_that_it_deletes_is_not_listed_again_and_again() 
     eventually("deleted twice", async || cache.stats().remote_deleted >= 2 * DELETED_MAX as u64).await;
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(store.pages() - before, 2 * (DELETED_MAX + 10).div_ceil(1000));
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_listing_that_does_not_go_on_is_none_and_forgets_nothing() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    store.set(Trouble::RepeatsPages);
+    eventually("told", async || cache.stats().remote_errors > 0).await;
+    assert_eq!(cache.stats().tier(Tier::Remote).resident, BLOCKS);
     cache.close().await.expect("closed");
 }
 
@@ -189,4 +205,63 @@ async fn an_object_that_was_created_anew_with_other_bytes_is_a_miss_and_learned_
     assert!(!cache.contains(&key(5)), "its table is the same");
     assert_eq!(cache.stats().remote_invalid, 2);
     cache.close().await.expect("closed");
+}
+
+/// A store that answers every two reads with one another's buffers.
+struct Swapping {
+    store: Arc<MemoryStore>,
+    waiting: Mutex<Option<(ReadBuffer, oneshot::Sender<ReadBuffer>)>>,
+}
+
+impl RemoteStore for Swapping {
+    fn capabilities(&self) -> Capabilities {
+        self.store.capabilities()
+    }
+
+    fn read_into(&self, object: &str, start: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer> {
+        // Tables are read as they are.
+        if start == 0 {
+            return self.store.read_into(object, start, buffer);
+        }
+        let mut waiting = self.waiting.lock().expect("no panic");
+        let Some((others, sender)) = waiting.take() else {
+            let (sender, receiver) = oneshot::channel();
+            *waiting = Some((buffer, sender));
+            return Box::pin(async { receiver.await.map_err(|_| RemoteError::NotFound) });
+        };
+        let [own, others] = [buffer, others].map(|buffer| self.store.read_into(object, start, buffer));
+        Box::pin(async move {
+            sender.send(own.await?).expect("the other read waits");
+            others.await
+        })
+    }
+
+    fn create(&self, object: &str, parts: Vec<Bytes>) -> RemoteFuture<Created> {
+        self.store.create(object, parts)
+    }
+
+    fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page> {
+        self.store.list(prefix, after)
+    }
+
+    fn delete(&self, objects: &[String]) -> RemoteFuture<()> {
+        self.store.delete(objects)
+    }
+}
+
+#[tokio::test]
+async fn a_read_that_is_answered_with_slots_of_another_cache_is_a_miss() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let swapping = Arc::new(Swapping { store: Arc::clone(&store), waiting: Mutex::default() });
+    let swap = |config: Config| config.remote_store(Arc::clone(&swapping) as _).remote_deadline_ms(600_000);
+    let (one, other) = (reader(&store, swap).await, reader(&store, swap).await);
+    let (key, before) = (key(3), one.stats().tier(Tier::Host).free);
+    let (found, found_too) = tokio::join!(one.fetch(&key), other.fetch(&key));
+    assert!(found.expect("no error").is_none() && found_too.expect("no error").is_none());
+    for cache in [one, other] {
+        let stats = cache.stats();
+        assert_eq!((stats.remote_invalid, stats.tier(Tier::Host).free), (1, before), "its slot is free again");
+        cache.close().await.expect("closed");
+    }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::common::{config, directory, key, payload, remote_store::MemoryStore};
-use crate::remote::{BLOCK_BYTES, assert_serves, eventually, evicting, open, settings};
+use crate::remote::{BLOCK_BYTES, assert_serves, eventually, evicting, open, settings, write_chain};
 
 use kvhoist::{Cache, Config, RemotePolicy, StorageKind, Tier, remote::RemoteError};
 
@@ -85,6 +85,37 @@ async fn blocks_of_the_last_run_are_written_to_an_empty_store_as_they_are_used()
     let cache = open(with_disk(&second)).await;
     use_one(&cache, 0).await;
     eventually("written", async || written(&cache) == 1 && second.objects().len() == 1).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_store_that_refuses_deletions_is_listed_and_gets_blocks_whose_write_failed() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    store.refuse_deletions();
+    store.fail_creations(unavailable());
+    let cache = open(settings(&store).remote_bytes(1)).await;
+    store_one(&cache, 100).await;
+    eventually("failed", async || cache.stats().remote_unsent > 0).await;
+    store.fail_creations(None);
+    use_one(&cache, 100).await;
+    eventually("written", async || store.has(&key(100))).await;
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn blocks_that_are_evicted_while_they_wait_to_be_written_are_counted() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    let cache = open(settings(&store).host_blocks(4).remote_deadline_ms(600_000)).await;
+    store.hold(&key(0));
+    store_one(&cache, 0).await;
+    eventually("the first is on its way", async || store.writes() == 1).await;
+    for n in 1..9 {
+        store_one(&cache, n).await;
+    }
+    store.release(&key(0));
+    eventually("all are written or counted", async || written(&cache) + cache.stats().remote_unsent == 9).await;
+    assert_eq!(written(&cache), 5, "the first, and those that are there");
     cache.close().await.expect("closed");
 }
 

@@ -55,6 +55,8 @@ pub enum Trouble {
     LosesAnAnswer,
     /// It says that it deletes, and does not.
     KeepsAll,
+    /// Each page of a listing is the first one.
+    RepeatsPages,
     /// The code of the store panics.
     Panics,
 }
@@ -182,7 +184,8 @@ impl MemoryStore {
                 | Trouble::Corrupts(_)
                 | Trouble::CutsOff
                 | Trouble::LosesAnAnswer
-                | Trouble::KeepsAll => {}
+                | Trouble::KeepsAll
+                | Trouble::RepeatsPages => {}
             }
             let result = run(&mut state.lock().expect("no panic"));
             changes.send_modify(|changes| *changes += 1);
@@ -259,7 +262,8 @@ impl RemoteStore for MemoryStore {
             if state.refuses_listings {
                 return Err(RemoteError::Refused("403".into()));
             }
-            let begin = after.as_ref().map_or(Bound::Included(&prefix), Bound::Excluded);
+            let after = after.as_ref().filter(|_| !matches!(state.trouble, Trouble::RepeatsPages));
+            let begin = after.map_or(Bound::Included(&prefix), Bound::Excluded);
             let later = state.objects.range::<String, _>((begin, Bound::Unbounded));
             let mut later =
                 later.skip_while(|(name, _)| **name < prefix).take_while(|(name, _)| name.starts_with(&prefix));
