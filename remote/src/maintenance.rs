@@ -5,13 +5,14 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    thread,
     time::{Duration, SystemTime},
 };
 
 use futures_util::{StreamExt, stream};
 use kvhoist::{
     internals::{checksum::Digest, remote::blocks_of_object},
-    remote::{Object, RemoteError, RemoteStore},
+    remote::{Object, RemoteError, RemoteFuture, RemoteStore},
 };
 
 /// What the names of objects begin with: the format and its version.
@@ -22,6 +23,10 @@ const DELETED_PER_REQUEST: usize = 1000;
 const PIECE_BYTES: u64 = 8 << 20;
 /// Objects that are verified at a time.
 const VERIFIED_AT_A_TIME: u32 = 8;
+/// Repetitions of a request that the store throttled or did not answer.
+const REPEATS_MAX: u32 = 2;
+/// The wait before the first repetition; it doubles with each.
+const REPEAT_AFTER: Duration = Duration::from_millis(100);
 
 /// Objects of a namespace, counted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -52,6 +57,19 @@ pub fn namespace_of(name: &str) -> Option<&str> {
     (is_digest(namespace) && is_digest(key)).then_some(namespace)
 }
 
+/// A request, and its repetitions. Between two it blocks the thread: a command has nothing else to do, and other
+/// requests go on in the threads of the store.
+async fn repeated<T>(request: impl Fn() -> RemoteFuture<T>) -> Result<T, RemoteError> {
+    for repeats in 0..REPEATS_MAX {
+        match request().await {
+            Err(RemoteError::Throttled(_) | RemoteError::Unavailable(_)) => {}
+            ended => return ended,
+        }
+        thread::sleep(REPEAT_AFTER * (1 << repeats));
+    }
+    request().await
+}
+
 /// Lists the objects whose names begin with a prefix, page by page; `see` gets each.
 ///
 /// # Errors
@@ -63,7 +81,7 @@ pub async fn list(
 ) -> Result<(), RemoteError> {
     let mut after: Option<String> = None;
     loop {
-        let page = store.list(prefix, after.as_deref()).await?;
+        let page = repeated(|| store.list(prefix, after.as_deref())).await?;
         page.objects.into_iter().filter(|object| namespace_of(&object.name).is_some()).try_for_each(&mut see)?;
         // A store whose pages do not go on would be listed for ever.
         match page.next {
@@ -124,7 +142,10 @@ pub async fn verify(
 
 /// Reads an object piece by piece; the number of its blocks, if all are right.
 async fn check(store: &dyn RemoteStore, object: &Object) -> Result<usize, RemoteError> {
-    let piece = async |from: u64| store.read(&object.name, from..object.bytes.min(from + PIECE_BYTES)).await;
+    let piece = async |from: u64| {
+        let end = object.bytes.min(from + PIECE_BYTES);
+        repeated(|| store.read(&object.name, from..end)).await
+    };
     let (mut bytes, mut from) = (piece(0).await?, 0);
     let blocks = blocks_of_object(&object.name, &bytes, object.bytes)?;
     for (number, (range, expected)) in blocks.iter().enumerate() {
@@ -215,7 +236,7 @@ pub async fn plan(
 /// Of the store. What was deleted before stays deleted.
 pub async fn delete(store: &dyn RemoteStore, names: &[String], mut done: impl FnMut(usize)) -> Result<(), RemoteError> {
     for (at, some) in names.chunks(DELETED_PER_REQUEST).enumerate() {
-        store.delete(some).await?;
+        repeated(|| store.delete(some)).await?;
         done(at * DELETED_PER_REQUEST + some.len());
     }
     Ok(())
@@ -223,20 +244,30 @@ pub async fn delete(store: &dyn RemoteStore, names: &[String], mut done: impl Fn
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeMap, sync::Mutex};
+    use std::{
+        collections::BTreeMap,
+        sync::{
+            Mutex,
+            atomic::{AtomicU32, Ordering::Relaxed},
+        },
+    };
 
     use bytes::Bytes;
-    use kvhoist::remote::{Capabilities, Created, Page, ReadBuffer, RemoteFuture};
+    use kvhoist::remote::{Capabilities, Created, Page, ReadBuffer};
     use pollster::block_on;
 
     use super::*;
 
-    /// Objects with times, in pages of two.
+    /// Objects with times, in pages of two, and how many of the next requests are throttled.
     #[derive(Default)]
-    struct Store(Mutex<BTreeMap<String, (u64, Option<SystemTime>)>>);
+    struct Store(Mutex<BTreeMap<String, (u64, Option<SystemTime>)>>, AtomicU32);
 
-    fn ready<T: Send + 'static>(value: T) -> RemoteFuture<T> {
-        Box::pin(std::future::ready(Ok(value)))
+    impl Store {
+        fn ready<T: Send + 'static>(&self, value: T) -> RemoteFuture<T> {
+            let is_throttled = self.1.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok();
+            let answer = if is_throttled { Err(RemoteError::Throttled("503".into())) } else { Ok(value) };
+            Box::pin(std::future::ready(answer))
+        }
     }
 
     impl RemoteStore for Store {
@@ -245,11 +276,11 @@ mod tests {
         }
 
         fn read_into(&self, _: &str, _: u64, buffer: ReadBuffer) -> RemoteFuture<ReadBuffer> {
-            ready(buffer)
+            self.ready(buffer)
         }
 
         fn create(&self, _: &str, _: Vec<Bytes>) -> RemoteFuture<Created> {
-            ready(Created::Now)
+            self.ready(Created::Now)
         }
 
         fn list(&self, prefix: &str, after: Option<&str>) -> RemoteFuture<Page> {
@@ -259,12 +290,12 @@ mod tests {
             let object = |(name, &(bytes, modified)): (&String, &_)| Object { name: name.clone(), bytes, modified };
             let objects: Vec<Object> = found.map(object).take(2).collect();
             let next = objects.get(1).map(|object| object.name.clone());
-            ready(Page { objects, next })
+            self.ready(Page { objects, next })
         }
 
         fn delete(&self, names: &[String]) -> RemoteFuture<()> {
             names.iter().for_each(|name| _ = self.0.lock().expect("no panic").remove(name));
-            ready(())
+            self.ready(())
         }
     }
 
@@ -301,6 +332,22 @@ mod tests {
             newest: Some(at(newest)),
         };
         assert_eq!(found.into_values().collect::<Vec<_>>(), [wanted(3, 100, 104), wanted(2, 101, 103)]);
+    }
+
+    #[test]
+    fn a_request_that_is_throttled_is_repeated_twice() {
+        let store = filled();
+        let throttle = |requests| store.1.store(requests, Relaxed);
+        throttle(2);
+        assert_eq!(block_on(usage(&store)).expect("counted").len(), 2);
+        throttle(2);
+        block_on(delete(&store, &[name(0, 9)], |_| {})).expect("deleted");
+        throttle(2);
+        let bytes = Object { name: name(1, 8), bytes: 10, modified: None };
+        let wrong = block_on(check(&store, &bytes)).expect_err("no object of kvhoist");
+        assert!(matches!(wrong, RemoteError::Invalid { .. }), "{wrong}");
+        throttle(3);
+        assert!(matches!(block_on(usage(&store)), Err(RemoteError::Throttled(_))));
     }
 
     #[test]

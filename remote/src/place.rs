@@ -69,7 +69,8 @@ impl Place {
         let (host, port) = match authority.rsplit_once(':') {
             // An IPv6 address without a port ends in a bracket.
             Some((host, port)) if !port.ends_with(']') => {
-                (host, port.parse().map_err(|_| refused(format!("the port {port:?}"), EXPECTED))?)
+                // It may be a password: what stands there in a URL without a host.
+                (host, port.parse().map_err(|_| refused("a port that is no number up to 65535", EXPECTED))?)
             }
             _ => (authority, REDIS_PORT),
         };
@@ -131,6 +132,8 @@ mod tests {
             "redis://h/-1",
             "s3://AKIAEXAMPLE:hunter2@cache",
             "redis://:hunter2@h",
+            "redis://:hunter2",
+            "redis://user:hunter2/0",
             "redis://:hunter2/x@h",
             "redis://:hunter2?x@h",
             "redis://h/?password=hunter2",
