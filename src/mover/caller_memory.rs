@@ -16,7 +16,6 @@ use super::{
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::{CallResults, joined},
     route::Shape,
-    speculative_copy::{Offer, Target},
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
 use crate::{
@@ -169,23 +168,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         started: Instant,
     ) -> Result<bool> {
         let key = &trip.key;
-        let (outcome, job, is_copied) = match job.memory() {
-            // The device verifies it.
-            RegionMemory::Device => {
-                let offer = Offer::new(Some(Target::Memory(job)));
-                let outcome = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await;
-                // Also after a failure: the owner may use the memory again once it has an answer.
-                let (Some(Target::Memory(job)), is_copied) = offer.withdraw().await? else {
-                    unreachable!("a target comes back as the one that it was");
-                };
-                (outcome, job, is_copied)
-            }
-            RegionMemory::Host => (self.to_host(key, Class::Awaited, step, None).await, job, false),
-        };
-        let Some(pin) = outcome? else { return Ok(false) };
-        if !is_copied {
-            self.copy(pin, job).await?.0?;
-        }
+        let is_resident = matches!(step, Step::Pinned(_));
+        let Some(pin) = self.to_host(key, Class::Awaited, step, None).await? else { return Ok(false) };
+        // Blocks that come from disk leave as they come: those that end together reach the disk together.
+        let copied = if is_resident { self.copy(pin, job).await } else { self.copy_promptly(pin, job).await };
+        copied?.0?;
         self.loaded(key, started);
         if trip.is_suspect {
             self.blame_cufile();

@@ -9,7 +9,7 @@ use super::{
     block_memory::Buffer,
     plan::{Fill, Flight, Step, Trip},
     read::Verifier,
-    speculative_copy::{Offer, Target},
+    speculative_copy::Offer,
 };
 use crate::{
     block::{BlockKey, Route, Tier},
@@ -42,7 +42,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             trip.rule_out();
             step = self.plan(&mut self.shared.lock(), &mut trip)?;
         }
-        let offer = Offer::new(None);
+        let offer = Offer::new();
         let outcome = self.to_host(&trip.key, Class::Awaited, step, Some(offer.copy())).await?;
         let Some(source) = outcome else { return Ok(None) };
         if trip.is_suspect {
@@ -54,8 +54,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             _ => Route::HostToDevice,
         };
         let (filling, is_copied) = match offer.withdraw().await? {
-            (Some(Target::Slot(filling)), is_copied) => (filling, is_copied),
-            _ => (self.shared.acquire(Tier::Device, Purpose::Movement(&trip.key, Tier::Device)).await?, false),
+            (Some(filling), is_copied) => (filling, is_copied),
+            (None, _) => (self.shared.acquire(Tier::Device, Purpose::Movement(&trip.key, Tier::Device)).await?, false),
         };
         {
             let mut state = self.shared.lock();

@@ -1,8 +1,11 @@
 //! Copies to the device that begin before their block is verified.
 //!
 //! A block on its way from disk to the device is in host memory, whole, before its checksum is known. There the
-//! processor would have to compute it; at its target, the device can. The movement that wants the block offers the
-//! target, and learns whether the block was copied there once it is verified: no caller sees the block before.
+//! processor would have to compute it; in a slot of the device, the device can. The movement that wants the block offers
+//! to take one, and learns whether the block was copied there once it is verified: no caller sees the block before.
+//!
+//! Only a slot: a caller's memory proves nothing of what is in host memory. Other code may write there, and several
+//! blocks may be loaded into one place.
 //!
 //! The copies are prompt, in small groups. Otherwise blocks that arrive together would leave together and request their
 //! successors together, and the disk would idle meanwhile (0.69 of the bare loop, with 32 blocks in flight).
@@ -11,11 +14,7 @@ use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{
-    Mover,
-    block_memory::{BlockMemory, FilledMemory, Where},
-    region::Job,
-};
+use super::{Mover, block_memory::BlockMemory};
 use crate::{
     block::{BlockKey, Tier},
     device::CopyEngine,
@@ -24,59 +23,39 @@ use crate::{
     state::{Filling, Unverified},
 };
 
-/// The target of a block on the device.
-pub(super) enum Target {
-    Slot(Filling),
-    /// A caller's memory.
-    Memory(Box<Job>),
-}
+/// The slot, if one was free, and whether the block was copied there, verified, and made visible in host memory. The
+/// error of a device that did not say whether it had ended, with which the slot stays.
+type Returned = Result<(Option<Filling>, bool)>;
 
-// SAFETY: as of the slot or the job in it.
-unsafe impl BlockMemory for Target {
-    fn place(&self) -> Where<'_> {
-        match self {
-            Target::Slot(filling) => filling.place(),
-            Target::Memory(job) => job.place(),
-        }
-    }
-}
+/// The offer of a copy, for the movement that reads the block: to any slot that is free once the block has been read.
+/// There may be none: a movement that has read a block waits for no slot.
+pub(super) struct SpeculativeCopy(RefCell<Option<oneshot::Sender<Returned>>>);
 
-// SAFETY: the same.
-unsafe impl FilledMemory for Target {}
-
-/// A target that is returned, and whether the block was copied there, verified, and made visible in host memory. The
-/// error of a device that did not say whether it had ended, with which the target stays.
-type Returned = Result<(Option<Target>, bool)>;
-
-/// A target that is offered, for the movement that reads the block. `None`: any slot that is free once the block has
-/// been read. There may be none: a movement that has read a block waits for no slot.
-pub(super) struct SpeculativeCopy(RefCell<Option<(Option<Target>, oneshot::Sender<Returned>)>>);
-
-/// A target that is offered, for the movement that offers it.
+/// The offer of a copy, for the movement that offers it.
 pub(super) struct Offer {
     copy: Rc<SpeculativeCopy>,
     returned: oneshot::Receiver<Returned>,
 }
 
 impl Offer {
-    pub(super) fn new(target: Option<Target>) -> Self {
+    pub(super) fn new() -> Self {
         let (sender, returned) = oneshot::channel();
-        Offer { copy: Rc::new(SpeculativeCopy(RefCell::new(Some((target, sender))))), returned }
+        Offer { copy: Rc::new(SpeculativeCopy(RefCell::new(Some(sender)))), returned }
     }
 
     pub(super) fn copy(&self) -> Rc<SpeculativeCopy> {
         Rc::clone(&self.copy)
     }
 
-    /// Takes the target back; nothing is copied there after that. Waits for a copy in flight, and so for the
-    /// verification of its block: for the device, never for the disk.
+    /// Takes the offer back; nothing is copied after that. Waits for a copy in flight, and so for the verification of
+    /// its block: for the device, never for the disk.
     ///
     /// # Errors
-    /// [`Error::Copy`] where the target stays with the device. [`Error::Closed`] where the movement that had taken it
-    /// is gone: the cache ends.
+    /// [`Error::Copy`] where the slot stays with the device. [`Error::Closed`] where the movement that had taken the
+    /// offer is gone: the cache ends.
     pub(super) async fn withdraw(self) -> Returned {
-        if let Some((target, _)) = self.copy.0.take() {
-            return Ok((target, false));
+        if self.copy.0.take().is_some() {
+            return Ok((None, false));
         }
         self.returned.await.unwrap_or(Err(Error::Closed))
     }
@@ -92,8 +71,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         copy: &SpeculativeCopy,
     ) {
         let (sum, wanted) = (unverified.sum, unverified.checksum);
-        let Some((target, returned)) = copy.0.take() else { return self.verify_here(key, unverified).await };
-        let Some(target) = target.or_else(|| self.shared.lock().acquire(Tier::Device).map(Target::Slot)) else {
+        let Some(returned) = copy.0.take() else { return self.verify_here(key, unverified).await };
+        let Some(target) = self.shared.lock().acquire(Tier::Device) else {
             // Who offered it may be gone.
             drop(returned.send(Ok((None, false))));
             return self.verify_here(key, unverified).await;
