@@ -15,7 +15,10 @@ pub mod service {
     pub use crate::{
         cache::{LayerReports, MemoryOwner, Parked, Ranges},
         config::HeldFile,
-        device::cuda::{Gpu, IPC_HANDLE_BYTES, ImportedMemory, discover, uuid_text},
+        device::{
+            check_device_of,
+            cuda::{Gates, Gpu, IPC_HANDLE_BYTES, ImportedMemory, discover, uuid_text},
+        },
         fork::{Home, HomeBound},
         memory::{Guard, MemoryKind},
         shield::shield,

@@ -175,6 +175,11 @@ impl<O: Send + Sync + 'static> OwnedBatch<O> {
         self.batch.bytes()
     }
 
+    /// As [`CopyEngine::is_of_tier`].
+    pub fn is_of_tier<C: CopyEngine>(&self, engine: &C) -> bool {
+        engine.is_of_tier(&self.batch)
+    }
+
     /// Copies all of it and returns the owner. After an error the destination is undefined.
     pub async fn copy<C: CopyEngine>(self, engine: &C) -> (Result<()>, O) {
         let (result, batch) = engine.copy(self.batch).await;
@@ -201,6 +206,12 @@ pub trait CopyEngine: 'static {
 
     /// Copies all of `batch`. After an error the destination is undefined.
     fn copy(&self, batch: CopyBatch) -> impl Future<Output = (Result<()>, CopyBatch)>;
+
+    /// Whether the batch's device is the one that [`fault`](Self::fault) speaks of: of several, that of the device tier.
+    fn is_of_tier(&self, batch: &CopyBatch) -> bool {
+        let _ = batch;
+        true
+    }
 
     /// Why the engine can no longer copy to and from the device, once it cannot.
     fn fault(&self) -> Option<String> {

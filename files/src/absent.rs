@@ -2,7 +2,9 @@
 
 use std::{fs::File, sync::Arc, time::Duration};
 
-use crate::{Error, Result, pages::Pages};
+use kvhoist::internals::memory::Mapping;
+
+use crate::{Error, Result};
 
 /// There is none.
 pub(crate) enum Copier {}
@@ -10,7 +12,7 @@ pub(crate) enum Copier {}
 /// There is none.
 pub(crate) enum Pinned {}
 
-pub(crate) fn pin(_ordinal: u32, _pages: &Pages) -> Result<Pinned> {
+pub(crate) fn pin(_ordinal: u32, _memory: &Mapping) -> Result<Pinned> {
     Err(Error::Device("this build has no support for CUDA devices (cargo feature `cuda`)".into()))
 }
 

@@ -4,7 +4,12 @@
 
 use std::sync::Arc;
 
-use crate::{Error, Memory, Result, cuda, memory::Copies, pages::Pages, process::PerProcess};
+use kvhoist::internals::memory::Mapping;
+
+use crate::{Error, Memory, Result, cuda, memory::Copies, process::PerProcess};
+
+/// Buffers are whole huge pages, if the system has them.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Buffers that nobody uses.
 static IDLE: PerProcess<Vec<Buffers>> = PerProcess::new();
@@ -15,7 +20,8 @@ struct Buffers {
     /// Dropped before the memory.
     _pinned: Option<cuda::Pinned>,
     memory: Memory,
-    pages: Arc<Pages>,
+    /// No fork makes it copy-on-write, so that drives and devices use the pages that this process sees.
+    pages: Arc<Mapping>,
 }
 
 /// Two buffers of one thread, and what copies between each and a transfer's memory: one is read into while the other is
@@ -34,7 +40,8 @@ impl Bounce {
             return Ok(found);
         }
         drop(idle);
-        let pages = Arc::new(Pages::map(2 * bytes).map_err(|error| Error::io("map", "bounce buffers", error))?);
+        let pages = Mapping::anonymous((2 * bytes).next_multiple_of(HUGE_PAGE_BYTES));
+        let pages = Arc::new(pages.map_err(|error| Error::io("map", "bounce buffers", error))?);
         let pinned = match memory {
             Memory::Host => None,
             Memory::Cuda(ordinal) => Some(cuda::pin(ordinal, &pages)?),
@@ -58,7 +65,7 @@ impl Bounce {
         let buffers = self.buffers();
         let half = buffers.half();
         // SAFETY: a half of the mapping, which this value alone reads and writes; anonymous memory is initialized.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(buffers.pages.start().as_ptr().add(turn * half), half) };
+        let bytes = unsafe { std::slice::from_raw_parts_mut(buffers.pages.ptr().as_ptr().add(turn * half), half) };
         Ok((bytes, &buffers.copies[turn]))
     }
 }
@@ -66,7 +73,7 @@ impl Bounce {
 impl Buffers {
     /// Bytes of each of the two: whole pages.
     fn half(&self) -> usize {
-        self.pages.bytes() / 2
+        self.pages.len() / 2
     }
 }
 
@@ -78,5 +85,30 @@ impl Drop for Bounce {
             Ok(()) => IDLE.lock().push(buffers),
             Err(_) => std::mem::forget(buffers),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forked_child_has_no_part_of_a_buffer() {
+        let mut bounce = Bounce::take(1 << 20, Memory::Host).expect("memory");
+        bounce.idle(0).expect("idle").0.fill(1);
+        let pages = Arc::clone(&bounce.buffers().pages);
+        // SAFETY: the child does nothing but what is to be tried, and ends without the parent's handlers.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let mut is_there = 0;
+            // SAFETY: the call looks at no memory, and writes one byte.
+            let found = unsafe { libc::mincore(pages.ptr().as_ptr().cast(), 1, &raw mut is_there) };
+            // SAFETY: an exit.
+            unsafe { libc::_exit(found + 1) };
+        }
+        let mut status = 0;
+        // SAFETY: this process's child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child");
     }
 }

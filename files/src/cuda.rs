@@ -17,9 +17,10 @@ use cudarc::driver::sys::{self, CUresult, CUstream_flags, CUstreamWriteValue_fla
 use kvhoist::internals::{
     device::cufile::CufileReader,
     gpu::{Gpu, HostPin},
+    memory::Mapping,
 };
 
-use crate::{Error, Result, pages::Pages, process::PerProcess};
+use crate::{Error, Result, process::PerProcess};
 
 /// The streams of each device.
 static STREAMS: PerProcess<BTreeMap<u32, Vec<Arc<Stream>>>> = PerProcess::new();
@@ -64,11 +65,11 @@ pub(crate) type Reader = CufileReader;
 /// Host memory that is pinned for a device.
 pub(crate) type Pinned = HostPin;
 
-/// Pins the pages for the device, which then copies without buffers of its driver's.
-pub(crate) fn pin(ordinal: u32, pages: &Arc<Pages>) -> Result<Pinned> {
+/// Pins memory for the device, which then copies without buffers of its driver's.
+pub(crate) fn pin(ordinal: u32, memory: &Arc<Mapping>) -> Result<Pinned> {
     let gpu = open(ordinal)?;
     // SAFETY: the mapping, which stays for as long as its owner lives.
-    unsafe { HostPin::new(gpu, pages.start(), pages.bytes(), Arc::clone(pages) as _) }.map_err(device)
+    unsafe { HostPin::new(gpu, memory.ptr(), memory.len(), Arc::clone(memory) as _) }.map_err(device)
 }
 
 fn open(ordinal: u32) -> Result<Arc<Gpu>> {
@@ -98,7 +99,7 @@ impl Stream {
                     "found a driver without stream memory operations, expected CUDA 11.7's or a newer one",
                 ));
             }
-            gpu.make_current().map_err(device)?;
+            gpu.make_current_for_good().map_err(device)?;
             let (mut handle, flags) = (null_mut(), CUstream_flags::CU_STREAM_NON_BLOCKING as u32);
             // SAFETY: the context is current. The stream stays for as long as the process.
             check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut handle, flags) })?;
@@ -111,7 +112,7 @@ impl Stream {
 impl Copier {
     pub(crate) fn open(ordinal: u32) -> Result<Self> {
         let stream = Stream::of(ordinal)?;
-        stream.gpu.make_current().map_err(device)?;
+        stream.gpu.make_current_for_good().map_err(device)?;
         let mut written = null_mut();
         // SAFETY: the context is current; the memory is freed when the copier is dropped.
         check("cuMemAllocHost", unsafe { sys::cuMemAllocHost_v2(&raw mut written, size_of::<AtomicU32>()) })?;
@@ -121,9 +122,9 @@ impl Copier {
         Ok(Copier { stream, written, told: Cell::new(0), has_begun: Cell::new(false) })
     }
 
-    /// Makes it the calling thread's: each thread that uses it calls this first.
+    /// Makes it the calling thread's, which is one of a transfer: each thread that uses it calls this first.
     pub(crate) fn enter(&self) -> Result<()> {
-        self.stream.gpu.make_current().map_err(device)
+        self.stream.gpu.make_current_for_good().map_err(device)
     }
 
     /// Whether copies have begun that are not known to have ended.

@@ -42,7 +42,6 @@ mod held;
 #[doc(hidden)]
 pub mod internals;
 mod memory;
-mod pages;
 mod plan;
 mod process;
 mod queues;

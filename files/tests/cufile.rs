@@ -234,3 +234,21 @@ fn it_is_not_opened_unless_it_is_wanted() {
         }
     });
 }
+
+/// A thread captures a stream in global mode: the threads of a transfer neither fail nor end the capture.
+#[test]
+fn a_capture_of_a_stream_goes_on() {
+    with_doubles("a_capture_of_a_stream_goes_on", &["none"], |_| {
+        drop(Gpu::open(0).expect("the double has one"));
+        // SAFETY: looks a loaded library up, and closes none.
+        let library = unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+        // SAFETY: a valid handle and a name.
+        let found = unsafe { libc::dlsym(library, c"double_capture".as_ptr()) };
+        assert!(!found.is_null(), "the double has it");
+        // SAFETY: the function of this name takes a number and gives one.
+        let capture = unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(i32) -> i32>(found) };
+        capture(1);
+        let _report = or_skip!(load(Mode::Bounce, 1));
+        assert_eq!(capture(0), 1, "nothing ended the capture");
+    });
+}

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::{Cache, CompletionQueue, MemoryOwner, OpenCache, ranges::Ranges};
 use crate::{
     block::{BlockKey, Segment},
-    device::{GdrState, cuda::Gpu},
+    device::{GdrState, check_device_of, cuda::Gpu},
     error::{Error, Result},
     fork::HomeBound,
     memory::{Memory, MemoryKind, huge},
@@ -137,9 +137,10 @@ impl Cache {
     /// [pinned](Memory::pinned).
     ///
     /// # Errors
-    /// [`Error::Argument`] for an empty range or one that overlaps another region. [`Error::Busy`] past 4,096 regions.
-    /// [`Error::Unavailable`] for device memory without a device tier. If it is to be pinned: [`Error::Timeout`] past
-    /// [`Config::deadline_ms`](crate::Config::deadline_ms) without room among the commands, [`Error::Closed`].
+    /// [`Error::Argument`] for an empty range, one that overlaps another region, and memory of another GPU than the
+    /// cache's. [`Error::Busy`] past 4,096 regions. [`Error::Unavailable`] for device memory without a device tier. If
+    /// it is to be pinned: [`Error::Timeout`] past [`Config::deadline_ms`](crate::Config::deadline_ms) without room
+    /// among the commands, [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropped before it resolves, the memory is not registered: no call that begins later uses it. The kernel may keep
@@ -176,6 +177,10 @@ impl Cache {
 
     /// Registers memory without pinning it.
     fn add_region(&self, memory: Memory) -> Result<Region> {
+        if matches!(memory.kind, MemoryKind::Device) {
+            self.need_device()?;
+            check_device_of(memory.range.ptr, self.inner.facts.gpu.as_deref())?;
+        }
         let name = format!("a region of {} bytes at {:p}", memory.range.len, memory.range.ptr);
         self.add_region_of(memory, self.memory_owner(name))
     }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    CopyBatch, CopyEngine, CopyRegion, CudaCopyOptions, Memcpy, Offered,
+    CopyBatch, CopyEngine, CopyRegion, Memcpy, Offered,
     cuda::{CudaCopy, Gpu, device_of},
     gdr::GdrCopy,
 };
@@ -16,7 +16,6 @@ use crate::{
     block::{Direction, Segment},
     config::{CopyPrefer, EngineMode},
     error::{Error, Result},
-    memory::Arena,
     metrics::CopyMetrics,
     shield::log,
 };
@@ -26,8 +25,6 @@ pub struct AnyCopy {
     /// CUDA devices, the one with the slots first; without one, and with a simulated one, the processor makes all
     /// copies.
     cuda: RefCell<Vec<CudaCopy>>,
-    /// What further devices are opened with.
-    opening: Option<(Arc<Arena>, CudaCopyOptions)>,
     /// Makes the copies within host memory.
     processor: Memcpy,
     in_flight: Cell<u64>,
@@ -46,14 +43,14 @@ impl AnyCopy {
     /// The processor alone.
     pub(crate) fn new(processor: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
         let cuda = RefCell::default();
-        AnyCopy { cuda, opening: None, processor, in_flight: Cell::new(0), gdr: None, metrics }
+        AnyCopy { cuda, processor, in_flight: Cell::new(0), gdr: None, metrics }
     }
 
-    /// Adds a CUDA device, which was opened with these.
+    /// Adds the CUDA device that has the slots.
     #[must_use]
-    pub(crate) fn with_cuda(self, cuda: CudaCopy, arena: &Arc<Arena>, options: CudaCopyOptions) -> Self {
+    pub(crate) fn with_cuda(self, cuda: CudaCopy) -> Self {
         self.cuda.borrow_mut().push(cuda);
-        AnyCopy { opening: Some((Arc::clone(arena), options)), ..self }
+        self
     }
 
     /// Adds an RDMA device, which takes the copies that `mode` and `prefer` select.
@@ -78,7 +75,8 @@ impl AnyCopy {
         all.iter().find(|cuda| Some(cuda.ordinal()) == ordinal).or(all.first()).cloned()
     }
 
-    /// Whether a copy's memory is that of the device which the RDMA device was tested with, and flushes writes of.
+    /// Whether a copy's memory is that of the device with the slots: the one that the RDMA device was tested with, and
+    /// flushes writes of.
     fn is_of_first(&self, batch: &CopyBatch) -> bool {
         let first = self.cuda.borrow().first().map(CudaCopy::ordinal);
         self.cuda(batch).is_none_or(|cuda| Some(cuda.ordinal()) == first)
@@ -189,15 +187,26 @@ impl CopyEngine for AnyCopy {
     }
 
     fn add_gpu(&self, gpu: &Arc<Gpu>) -> Result<()> {
-        let Some((arena, options)) = &self.opening else {
+        let ordinal = gpu.device().ordinal;
+        let (first, known) = {
+            let all = self.cuda.borrow();
+            (all.first().cloned(), all.iter().find(|cuda| cuda.ordinal() == ordinal).cloned())
+        };
+        let Some(first) = first else {
             return Err(Error::unavailable("device", "this cache was opened without a CUDA device"));
         };
-        let ordinal = gpu.device().ordinal;
-        if !self.cuda.borrow().iter().any(|cuda| cuda.ordinal() == ordinal) {
-            let cuda = CudaCopy::new(gpu, arena, *options)?;
-            self.cuda.borrow_mut().push(cuda);
+        match known.map(|cuda| cuda.fault()) {
+            None => {
+                let cuda = first.beside(gpu)?;
+                self.cuda.borrow_mut().push(cuda);
+                Ok(())
+            }
+            Some(None) => Ok(()),
+            Some(Some(reason)) => {
+                let advice = "close the cache and start its process again";
+                Err(Error::unavailable("device", format!("GPU {ordinal} is out of service: {reason}; {advice}")))
+            }
         }
-        Ok(())
     }
 
     async fn forget(&self, region: &CopyRegion) {
@@ -216,8 +225,11 @@ impl CopyEngine for AnyCopy {
         unsafe { cuda.checksum(segments, owner) }.await
     }
 
+    fn is_of_tier(&self, batch: &CopyBatch) -> bool {
+        self.is_of_first(batch)
+    }
+
     fn fault(&self) -> Option<String> {
-        // The device tier's. Copies of another's memory fail by themselves.
         self.cuda.borrow().first().and_then(CopyEngine::fault)
     }
 

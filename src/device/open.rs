@@ -105,7 +105,7 @@ fn open_base(
             let bytes = layout.bytes().next_multiple_of(page);
             let (memory, cuda) = gpu.open_pool(options, arena, bytes)?;
             let pool = DevicePool::new(memory, layout)?;
-            let copy = AnyCopy::new(host_copies, Arc::clone(metrics)).with_cuda(cuda, arena, options);
+            let copy = AnyCopy::new(host_copies, Arc::clone(metrics)).with_cuda(cuda);
             Ok((Some(pool), Some(gpu), copy))
         }
         Err(error) if config.device.kind == DeviceKind::Auto => {

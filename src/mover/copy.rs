@@ -61,7 +61,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// # Errors
     /// As of [`ended`](Self::ended).
     pub(super) async fn copied<O: Send + Sync + 'static>(&self, batch: OwnedBatch<O>) -> Result<(Result<()>, O)> {
-        let (result, owner) = self.ended(batch.copy(&self.copy)).await?;
+        let is_of_tier = batch.is_of_tier(&self.copy);
+        let (result, owner) = self.ended_on(is_of_tier, batch.copy(&self.copy)).await?;
         if result.is_err() {
             self.shared.metrics.copy_errors.add(1);
             if let Some(reason) = self.copy.fault() {
@@ -77,12 +78,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// [`Error::Copy`] where nobody knows whether it has ended, which the engine says by a panic: its memory stays with
     /// it for good, and the device is out of service.
     pub(super) async fn ended<T>(&self, on_device: impl Future<Output = T>) -> Result<T> {
+        self.ended_on(true, on_device).await
+    }
+
+    /// As [`ended`](Self::ended), of the device tier's device or another one, which is no reason to retire the tier.
+    async fn ended_on<T>(&self, is_of_tier: bool, on_device: impl Future<Output = T>) -> Result<T> {
         if let Some(ended) = caught_future(on_device).await {
             return Ok(ended);
         }
-        let reason = self.copy.fault().unwrap_or_else(|| "it did not say whether an operation had ended".into());
         self.shared.metrics.copy_errors.add(1);
-        self.shared.retire_device(reason.clone());
+        let fault = if is_of_tier { self.copy.fault() } else { None };
+        let reason = fault.unwrap_or_else(|| "the device did not say whether an operation had ended".into());
+        if is_of_tier {
+            self.shared.retire_device(reason.clone());
+        }
         Err(Error::copy(self.copy.name(), reason))
     }
 

@@ -98,6 +98,15 @@ impl Gpu {
         self.set_current().map_err(|fault| Error::unavailable("device", fault))
     }
 
+    /// As [`make_current`](Self::make_current), on a thread that is its caller's own for good: captures of streams forbid
+    /// it nothing from now on, and it ends none.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the driver's error.
+    pub fn make_current_for_good(&self) -> Result<()> {
+        self.bind().map_err(|fault| Error::unavailable("device", fault))
+    }
+
     /// The form of the driver's batch copy, if it has one.
     pub(super) fn batch_form(&self) -> Option<BatchForm> {
         self.driver.batch

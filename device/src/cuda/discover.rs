@@ -124,6 +124,7 @@ pub fn discover() -> Discovery {
 
 /// The ordinal of the device that an address of device memory belongs to; `None` for other addresses.
 pub fn device_of(address: *const u8) -> Option<u32> {
+    Driver::get().ok()?;
     let mut ordinal = 0_i32;
     let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
     let found = has("cuPointerGetAttribute").then(|| {

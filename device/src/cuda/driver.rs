@@ -91,9 +91,9 @@ pub(crate) struct CudaError {
 }
 
 impl CudaError {
-    /// Success if the error is that the memory is already pinned.
-    pub(super) fn unless_pinned(self) -> Result<(), CudaError> {
-        if self.code == CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED { Ok(()) } else { Err(self) }
+    /// A call of the system's that found no memory.
+    pub(super) fn out_of_memory(call: &'static str) -> Self {
+        CudaError { call, code: CUresult::CUDA_ERROR_OUT_OF_MEMORY }
     }
 
     /// True if the error has invalidated the context: every later call on it fails too.

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 use kvhoist_base::{
     block::Direction,
     error::{Error, Result},
-    memory::{AlignedBuf, DeviceMemory},
+    memory::{DeviceMemory, Mapping},
     panics::log,
 };
 
@@ -95,8 +95,6 @@ pub struct HostPin {
     gpu: Arc<Gpu>,
     start: NonNull<u8>,
     bytes: usize,
-    /// Pinned by this crate, which then unpins it.
-    ours: bool,
     /// Keeps the memory mapped.
     _owner: Arc<dyn Any + Send + Sync>,
 }
@@ -107,14 +105,14 @@ unsafe impl Send for HostPin {}
 unsafe impl Sync for HostPin {}
 
 impl HostPin {
-    /// Pins a range. Memory that other code in the process has pinned is accepted; that code must not unpin it while it
-    /// is in use.
+    /// Pins a range.
     ///
     /// # Safety
     /// The range must be mapped, readable and writable for as long as `owner` lives.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the driver's error, such as the limit of pinned memory.
+    /// [`Error::Unavailable`] with the driver's error, such as the limit of pinned memory, or that the range is pinned
+    /// already.
     pub unsafe fn new(
         gpu: Arc<Gpu>,
         start: NonNull<u8>,
@@ -130,12 +128,12 @@ impl HostPin {
         })
     }
 
-    /// Allocates `bytes` bytes of zeroed, page-aligned memory and pins it.
+    /// Allocates `bytes` bytes of zeroed, page-aligned memory and pins it. A mapping, because a fork must not make what
+    /// the device reads and writes copy-on-write.
     pub(crate) fn zeroed(gpu: &Arc<Gpu>, bytes: usize) -> std::result::Result<Self, CudaError> {
-        let mut memory = AlignedBuf::zeroed(bytes);
-        let start = NonNull::from(&mut *memory).cast();
-        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
-        unsafe { Self::register(Arc::clone(gpu), start, bytes, Arc::new(memory)) }
+        let Ok(memory) = Mapping::anonymous(bytes) else { return Err(CudaError::out_of_memory("mmap")) };
+        // SAFETY: the mapping stays in place when its owner is moved, and lives as long as that.
+        unsafe { Self::register(Arc::clone(gpu), memory.ptr(), bytes, Arc::new(memory)) }
     }
 
     /// # Safety
@@ -147,13 +145,11 @@ impl HostPin {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> std::result::Result<Self, CudaError> {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        let registered = gpu.enter().and_then(|_entered| {
+        gpu.enter().and_then(|_entered| {
             // SAFETY: the caller vouches for the range; it is unregistered on drop, before the owner is dropped.
             check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(start.as_ptr().cast(), bytes, flags) })
-        });
-        let ours = registered.is_ok();
-        registered.or_else(CudaError::unless_pinned)?;
-        Ok(HostPin { gpu, start, bytes, ours, _owner: owner })
+        })?;
+        Ok(HostPin { gpu, start, bytes, _owner: owner })
     }
 
     /// First address.
@@ -169,9 +165,6 @@ impl HostPin {
 
 impl Drop for HostPin {
     fn drop(&mut self) {
-        if !self.ours {
-            return;
-        }
         // SAFETY: registered in `register`, unregistered once. The driver waits for copies that use it.
         self.gpu.give_back("cuMemHostUnregister", || unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) });
     }

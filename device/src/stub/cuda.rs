@@ -26,6 +26,12 @@ impl CudaCopy {
         match **gpu {}
     }
 
+    /// # Errors
+    /// None: there is no value to call it on.
+    pub fn beside(&self, _gpu: &Arc<Gpu>) -> Result<Self> {
+        match *self {}
+    }
+
     pub fn ordinal(&self) -> u32 {
         match *self {}
     }
@@ -142,6 +148,10 @@ impl CopyEngine for CudaCopy {
 }
 
 impl Gates {
+    pub fn pin(gpu: &Arc<Gpu>) {
+        match **gpu {}
+    }
+
     pub fn take(gpu: &Arc<Gpu>, _count: usize) -> Result<Gates> {
         match **gpu {}
     }

@@ -303,7 +303,7 @@ impl Client {
         .await
     }
 
-    /// Begins a call whose end `answer` gets, unless it cannot begin; returns its id.
+    /// Begins a call, whose end `answer` gets, also that it cannot begin; returns its id.
     pub(super) fn begin_for(
         &self,
         answer: Answer,
@@ -317,7 +317,9 @@ impl Client {
         }
         let Some(counted) = Counted::new(&inner.calls, CALLS_MAX) else {
             let text = format!("busy: {CALLS_MAX} calls of this client are under way; wait for some of them");
-            return Err(Error::service(ServiceFault::Busy, text));
+            let error = Error::service(ServiceFault::Busy, text);
+            answer.send(Err(error.clone()));
+            return Err(error);
         };
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
         inner.line.begin(Call { id, frame: frame(id), what, reply: answer, keeps: (counted, slots) })?;

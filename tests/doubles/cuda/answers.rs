@@ -358,3 +358,28 @@ fn every_error_that_ends_a_context_stops_the_device() {
         }
     });
 }
+
+/// What the device reads and writes while this process changes it must not become copy-on-write.
+#[test]
+fn a_forked_child_has_no_part_of_pinned_memory() {
+    with_double("answers::a_forked_child_has_no_part_of_pinned_memory", "", || {
+        let cache = open();
+        assert_eq!(ask_double(c"double_inherited", 0), 0);
+        block_on(cache.close()).expect("close");
+    });
+}
+
+#[test]
+fn a_method_that_fails_is_left_out_of_the_measurements() {
+    with_double("answers::a_method_that_fails_is_left_out_of_the_measurements", "", || {
+        let gpu = Gpu::open(0).expect("the double is a device");
+        ask_double(c"double_refuse", 1);
+        let scattered = Scattered::new(&gpu, 100);
+        let measured =
+            |to_device, method| scattered.engine.calibration().estimate(to_device, method, 4096, 8).is_some();
+        for method in CopyMethod::ALL {
+            assert_eq!(measured(true, method), method != CopyMethod::Kernel, "{method}");
+            assert!(measured(false, method), "{method}");
+        }
+    });
+}

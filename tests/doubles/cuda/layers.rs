@@ -6,7 +6,7 @@ use std::{
 };
 
 use cudarc::driver::sys;
-use kvhoist::{Cache, CopyMethod, DiskPath, Error, LayerLoad, Region, Segment, block_on};
+use kvhoist::{Cache, CopyMethod, DiskPath, Error, LayerLoad, Region, Segment, block_on, internals::gpu::Gates};
 
 use super::*;
 
@@ -361,6 +361,23 @@ fn a_device_that_stops_ends_every_load() {
         let (leading, error) = block_on(next.layer(0)).expect("a layer");
         assert!(leading == 0 && error.is_some(), "{leading}, {error:?}");
         block_on(cache.unregister(&engine.region)).expect("its own region");
+        block_on(cache.close()).expect("close");
+    });
+}
+
+/// Pinning memory may wait for the streams that wait.
+#[test]
+fn no_wait_of_a_stream_pins_memory() {
+    with_double("layers::no_wait_of_a_stream_pins_memory", "", || {
+        let gpu = Gpu::open(0).expect("the double is a device");
+        assert!(matches!(Gates::take(&gpu, 1), Err(Error::Unavailable { .. })), "no cache has opened the device");
+        let cache = open(None);
+        let pins = ask_double(c"double_pins", 0);
+        let taken: Vec<_> = (0..64).map(|_| Gates::take(&gpu, 1024).expect("there are 65,536")).collect();
+        assert!(matches!(Gates::take(&gpu, 1), Err(Error::Busy { .. })));
+        drop(taken);
+        drop(Gates::take(&gpu, 1024).expect("given back"));
+        assert_eq!(ask_double(c"double_pins", 0), pins);
         block_on(cache.close()).expect("close");
     });
 }

@@ -15,12 +15,15 @@
  * Device memory can be mapped by other processes that have the double, once in each. DOUBLE_FAULT "ipc" makes it memory of
  * which there is no handle.
  * double_stop(e) makes the device stop with this error, as an illegal access by any kernel does; with 0 it works again.
+ * Of several devices, all stop, or after double_stops(d) this one.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
  * double_doubt(n) lets the next n queries fail, and nothing else; of -1 says how many of those have not failed yet.
  * double_capture(1) begins a capture of a stream in global mode by no thread of its own: calls that such a capture forbids
  * fail on threads that have not chosen the relaxed mode, and end it. double_capture(0) ends it, and gives 1 if none had.
  * double_refuse(n) lets the next n launches of kernels be refused.
- * double_pins() is the number of times that memory was pinned or unpinned.
+ * double_pins() is the number of times that memory was pinned or unpinned. double_repinned() is how often it was
+ * pinned already. double_inherited() forks, and says of how many
+ * pinned ranges the child has a part, or -1 if none is pinned.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -34,9 +37,10 @@
 #include <string.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600, ALREADY_PINNED = 712,
        ILLEGAL_ADDRESS = 700, OUT_OF_RESOURCES = 701, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, OPERATING_SYSTEM = 304, INVALID_CONTEXT = 201,
        ALREADY_MAPPED = 208, INVALID_HANDLE = 400 };
 enum { DEVICE_ORDINAL = 9, FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
@@ -50,8 +54,9 @@ typedef struct stream { work *first, **last; int device, writes; struct stream *
 typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
-/* `dead` is the error that the device has stopped with. */
-static int polls = 3, dead;
+/* `dead` is the error that the devices, or the one that stops, have stopped with. */
+static int polls = 3, dead, stopping = -1;
+static int dead_of(int device) { return stopping < 0 || stopping == device ? __atomic_load_n(&dead, __ATOMIC_SEQ_CST) : 0; }
 static uint64_t launches;
 
 uint64_t double_checksum_launches(void) { return launches; }
@@ -59,6 +64,7 @@ uint64_t double_checksum_launches(void) { return launches; }
 /* Events that may still be reached. */
 static int allowed = INT_MAX;
 
+int double_stops(int device) { return stopping = device; }
 int double_stop(int error) { __atomic_store_n(&dead, error, __ATOMIC_SEQ_CST); return error; }
 void double_allow(int n) { __atomic_store_n(&allowed, n, __ATOMIC_SEQ_CST); }
 
@@ -108,7 +114,7 @@ static void lock(void) { pthread_mutex_lock(&streams_lock); }
 static void unlock(void) { pthread_mutex_unlock(&streams_lock); }
 
 static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
-    if (dead) return dead;
+    if (dead_of(s->device)) return dead;
     int from = device_of(src), to = device_of(dst);
     if ((dst && from >= 0 && from != s->device) || (to >= 0 && to != s->device)) return INVALID_VALUE;
     work *w = malloc(sizeof *w);
@@ -369,19 +375,56 @@ int cuFlushGPUDirectRDMAWrites(int target, int scope) {
 }
 static int pins;
 int double_pins(void) { return __atomic_load_n(&pins, __ATOMIC_SEQ_CST); }
+enum { RANGES = 4096 };
+static int repinned;
+int double_repinned(void) { return repinned; }
+static struct { char *start; size_t bytes; } ranges[RANGES];
+/* The range that begins there, or one that is free for NULL. */
+static int range_at(void *p) {
+    int at = 0;
+    while (at < RANGES && ranges[at].start != p) at++;
+    return at;
+}
 int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) {
-    (void)p; (void)n; (void)flags;
+    (void)flags;
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST);
-    return is_fault("register") ? OUT_OF_MEMORY : SUCCESS;
+    if (is_fault("register")) return OUT_OF_MEMORY;
+    lock();
+    int is_new = range_at(p) == RANGES, at = range_at(NULL);
+    if (at == RANGES) abort();
+    if (is_new) { ranges[at].start = p; ranges[at].bytes = n; }
+    repinned += !is_new;
+    unlock();
+    return is_new ? SUCCESS : ALREADY_PINNED;
 }
-int cuMemAllocHost_v2(void **p, size_t n) { return posix_memalign(p, PAGE, n) ? OUT_OF_MEMORY : SUCCESS; }
+int double_inherited(void) {
+    int pinned = 0, found = 0;
+    for (int i = 0; i < RANGES; i++) pinned += ranges[i].start != NULL;
+    pid_t child = pinned ? fork() : -1;
+    if (child < 0) return -1;
+    if (child == 0) {
+        unsigned char is_there;
+        for (int i = 0; i < RANGES; i++)
+            for (size_t at = 0; at < ranges[i].bytes; at += PAGE)
+                if (mincore(ranges[i].start + at, 1, &is_there) == 0) { found++; break; }
+        _exit(found < 255 ? found : 255);
+    }
+    return waitpid(child, &found, 0) == child && WIFEXITED(found) ? WEXITSTATUS(found) : -1;
+}
+int cuMemAllocHost_v2(void **p, size_t n) {
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    return posix_memalign(p, PAGE, n) ? OUT_OF_MEMORY : SUCCESS;
+}
 int cuMemFreeHost(void *p) { free(p); return SUCCESS; }
 int cuMemHostUnregister(void *p) {
-    (void)p;
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     __atomic_fetch_add(&pins, 1, __ATOMIC_SEQ_CST);
-    return SUCCESS;
+    lock();
+    int at = range_at(p), is_pinned = at < RANGES;
+    if (is_pinned) { ranges[at].start = NULL; ranges[at].bytes = 0; }
+    unlock();
+    return is_pinned ? SUCCESS : INVALID_VALUE;
 }
 int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }
 /* All streams. What is behind a value that a stream is to write is done a while later: nobody asks for it. */
@@ -418,11 +461,12 @@ int cuStreamDestroy_v2(stream *s) {
 int cuStreamSynchronize(stream *s) {
     if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     /* What is put into the stream without a name is done at once. */
-    while (s && !dead && (run(s, NULL), s->first)) sched_yield();
-    return dead;
+    int device = s ? s->device : current();
+    while (s && !dead_of(device) && (run(s, NULL), s->first)) sched_yield();
+    return dead_of(device);
 }
 int cuStreamQuery(stream *s) {
-    if (dead) return dead;
+    if (dead_of(s->device)) return dead;
     if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     run(s, NULL);
     return s->first ? NOT_READY : SUCCESS;
@@ -438,10 +482,10 @@ int cuEventRecord(event *e, stream *s) {
     for (work *w = s->first; w; w = w->next) last = w;
     unlock();
     *e = (event){ s, last, 0, 1, 0 };
-    return dead;
+    return dead_of(s->device);
 }
 int cuEventQuery(event *e) {
-    if (dead) return dead;
+    if (dead_of(e->marked ? e->marked->device : current())) return dead;
     if (is_forbidden() || is_doubted()) return CAPTURE_UNSUPPORTED;
     if (e->recorded && ++e->asked < polls) return NOT_READY;
     if (e->recorded && !e->reached && __atomic_load_n(&allowed, __ATOMIC_SEQ_CST) <= 0) return NOT_READY;

@@ -8,6 +8,7 @@ mod apart;
 use crate::common;
 mod answers;
 mod layers;
+mod two_devices;
 
 use std::{path::Path, process::Command, sync::OnceLock};
 
@@ -182,6 +183,42 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
         let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
         let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
+        block_on(cache.unregister(&region)).expect("its own region");
+        block_on(cache.close()).expect("close");
+    });
+}
+
+/// Pairs of equal blocks, one of them damaged on disk, are loaded into one place, where the right one arrives too. What is
+/// in host memory afterwards is right.
+#[test]
+fn what_is_in_a_callers_memory_proves_no_block() {
+    with_double("what_is_in_a_callers_memory_proves_no_block", "", || {
+        const PAIRS: u64 = 8;
+        let directory = common::directory();
+        let settings = common::config(&directory, kvhoist::StorageKind::Auto, 8, 32);
+        let settings = settings.device(DeviceKind::Cuda).device_blocks(4);
+        let cache = block_on(Cache::open(settings.clone())).expect("the double is a device");
+        for n in 0..2 * PAIRS {
+            block_on(cache.store(&key(n), None, &payload(n / 2, BLOCK_BYTES))).expect("store");
+        }
+        block_on(cache.close()).expect("close");
+        (0..PAIRS).for_each(|pair| common::damage(&directory, &payload(pair, BLOCK_BYTES)));
+        let cache = block_on(Cache::open(settings)).expect("the double is a device");
+        let pool = DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), BLOCK_BYTES).expect("memory");
+        let base = pool.base().as_ptr();
+        // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
+        let region =
+            block_on(cache.register(unsafe { kvhoist::Memory::device(base, BLOCK_BYTES) })).expect("registered");
+        let place = || vec![kvhoist::Segment { ptr: base, len: BLOCK_BYTES }];
+        for pair in 0..PAIRS {
+            // Either one may be copied last.
+            for keys in [[key(2 * pair), key(2 * pair + 1)], [key(2 * pair + 1), key(2 * pair)]] {
+                drop(block_on(cache.load_into(&keys, &[place(), place()])).expect("begun"));
+            }
+            let leases = [2 * pair, 2 * pair + 1].map(|n| block_on(cache.fetch(&key(n))).expect("fetch"));
+            assert_eq!(leases.iter().flatten().count(), 1, "the other one of pair {pair} is damaged");
+            leases.iter().flatten().for_each(|lease| assert!(**lease == payload(pair, BLOCK_BYTES)[..], "{pair}"));
+        }
         block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     });

@@ -9,6 +9,7 @@ use kvhoist_base::{
     block::{CopyOp, Direction},
     error::{Error, Result},
     memory::DeviceMemory,
+    panics::log,
 };
 
 use super::{
@@ -32,19 +33,29 @@ const COUNTS: [usize; 5] = [1, 8, 64, 512, 4096];
 /// Runs per measurement. The fastest counts: interference only adds time.
 const ROUNDS: usize = 3;
 
-/// Measures every method on this device. Takes several hundred milliseconds.
+/// Measures every method on this device, and leaves those out that fail. Takes several hundred milliseconds.
 pub(super) fn calibrate(gpu: &Arc<Gpu>, launcher: &Launcher) -> Result<Calibration> {
     let scratch = Scratch::new(gpu)?;
     let stream = Stream::new(gpu).map_err(unavailable)?;
     let mut calibration = Calibration::default();
     for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
+        let to_device = direction == Direction::HostToDevice;
         for method in CopyMethod::ALL.into_iter().filter(|&method| launcher.has(method)) {
-            for bytes in SIZES {
-                for count in COUNTS.into_iter().filter(|count| count * bytes <= SCRATCH_BYTES) {
-                    let ops = scratch.ops(direction, bytes, count);
-                    let time = scratch.time(launcher, &stream, &ops, direction, method).map_err(unavailable)?;
-                    calibration.note(direction == Direction::HostToDevice, method, bytes, count, time);
+            let sizes = SIZES.into_iter().flat_map(|bytes| COUNTS.map(|count| (bytes, count)));
+            let mut sizes = sizes.filter(|(bytes, count)| count * bytes <= SCRATCH_BYTES);
+            let measured = sizes.try_for_each(|(bytes, count)| {
+                let ops = scratch.ops(direction, bytes, count);
+                let time = scratch.time(launcher, &stream, &ops, direction, method)?;
+                calibration.note(to_device, method, bytes, count, time);
+                Ok::<_, CudaError>(())
+            });
+            match measured {
+                Err(fault) if fault.is_sticky() => return Err(unavailable(fault)),
+                Err(fault) => {
+                    log(|| tracing::warn!(%fault, %method, ?direction, "a copy method failed and is not used"));
+                    calibration.forget(to_device, method);
                 }
+                Ok(()) => {}
             }
         }
     }

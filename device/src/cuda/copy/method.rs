@@ -23,6 +23,11 @@ impl Calibration {
         self.times[usize::from(!to_device)][method as usize].note(bytes, count, time);
     }
 
+    /// Drops what was recorded of a method that has failed.
+    pub(super) fn forget(&mut self, to_device: bool, method: CopyMethod) {
+        self.times[usize::from(!to_device)][method as usize] = Times::default();
+    }
+
     /// Expected duration of `count` copies of `bytes` each. `None` for a method that this device does not support.
     pub fn estimate(&self, to_device: bool, method: CopyMethod, bytes: usize, count: usize) -> Option<Duration> {
         self.times[usize::from(!to_device)][method as usize].estimate(bytes, count)

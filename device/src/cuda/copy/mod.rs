@@ -12,6 +12,7 @@ mod checksum;
 mod ended;
 mod launch;
 mod method;
+mod pins;
 
 pub use crate::CudaCopyOptions;
 pub use method::Calibration;
@@ -39,10 +40,11 @@ use self::{
     checksum::Checksums,
     ended::{Ended, Silence, silent, stopped},
     launch::{Launched, Launcher, Ops},
+    pins::{Pins, pin},
 };
 use crate::{
     CopyBatch, CopyEngine, CopyMethod,
-    cuda::{CudaError, Gpu, HostPin, Polling, Stream},
+    cuda::{CudaError, Gates, Gpu, HostPin, Polling, Stream},
 };
 
 /// Streams per direction, so that one copies while the other ends.
@@ -75,6 +77,7 @@ struct Inner {
     launcher: Launcher,
     /// Pinned host memory.
     pinned: Range<usize>,
+    /// Those of all engines of the arena: it stays pinned for as long as one may use it.
     pins: Rc<Vec<HostPin>>,
     calibration: Arc<Calibration>,
     options: CudaCopyOptions,
@@ -116,6 +119,18 @@ impl CudaCopy {
     /// # Errors
     /// [`Error::Unavailable`] with the driver's error.
     pub fn new(gpu: &Arc<Gpu>, arena: &Arc<Arena>, options: CudaCopyOptions) -> Result<Self> {
+        Self::with_pins(gpu, options, || pin(gpu, arena))
+    }
+
+    /// Makes an engine for another device, with the arena and the options of this one, and with its pins.
+    ///
+    /// # Errors
+    /// As of [`new`](Self::new).
+    pub fn beside(&self, gpu: &Arc<Gpu>) -> Result<Self> {
+        Self::with_pins(gpu, self.0.options, || (Rc::clone(&self.0.pins), self.0.pinned.clone()))
+    }
+
+    fn with_pins(gpu: &Arc<Gpu>, options: CudaCopyOptions, pins: impl FnOnce() -> Pins) -> Result<Self> {
         let unavailable = |fault: CudaError| Error::unavailable("device", fault);
         let launcher = Launcher::new(gpu, options.blocks_max).map_err(unavailable)?;
         if let Some(method) = options.method.filter(|&method| !launcher.has(method)) {
@@ -133,7 +148,8 @@ impl CudaCopy {
             }
         };
         let calibration = method::KEPT.get(&key).unwrap_or_else(measured);
-        let (pins, pinned) = pin(gpu, arena);
+        let (pins, pinned) = pins();
+        Gates::pin(gpu);
         let queue = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
             let streams = streams.collect::<std::result::Result<_, CudaError>>().map_err(unavailable)?;
@@ -151,7 +167,7 @@ impl CudaCopy {
             queues: [queue(Direction::HostToDevice)?, queue(Direction::DeviceToHost)?],
             launcher,
             pinned,
-            pins: Rc::new(pins),
+            pins,
             calibration,
             options,
             polling: Cell::new(false),
@@ -180,25 +196,6 @@ impl CudaCopy {
     /// True if the whole arena is pinned for the device.
     pub fn is_pinned(&self) -> bool {
         !self.0.pins.is_empty()
-    }
-}
-
-/// Pins all chunks, or none. Chunks are adjacent, and no copy straddles two, so one range describes them.
-fn pin(gpu: &Arc<Gpu>, arena: &Arc<Arena>) -> (Vec<HostPin>, Range<usize>) {
-    let pin = |&(start, bytes): &(_, usize)| {
-        // SAFETY: chunks of the arena, mapped as long as it lives.
-        unsafe { HostPin::new(Arc::clone(gpu), start, bytes, Arc::clone(arena) as _) }
-    };
-    match arena.chunks().iter().map(pin).collect::<Result<Vec<_>>>() {
-        Ok(pins) => {
-            let start = pins.first().map_or(0, |pin| pin.start().as_ptr().addr());
-            let bytes: usize = pins.iter().map(HostPin::bytes).sum();
-            (pins, start..start + bytes)
-        }
-        Err(error) => {
-            log(|| tracing::warn!(%error, "host memory is not pinned; device copies go through the driver's buffers"));
-            (Vec::new(), 0..0)
-        }
     }
 }
 
