@@ -110,7 +110,7 @@ impl Regions {
         self.add_mapped(number, mapped, charge, kind == RegionKind::Simulated)
     }
 
-    /// Maps and registers memory of the client's GPU under a number that no region has.
+    /// Maps and registers memory of the client's GPU under a number that no region has, if there is still `room`.
     ///
     /// # Cancel safety
     /// It is not registered.
@@ -118,8 +118,8 @@ impl Regions {
         &self,
         number: u32,
         handle: [u8; IPC_HANDLE_BYTES],
-        offset: u64,
-        len: u64,
+        (offset, len): (u64, u64),
+        room: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let Some(gpu) = self.gpu.clone() else {
             let text =
@@ -131,6 +131,7 @@ impl Regions {
         let import = on_thread(&*self.system, move || gpu.import_memory(&handle, offset, len));
         let imported = import.await.unwrap_or(Err(Error::Closed));
         let imported = imported.map_err(|error| Failure::new(ServiceFault::Memory, error.to_string()))?;
+        room()?;
         self.add_mapped(number, Mapped::imported(imported), charge, true)
     }
 

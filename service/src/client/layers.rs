@@ -104,7 +104,7 @@ impl Client {
                 places: Arc::clone(&self.inner.places),
                 regions,
             };
-            // Dropped with a call that does not begin, a part has ended; those before it are under way.
+            // A part whose call does not begin has ended, with the reason; those before it are under way.
             let begun = self.begin_for(Answer::Layers(part), |id| request.encode(id), What::Move, None);
             if at == 0 {
                 begun?;

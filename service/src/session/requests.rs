@@ -7,10 +7,11 @@ use kvhoist_files::FileIdentity;
 
 use super::{End, Ended, Outcome, Session, attached::Entered};
 use crate::{
+    config::ServerConfig,
     error::ServiceFault,
     peers::own_uid,
     protocol::{Blocks, Failure, Header, RegionKind, Reply, Request, SpaceDevice, Way},
-    regions::taken,
+    regions::{Regions, taken},
     spaces::{Wanted, files::WantedFile},
     transfers::{Cancel, ClientTransfers},
     wire::Lent,
@@ -162,9 +163,12 @@ impl Session {
                 self.spawn(id, async move { Reply::Registered { pinned: transfers.regions.pin(region).await } }, none);
             }
             Request::RegisterDevice { region, offset, len, handle } => {
-                self.check_room(&transfers, region, len)?;
+                check_room(&transfers.regions, &self.state.config, region, len)?;
+                let state = Rc::clone(&self.state);
                 let add = async move {
-                    let added = transfers.regions.add_imported(region, handle, offset, len).await;
+                    // Again: other memory may be registered while this is imported.
+                    let check = || check_room(&transfers.regions, &state.config, region, len);
+                    let added = transfers.regions.add_imported(region, handle, (offset, len), check).await;
                     added.map_or_else(Reply::Failed, |()| Reply::Registered { pinned: false })
                 };
                 self.spawn(id, add, none);
@@ -286,29 +290,8 @@ impl Session {
                 return Err(Failure::new(ServiceFault::Memory, text));
             }
         };
-        self.check_room(transfers, region, len)?;
+        check_room(&transfers.regions, &self.state.config, region, len)?;
         transfers.regions.add(region, kind, fd, offset, len)
-    }
-
-    /// Refuses a region whose number another has, and one beyond the limits of a connection.
-    fn check_room(&self, transfers: &ClientTransfers, region: u32, len: u64) -> Result<(), Failure> {
-        let (regions, config) = (&transfers.regions, &self.state.config);
-        if regions.has(region) {
-            return Err(taken(region));
-        }
-        if regions.count() >= config.regions_max as usize {
-            let text = format!("busy: {} regions are registered, which is the limit", config.regions_max);
-            return Err(Failure::new(ServiceFault::Busy, text));
-        }
-        if regions.bytes().checked_add(len).is_none_or(|bytes| bytes > config.region_bytes_max) {
-            let text = format!(
-                "busy: {} bytes are registered and {len} are to be, of {} at most",
-                regions.bytes(),
-                config.region_bytes_max
-            );
-            return Err(Failure::new(ServiceFault::Busy, text));
-        }
-        Ok(())
     }
 
     fn move_blocks(&mut self, id: u64, transfers: Rc<ClientTransfers>, way: Way, blocks: Blocks) {
@@ -316,6 +299,26 @@ impl Session {
         let run = transfers.run(way, blocks, cancel.clone());
         self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
     }
+}
+
+/// Refuses a region whose number another has, and one beyond the limits of a connection.
+fn check_room(regions: &Regions, config: &ServerConfig, region: u32, len: u64) -> Result<(), Failure> {
+    if regions.has(region) {
+        return Err(taken(region));
+    }
+    if regions.count() >= config.regions_max as usize {
+        let text = format!("busy: {} regions are registered, which is the limit", config.regions_max);
+        return Err(Failure::new(ServiceFault::Busy, text));
+    }
+    if regions.bytes().checked_add(len).is_none_or(|bytes| bytes > config.region_bytes_max) {
+        let text = format!(
+            "busy: {} bytes are registered and {len} are to be, of {} at most",
+            regions.bytes(),
+            config.region_bytes_max
+        );
+        return Err(Failure::new(ServiceFault::Busy, text));
+    }
+    Ok(())
 }
 
 fn done(result: Result<(), Failure>) -> Reply {

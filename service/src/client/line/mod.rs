@@ -173,7 +173,7 @@ impl Line {
         matches!(self.lock().phase, Phase::Up(_))
     }
 
-    /// Sends a call, or queues it. Fails at once while the service is away.
+    /// Sends a call, or queues it. Fails at once while the service is away, which its answer is told, too.
     pub(super) fn begin(&self, call: Call) -> Result<()> {
         // Before the lock, and so dropped after it: `keeps` may wake a caller.
         let Call { id, frame, what, reply, keeps } = call;
@@ -182,16 +182,15 @@ impl Line {
             What::Unregister(number) => Some(number),
             _ => None,
         };
-        if taken_back.is_none()
-            && let Some(away) = &state.away
-        {
-            return Err(away.clone());
-        }
-        if taken_back.is_some() && state.abandoned {
-            return Err(self.lateness(true));
-        }
-        if matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some()) {
-            return Err(Error::Closed);
+        let refused = match taken_back {
+            None => state.away.clone(),
+            Some(_) => state.abandoned.then(|| self.lateness(true)),
+        };
+        let is_closed = matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some());
+        if let Some(error) = refused.or_else(|| is_closed.then_some(Error::Closed)) {
+            drop(state);
+            reply.send(Err(error.clone()));
+            return Err(error);
         }
         let late = Instant::now() + self.deadline;
         let deadline = if let Some(number) = taken_back {

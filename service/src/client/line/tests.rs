@@ -183,6 +183,17 @@ fn the_thread_waits_while_the_socket_is_full() {
 }
 
 #[test]
+fn a_call_that_does_not_begin_tells_its_answer_why() {
+    let line = Line::new("a test".into(), PATIENCE, None);
+    let away = Error::service(ServiceFault::Unavailable, "a service that is away");
+    line.lost(&away);
+    let (call, answer) = call(2, &Request::Sync, What::Plain);
+    let refused = line.begin(call).expect_err("the service is away").to_string();
+    let told = answer.now_or_never().expect("ended").expect("not dropped").expect_err("it did not begin").to_string();
+    assert!(refused == told && told.contains("a service that is away"), "{refused}, {told}");
+}
+
+#[test]
 fn a_call_that_is_answered_leaves_no_deadline_behind() {
     let line = Line::new("a test".into(), PATIENCE, None);
     let _never_answered = begin(&line, 2, &Request::Sync);

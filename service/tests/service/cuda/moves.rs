@@ -166,3 +166,16 @@ fn a_service_without_the_gpu_says_so() {
         block_on(Client::connect(node.socket(), plain)).expect("a service");
     });
 }
+
+#[test]
+fn a_client_has_no_more_regions_than_it_may_however_many_it_asks_for_at_once() {
+    with_gpu("moves::a_client_has_no_more_regions_than_it_may_however_many_it_asks_for_at_once", || {
+        let node = CudaService::new();
+        let client = block_on(Client::connect(node.socket(), options())).expect("a service with the GPU");
+        let pool = DeviceBuffer::new(Gpu::open(0).expect("a GPU"), pool_bytes()).expect("memory");
+        let asked = (0..300).map(|n| client.register_device(lent(&pool, n * 4096, 4096)));
+        let answers = block_on(futures_util::future::join_all(asked));
+        assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 256, "the limit that the service has");
+        block_on(client.close()).expect("close");
+    });
+}
