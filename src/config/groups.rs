@@ -191,7 +191,7 @@ pub struct DiskConfig {
     /// Largest number of quarantined slots in the disk tier before it is taken out of service. It is also taken out of
     /// service when no other slot is left. A slot is quarantined when its block cannot be read, or has a wrong checksum
     /// and was copied before this run stored it, or was right when this run read it before; and when it or its record
-    /// cannot be written, as long as fewer are quarantined and another slot is left.
+    /// cannot be written, as long as fewer than half as many are quarantined and another slot is left.
     pub quarantine_max: u32,
     /// Number of consecutive failures of one file after which the disk tier is taken out of service (reads) or accepts
     /// no more blocks (writes). At least 1.

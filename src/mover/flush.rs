@@ -4,7 +4,11 @@ use std::{io, rc::Rc, time::Duration};
 
 use tokio::sync::{SemaphorePermit, oneshot};
 
-use super::{Mover, write::DEMOTING_MAX};
+use super::{
+    Mover,
+    results::{is_of_part, worse_of},
+    write::DEMOTING_MAX,
+};
 use crate::{
     block::{BlockKey, FileId, OpKind, Tier},
     device::CopyEngine,
@@ -59,11 +63,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         self.shared.lock().refusals.flush_begins();
-        match self.write_stale_records().await {
-            // A page that cannot be written does not keep the other blocks from surviving a power cut.
-            recorded @ (Ok(()) | Err(Error::Io { .. })) => recorded.and(self.flush().await)?,
-            Err(error) => return Err(error),
+        let recorded = self.write_stale_records().await;
+        if recorded.is_err() && !is_of_part(&recorded) {
+            return recorded;
         }
+        // A page that cannot be written does not keep the other blocks from surviving a power cut.
+        worse_of(recorded, self.flush().await)?;
         transient.map_or(Ok(()), Err)
     }
 
@@ -104,12 +109,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         })
     }
 
-    /// Makes what the files hold survive a power cut. An error for good once a flush of one has failed.
+    /// Makes what the files hold survive a power cut, as far as they let it. An error for good once a flush of one has
+    /// failed.
     pub(super) async fn flush(self: &Rc<Self>) -> Result<()> {
+        let mut flushed = Ok(());
         for file in (0..).map(FileId).take(self.flushes.len()) {
-            self.within_deadline("a flush of the disk", self.flush_file(file)).await?;
+            if flushed.is_ok() || is_of_part(&flushed) {
+                let next = self.within_deadline("a flush of the disk", self.flush_file(file)).await;
+                flushed = worse_of(flushed, next);
+            }
         }
-        Ok(())
+        flushed
     }
 
     async fn flush_file(self: &Rc<Self>, file: FileId) -> Result<()> {

@@ -8,7 +8,11 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{Mover, pages::Waiters, results::joined};
+use super::{
+    Mover,
+    pages::Waiters,
+    results::{is_of_part, joined, worse_of},
+};
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     device::CopyEngine,
@@ -131,14 +135,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Writes the pages that are out of date, and waits for the writes of pages in flight: some at a time, in the order
     /// of the table. Until its records are on the medium a page is one or the other, so none is passed over. Returns
-    /// the first error.
+    /// the [worse](worse_of) error.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
         let (mut from, mut settled) = (PageId(0), Ok(()));
         while self.may_write_more(&settled) {
             let pages = self.unwritten_pages(from);
             let Some((last, _)) = pages.last() else { break };
             from = PageId(last.0 + 1);
-            settled = settled.and(self.settle_pages(&pages).await);
+            settled = worse_of(settled, self.settle_pages(&pages).await);
         }
         settled
     }
@@ -146,11 +150,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Whether the other pages are written after some came to this: those of a disk that does not take one page are,
     /// until it takes no more blocks.
     fn may_write_more(&self, settled: &Result<()>) -> bool {
-        match settled {
-            Ok(()) => true,
-            Err(Error::Io { .. }) => self.shared.lock().disk_service.writes(),
-            Err(_) => false,
-        }
+        settled.is_ok() || is_of_part(settled) && self.shared.lock().disk_service.writes()
     }
 
     /// The next pages that are in flight, or out of date (true).
@@ -164,7 +164,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Waits until pages on the medium are up to date. True: the last image of the page is out of date. Returns the
-    /// first error.
+    /// [worse](worse_of) error.
     async fn settle_pages(self: &Rc<Self>, pages: &[(PageId, bool)]) -> Result<()> {
         let mut settled = Ok(());
         for batch in pages.chunks(STALE_BATCH) {
@@ -182,7 +182,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 })
                 .collect();
             for write in writes {
-                settled = settled.and(joined(write).await);
+                settled = worse_of(settled, joined(write).await);
             }
         }
         settled

@@ -31,7 +31,7 @@ const REPEAT_AFTER: Duration = Duration::from_millis(50);
 const SLOTS_SHARE: u32 = 4;
 
 /// Parts of such a share, which requests take: the host tier has more slots at one time than at another.
-pub(super) const SLOT_PARTS: usize = 1 << 20;
+pub(super) const SLOT_PARTS: usize = 1 << 30;
 
 /// Permits of reads, those of all batches.
 struct ReadPermits {
@@ -48,9 +48,9 @@ struct Permits {
     slots: Semaphore,
 }
 
-/// How many of its parts so many slots of a share take.
+/// How many of its parts so many slots of a share take: exactly `share` slots fit, of up to 32,768.
 pub(super) fn parts_of(slots: usize, share: usize) -> u32 {
-    (slots * SLOT_PARTS).div_ceil(share).min(SLOT_PARTS) as u32
+    (slots * SLOT_PARTS / share).clamp(1, SLOT_PARTS) as u32
 }
 
 impl Permits {
@@ -144,7 +144,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let slots = blocks.len().min(self.read_slots(batch.is_awaited));
             let share = |is_awaited| self.read_slots(is_awaited);
             let Some(_turn) = permits.turn(slots, batch.is_awaited, share).await else { return };
-            for blocks in blocks.chunks(slots) {
+            // There may be fewer by now.
+            for blocks in blocks.chunks(slots.min(self.read_slots(batch.is_awaited))) {
                 if let Err(error) = self.read_blocks(remote, permits, blocks, &batch, &brought).await {
                     failed.set(Some(error));
                     break;
@@ -318,5 +319,19 @@ pub(super) async fn repeated<T>(
             }
             ended => return ended,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_slots_as_a_share_has_fit_it() {
+        for share in [1, 3, 4, 7, 1000, 32_767] {
+            let fit = SLOT_PARTS / parts_of(1, share) as usize;
+            assert_eq!((fit, parts_of(share, share) as usize), (share, SLOT_PARTS), "one at a time, and all at once");
+        }
+        assert_eq!(parts_of(9, 3) as usize, SLOT_PARTS, "no more than there are");
     }
 }

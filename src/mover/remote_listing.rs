@@ -99,8 +99,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let left = match listed {
                 Ok(oldest) => {
                     let deleted = of_store(self.delete_oldest(&remote, oldest)).await;
-                    deleted
-                        .map_err(|error| (error, "the remote store deleted nothing: it keeps more than `remote_bytes`"))
+                    deleted.map_err(|error| (error, "the remote store did not delete all beyond `remote_bytes`"))
                 }
                 Err(error) => Err((error, "the remote store was not listed: new blocks stay unknown")),
             };

@@ -41,6 +41,21 @@ impl CallResults {
     }
 }
 
+/// Of two results of what was tried in turn, the one to go by: a deadline, or the end of the cache, before an error of
+/// the disk, and else the first error.
+pub(super) fn worse_of(first: Result<()>, second: Result<()>) -> Result<()> {
+    match (&first, &second) {
+        (Ok(()), _) => second,
+        (Err(_), Err(Error::Timeout { .. } | Error::Closed)) if is_of_part(&first) => second,
+        _ => first,
+    }
+}
+
+/// Whether it is an error of a part of the disk, which says nothing of the others.
+pub(super) fn is_of_part(result: &Result<()>) -> bool {
+    matches!(result, Err(Error::Io { .. }))
+}
+
 /// The result of a [part](super::Mover::spawn_part) of a movement. One that has none is gone with the reactor.
 pub(super) async fn joined<T>(part: JoinHandle<Option<Result<T>>>) -> Result<T> {
     part.await.ok().flatten().unwrap_or(Err(Error::Closed))

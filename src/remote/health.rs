@@ -77,11 +77,13 @@ impl Health {
 
     /// Notes the end of what [`begin`](Self::begin) began: so many blocks in `took`, or why there are none.
     pub(crate) fn ended(&mut self, result: Result<(usize, Duration), String>, now: Duration) {
+        // No trial: its end says nothing of shorter runs, which are not.
+        let is_offered = matches!(result, Ok((blocks, _)) if blocks > 0 && self.is_well(blocks));
         let blocks = match result {
             Ok((0, _)) => 0,
             Ok((blocks, took)) => {
                 (self.failures, self.is_refused) = (0, false);
-                if self.trial == Trial::UnderWay {
+                if self.trial == Trial::UnderWay && !is_offered {
                     // What was measured before it stood down says nothing of now.
                     self.line = Line::default();
                 }
@@ -94,9 +96,9 @@ impl Health {
                 0
             }
         };
-        if self.is_well(blocks.max(1)) {
+        if self.is_well(if is_offered { 1 } else { blocks.max(1) }) {
             (self.trial, self.trials) = (Trial::None, 0);
-        } else if self.trial == Trial::UnderWay {
+        } else if self.trial == Trial::UnderWay && !is_offered {
             self.trials += 1;
             self.trial = Trial::From(now + self.pause());
         }
@@ -246,6 +248,23 @@ mod tests {
             }
         }
         assert!(singles < 30, "{singles} of 200 single blocks took 30 ms each, which take 0.9 ms to compute");
+    }
+
+    #[test]
+    fn a_long_run_that_ends_during_a_trial_of_a_single_block_is_no_end_of_it() {
+        let mut health = Health::new(Some(900));
+        let took = |blocks: u32| 30 * MS + Duration::from_micros(100) * blocks;
+        for blocks in [1, 256, 1, 256] {
+            health.ended(Ok((blocks as usize, took(blocks))), MS);
+        }
+        assert!(!health.offers(1, MS) && health.offers(256, MS), "{health:?}");
+        let now = TRIAL_AFTER + 2 * MS;
+        assert!(health.offers(1, now), "a trial");
+        health.begin(1);
+        health.ended(Ok((256, took(256))), now);
+        assert!(!health.offers(1, now), "it is under way: {health:?}");
+        health.ended(Ok((1, took(1))), now);
+        assert!(!health.offers(1, now + TRIAL_AFTER) && health.offers(1, now + 2 * TRIAL_AFTER + MS), "{health:?}");
     }
 
     #[test]

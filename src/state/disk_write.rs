@@ -113,12 +113,13 @@ impl Locked<'_> {
         is_visible
     }
 
-    /// Whether a slot that cannot be written may be quarantined. Writes quarantine no more than `quarantine_max` slots,
-    /// and never the last one: failures in a row decide on a drive that takes no write.
+    /// Whether a slot that cannot be written may be quarantined. Writes quarantine no more than half of
+    /// `quarantine_max`, beyond which reads retire the tier, and never the last slot: failures in a row decide on a
+    /// drive that takes no write.
     fn may_quarantine(&mut self) -> bool {
         let (disk, slots) = (&self.shared().config.disk, self.shared().config.disk_slots());
         let quarantined = self.disk_slots().quarantined_count();
-        self.disk_service.writes() && quarantined < disk.quarantine_max && u64::from(quarantined) + 1 < slots
+        self.disk_service.writes() && quarantined < disk.quarantine_max / 2 && u64::from(quarantined) + 1 < slots
     }
 }
 

@@ -24,12 +24,12 @@ use crate::failure::Failure;
 /// All instruments of one export share what the service said within this time.
 const SAME_EXPORT: Duration = Duration::from_millis(50);
 
-/// Most sets of labels of an instrument: 14 routes in each of 256 spaces.
-const SETS_MAX: usize = 4_000;
+/// Most sets of labels of an instrument: 16 routes in each of 256 spaces.
+const SETS_MAX: usize = 4_200;
 
-/// Most sets of labels of a histogram's buckets: 24 of each of the 9 routes without a GPU. The SDK reserves room for
-/// them, some megabytes.
-const BUCKETS_MAX: usize = 56_000;
+/// Most sets of labels of a histogram's buckets: 24 of each of the 16 routes. The SDK reserves room for them, some
+/// megabytes.
+const BUCKETS_MAX: usize = 100_000;
 
 /// A collector that does not answer within this time has missed an export.
 const TIMEOUT: Duration = Duration::from_secs(10);

@@ -10,7 +10,7 @@ use kvhoist::{
         io::{FileId, OpKind},
     },
 };
-use kvhoist_simulation::sim::{self, Fault, Reactor, Sim, Simulated, World};
+use kvhoist_simulation::sim::{self, Fault, FaultRates, Reactor, Sim, Simulated, World};
 
 use crate::scene::*;
 
@@ -217,6 +217,27 @@ fn a_page_that_cannot_be_written_keeps_no_other_from_being_written_and_flushed()
         let synced = cache.sync().await;
         assert!(matches!(&synced, Err(Error::Io { op: "write", .. })), "{synced:?}");
         assert!(files().all(|file| disk.is_durable(file)), "all files are flushed");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_disk_that_hangs_is_waited_for_once_also_behind_a_page_that_cannot_be_written() {
+    sim::block_on(async {
+        let paths = (0..130).map(|n| DiskPath::with_blocks(format!("simulated{n}"), 1)).collect();
+        let config = config().disks(paths);
+        let (cache, reactor, disk) = open(config.clone()).await;
+        for n in 0..130 {
+            store(&cache, n).await.expect("a sound disk");
+        }
+        let (bad, offset) = Stripe::new(&config).page_location(PageId(0));
+        disk.break_place(OpKind::Write, bad, offset..offset + 512);
+        disk.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        let (cleared, took) = elapsed(cache.clear()).await;
+        assert!(matches!(&cleared, Err(Error::Timeout { .. })), "{cleared:?}");
+        assert!(took < 2 * DEADLINE, "{took:?} for some batches of pages");
+        disk.set_rates(FaultRates::default());
+        disk.release();
         finish(cache, reactor).await;
     });
 }

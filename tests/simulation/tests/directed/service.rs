@@ -45,7 +45,7 @@ fn failing_writes_make_the_disk_read_only() {
 #[test]
 fn failures_in_a_row_decide_on_a_drive_with_few_slots_that_takes_no_write() {
     sim::block_on(async {
-        for config in [config().disks(vec![DiskPath::with_blocks("simulated", 2)]), config().quarantine_max(1)] {
+        for config in [config().disks(vec![DiskPath::with_blocks("simulated", 2)]), config().quarantine_max(2)] {
             let (cache, reactor, disk) = open(config).await;
             disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
             for n in 0..3 {
