@@ -31,6 +31,10 @@ __all__ = ["PrefixCache"]
 
 logger = logging.getLogger(__name__)
 
+#: Changes whenever stored blocks would be read differently. A store of the format before may have the recurrent states
+#: of a part of a prompt under the key of the whole.
+FORMAT = "transformers-v2"
+
 _supported = supported(transformers, "kvhoist.transformers")
 _supported.check()
 
@@ -137,7 +141,10 @@ class PrefixCache:
         self._config = self.model.config.get_text_config(decoder=True)
         groups, devices = probe(self.model, self._config, self.block_tokens)
         identity = model_identity(self.model, revision)
-        layout = {"block_tokens": block_tokens, "transformers": _supported.layout(), "groups": list(map(repr, groups))}
+        layout = {
+            "format": FORMAT, "block_tokens": block_tokens, "transformers": _supported.layout(),
+            "groups": list(map(repr, groups)),
+        }  # fmt: skip
         name = str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
         place = Place(os.path.basename(name.rstrip("/")), "transformers", {**identity, **layout})
         settings = {"write_policy": "write_back", **settings}

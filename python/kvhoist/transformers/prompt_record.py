@@ -354,10 +354,12 @@ class PromptRecord:
         self.store.store(row.keys, row.stored, blocks, gather)
         row.stored = blocks
         generated = self.columns > self.known.input_ids.shape[1]
-        if self.columns - row.pad == blocks * self.store.block_tokens and self.store.store_states(row.keys, gather):
+        # The states are those after the cache's columns. The keys are those of the whole prompt.
+        keys = row.keys[:blocks]
+        if self.columns - row.pad == blocks * self.store.block_tokens and self.store.store_states(keys, gather):
             if row.last_states is not None:
                 self.store.forget_states(row.last_states)
-            row.last_states = row.keys[-1] if generated else None
+            row.last_states = keys[-1] if generated else None
 
     def _gather_states(self, at: int, group: StateGroup, piece: torch.Tensor) -> bool:
         for shape, into in group.views(piece):

@@ -33,6 +33,8 @@ STAGING_BYTES = 512 << 20
 #: Loads that are under way at once, each into its part of that memory: while one ends, drives work for the other. Each
 #: part costs launches of every layer's copies: many small ones cost more than they gain.
 PARTS = 2
+#: Most blocks of a group that are remembered as a miss because they could not be read.
+BAD_MAX = 65_536
 #: Blocks of tokens for which room is made for one of recurrent states: they are stored at the ends of turns only.
 BLOCKS_A_STATE = 32
 
@@ -68,8 +70,8 @@ class PrefixStore:
         self._store_of = [list(weights).index(group.name) for group in groups]
         self.lock = threading.Lock()
         self.caches: list[Cache] = []
-        #: Blocks that could not be read, by group: misses until they are stored again.
-        self._bad: list[set[bytes]] = [set() for _ in groups]
+        #: Blocks that could not be read, by group, the oldest first: misses until they are stored again.
+        self._bad: list[dict[bytes, None]] = [{} for _ in groups]
         self._regions: list[Any] = []
         self._calls = ThreadPoolExecutor(PARTS, "kvhoist-prefix")
         self._reached = settings.get("device") in ("cuda", "simulated")
@@ -149,7 +151,10 @@ class PrefixStore:
 
     def mark_bad(self, n: int, failed: Mapping[bytes, Any]) -> str:
         """Makes misses of a group's blocks that could not be loaded; why they could not."""
-        self._bad[n] |= failed.keys()
+        bad = self._bad[n]
+        bad.update(dict.fromkeys(failed))
+        for key in list(itertools.islice(bad, max(0, len(bad) - BAD_MAX))):
+            del bad[key]
         why = str(next((result for result in failed.values() if result is not False), "not there any more"))
         logger.warning("kvhoist: %d blocks of a prefix could not be loaded: %s", len(failed), why)
         return why
@@ -248,7 +253,8 @@ class PrefixStore:
                 finally:
                     # Where this thread is interrupted, it goes on to read the staging memory.
                     wait([storing])
-                self._bad[n].difference_update(keys[at:until])
+                for key in keys[at:until]:
+                    self._bad[n].pop(key, None)
 
     def _pieces(
         self, n: int, first: int, last: int, room: int, places: Iterator[int]

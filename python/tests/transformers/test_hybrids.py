@@ -92,6 +92,34 @@ def test_a_conversation_goes_on_from_its_last_turn(store_dir, kind):
 
 
 @each
+def test_a_prompt_that_ends_with_a_block_has_its_states_under_their_own_keys(store_dir, kind):
+    model, ids = tiny.model(kind), tiny.prompt(144)
+    longer = torch.cat([ids, tiny.prompt(40, seed=9)], 1)
+    with opened(model, store_dir) as prefixes:
+        # The call computes 128 tokens, and the forward those to the prompt's end.
+        assert answer(model, prefixes, ids)[1] == 128
+        assert loaded(prefixes, ids) == (128, 128)
+        past = prefixes(longer)
+        assert (past.loaded_length, past.prefix_length) == (144, 176)
+        logits = model(longer[:, 176:], past_key_values=past).logits
+        assert torch.equal(logits, in_parts(model, longer, (128, 144, 176), None))
+
+
+@each
+def test_a_part_of_a_prompt_has_its_states_under_its_own_key(store_dir, kind):
+    model, ids = tiny.model(kind), tiny.prompt(60)
+    with opened(model, store_dir) as prefixes:
+        model.train()
+        past = prefixes(ids)
+        assert past.prefix_length == 0, "nothing is computed in training"
+        model.eval()
+        model(ids[:, :32], past_key_values=past)
+        row = past.record.known.rows[0]
+        states = prefixes.store.caches[-1]
+        assert list(states.contains_each(row.keys)) == [False, True, False]
+
+
+@each
 def test_generate_answers_the_same(store_dir, kind):
     model = tiny.model(kind)
     inputs = {"input_ids": tiny.prompt(100, rows=2), "attention_mask": torch.ones(2, 100, dtype=torch.long)}

@@ -319,6 +319,22 @@ def test_a_block_that_is_lost_between_lookup_and_load(store_dir, monkeypatch):
 # Whose KV it is
 
 
+def test_blocks_that_cannot_be_read_are_remembered_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr("kvhoist.transformers.store.BAD_MAX", 3)
+    model, ids = tiny.model("llama"), tiny.prompt(100)
+    with opened(model, None) as prefixes:
+        answer(model, prefixes, ids)
+        store, keys = prefixes.store, prefixes(ids).record.known.rows[0].keys
+        others = [bytes([n]) * 32 for n in range(8)]
+        for key in [*keys[2:4], *others, keys[4]]:
+            store.mark_bad(0, {key: False})
+        assert [list(bad) for bad in store._bad] == [[*others[-2:], keys[4]]]
+        # The oldest are tried again.
+        assert prefixes(ids).loaded_length == 4 * BLOCK
+        answer(model, prefixes, ids)
+        assert [list(bad) for bad in store._bad] == [others[-2:]], "it is stored again"
+
+
 def test_other_weights_find_nothing(store_dir):
     ids = tiny.prompt(100)
     first, other = tiny.model("llama"), tiny.model("llama")
