@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from .._values import config_error
-from .long_rope import has_long_rope
+from .longest_request import depends_on_longest_request
 
 
 def of_the_engine(name: str, has: str) -> Any:
@@ -33,16 +33,23 @@ def page_layout(spec: Any) -> dict[str, Any]:
     """Where K, V and tokens lie in a block, as far as neither its size nor vLLM's `kv_cache_layout` says it.
 
     Attention backends of vLLM 0.33 may pack a block as other backends do not, in as many bytes. Some of them that have
-    the same sizes order them differently. Under context parallelism tokens are dealt out to the ranks in runs. Empty for
-    a block as most backends have it.
+    the same sizes order them differently. A backend whose kernels take smaller blocks has a block as several of theirs,
+    each with all heads. Recurrent states lie one behind the other, and then padding. Under context parallelism tokens
+    are dealt out to the ranks in runs. Empty for a block as most backends have it.
     """
     found: dict[str, Any] = {}
-    packings = [sorted({_packing(one) for one in specs_of(group.kv_cache_spec)}) for group in kv_cache_groups()]
-    if any(packing != [(0, 0)] for packing in packings):
-        attention = getattr(of_the_engine("vllm_config", "attention_config"), "attention_config", None)
+    groups = [specs_of(group.kv_cache_spec) for group in kv_cache_groups()]
+    packings = [sorted({_packing(one) for one in specs}) for specs in groups]
+    packed = any(packing != [(0, 0)] for packing in packings)
+    if packed:
         found["packing"] = packings
-        found["attention_backend"] = str(getattr(attention, "backend", None))
         found["shuffled"] = os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "0").lower() in ("1", "true")
+    if packed or any(_may_be_several(one) for specs in groups for one in specs):
+        found["attention"] = _attention()
+    states = [sorted({f"{one.shapes} {one.dtypes}" for one in specs if hasattr(one, "shapes")}) for specs in groups]
+    if any(states):
+        found["states"] = states
+        found["conv_states"] = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
     parallel = spec.config.parallel
     if getattr(parallel, "dcp_size", 1) * getattr(parallel, "pcp_size", 1) > 1:
         engine = of_the_engine("vllm_config", "parallel_config")
@@ -57,6 +64,24 @@ def page_layout(spec: Any) -> dict[str, Any]:
 
 def _packing(one: Any) -> tuple[int, int]:
     return getattr(one, "num_head_slots", None) or 0, getattr(one, "state_content_bytes", None) or 0
+
+
+#: The tokens of a block that the kernels of every backend take whole.
+_WHOLE_TOKENS = 16
+
+#: Settings that choose a backend, and with it the size of its kernels' blocks.
+_ATTENTION_ARGS = ("backend", "backend_per_kind", "flash_attn_version", "use_trtllm_attention")
+
+
+def _may_be_several(one: Any) -> bool:
+    return not hasattr(one, "shapes") and getattr(one, "block_size", 0) > _WHOLE_TOKENS
+
+
+def _attention() -> dict[str, str]:
+    """Those of the settings of attention that are set."""
+    attention = getattr(of_the_engine("vllm_config", "attention_config"), "attention_config", None)
+    found = {name: getattr(attention, name, None) for name in _ATTENTION_ARGS}
+    return {name: str(value) for name, value in found.items() if value not in (None, {})}
 
 
 #: vLLM's settings that change the values in a block, but neither its key nor its size.
@@ -91,8 +116,11 @@ def weights_of(vllm_config: Any) -> dict[str, Any]:
         # Random weights.
         found["load_format"] = "dummy"
     hf_config = getattr(model_config, "hf_config", None)
-    if hf_config is not None and has_long_rope(hf_config.to_dict()):
+    if hf_config is not None and depends_on_longest_request(hf_config.to_dict()):
         found["max_model_len"] = model_config.max_model_len
+    # Llama 4's, which otherwise depends on the longest request.
+    tuning = (getattr(model_config, "override_generation_config", None) or {}).get("attn_temperature_tuning")
+    found["attn_temperature_tuning"] = None if tuning is None else str(tuning)
     overrides = found["hf_overrides"]
     if callable(overrides):
         # Its representation has an address, which another process does not have.

@@ -47,7 +47,7 @@ from .chunks import ChunkStore  # noqa: E402
 from .engine_config import page_layout, seen_weights  # noqa: E402
 from .figures import Figures, metric_definitions  # noqa: E402
 from .hints import give_hint  # noqa: E402
-from .long_rope import is_without_long_rope  # noqa: E402
+from .longest_request import is_independent_of_longest_request  # noqa: E402
 from .prefix import Prefix, positions  # noqa: E402
 from .shared_chunks import SharedChunkStore  # noqa: E402
 from .windows import refuse_holes, refuse_late_ends  # noqa: E402
@@ -341,7 +341,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=agnostic
     )
     longest = getattr(config.model, "max_model_len", 0)
-    if longest and (weights is not None or is_without_long_rope(config.model.name)):
+    if longest and (weights is not None or is_independent_of_longest_request(config.model.name)):
         longest = None
     identity = {
         **chunk,
@@ -350,7 +350,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str, weights: Mappin
         "kv_cache_layout": _kv_cache_layout(config),
         "revision": revision,
         **mapper.fields,
-        # Where the rope's factors depend on it, or may do so.
+        # Where KV depends on it, or may do so.
         **({"max_model_len": longest} if longest else {}),
         **({"weights": dict(weights)} if weights else {}),
     }

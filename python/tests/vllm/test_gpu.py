@@ -61,6 +61,7 @@ def test_engines_with_other_dtypes_or_factors_of_a_rope_share_nothing(store_dir)
 
     rope = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "longrope", "long_factor": [2.0]}})
     plain = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "default"}})
+    llama = SimpleNamespace(to_dict=lambda: {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}})
     names = names_of("a", 4)
     for round_ in range(2):
         for cache, weights, shared in (
@@ -75,6 +76,10 @@ def test_engines_with_other_dtypes_or_factors_of_a_rope_share_nothing(store_dir)
             ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": []}, {"dtype": torch.bfloat16}, True),
             ({}, {"hf_config": rope, "max_model_len": 4096}, False),
             ({}, {"hf_config": rope, "max_model_len": 8192}, False),
+            ({}, {"hf_config": llama, "max_model_len": 32_768}, False),
+            ({}, {"hf_config": llama, "max_model_len": 131_072}, False),
+            ({}, {"override_generation_config": {"attn_temperature_tuning": False}}, False),
+            ({}, {"override_generation_config": {"temperature": 0.5}}, True),
             # Of other models the longest request changes no value.
             ({"mamba_cache_dtype": "auto"}, {"hf_config": plain, "max_model_len": 8192}, True),
         ):

@@ -19,11 +19,11 @@ from kvhoist import ConfigError  # noqa: E402
 from kvhoist.vllm.engine_config import page_layout, weights_of  # noqa: E402
 
 
-def layout(*specs, dcp=1, run=1, backend=None, has_engine=True):
+def layout(*specs, dcp=1, run=1, has_engine=True, **attention):
     """What an adapter finds that is made by an engine of these groups and ranks."""
     kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=one) for one in specs])
     vllm_config = has_engine and SimpleNamespace(
-        attention_config=SimpleNamespace(backend=backend),
+        attention_config=SimpleNamespace(**{"backend": None, "backend_per_kind": {}, **attention}),
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=run),
     )
     found = page_layout(SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(dcp_size=dcp, pcp_size=1))))
@@ -50,6 +50,45 @@ def test_each_packing_and_each_order_of_tokens_has_a_name(monkeypatch):
     found.append(layout(planes))
     assert len({repr(one) for one in found}) == len(found), found
     assert layout(dcp=2) == {}, "each token in turn"
+
+
+def test_what_chooses_a_backend_is_named_where_its_kernels_may_take_smaller_blocks():
+    """A block of two heads is `[heads, 128]` of one backend, and twice `[heads, 64]` of another."""
+    small, large = SimpleNamespace(block_size=16), SimpleNamespace(block_size=128)
+    assert layout(small) == layout(small, backend="FLASHINFER") == {}
+    found = [
+        layout(large, **attention)
+        for attention in (
+            {}, {"backend": "FLASH_ATTN"}, {"backend": "FLASHINFER"}, {"flash_attn_version": 4},
+            {"use_trtllm_attention": True}, {"use_trtllm_attention": False},
+            {"backend_per_kind": {"sliding_window": "TRITON_ATTN"}},
+        )
+    ]  # fmt: skip
+    assert len({repr(one) for one in found}) == len(found), found
+    assert layout(small, large, backend="FLASHINFER") == found[2]
+
+
+def test_recurrent_states_that_lie_otherwise_in_a_padded_page_are_named(monkeypatch):
+    """What is kept for speculative tokens moves the states behind it."""
+
+    def states(*shapes, dtype=torch.bfloat16):
+        return interface.MambaSpec(block_size=544, shapes=shapes, dtypes=(dtype,) * len(shapes), page_size_padded=4096)
+
+    def found(spec):
+        assert spec.page_size_bytes == 4096
+        return layout(SimpleNamespace(block_size=TOKENS), spec)
+
+    plain = found(states((3, 64), (8, 64)))
+    others = [
+        found(states((4, 64), (8, 64))), found(states((3, 64), (8, 64), (2, 64))),
+        found(states((3, 64), (8, 64), dtype=torch.float16)),
+    ]  # fmt: skip
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    others.append(found(states((3, 64), (8, 64))))
+    assert len({repr(one) for one in [plain, *others]}) == 1 + len(others), others
+    assert layout(SimpleNamespace(block_size=TOKENS)) == {}, "without states"
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    assert found(states((3, 64), (8, 64))) == plain, "vLLM's default"
 
 
 def test_ranks_whose_tokens_nobody_names_are_refused():

@@ -364,16 +364,20 @@ def test_weights_of_one_name_are_told_apart_by_their_revision(store_dir):
             assert other.resolve(other.request(keys_of("a", 1)), keys_of("a", 1)) == "M"
 
 
-def test_a_longer_request_has_a_store_of_its_own_where_it_decides_the_rope(store_dir):
-    """As vLLM chooses the factors of LongRoPE."""
+def test_a_longer_request_has_a_store_of_its_own_where_it_decides_the_kv(store_dir):
+    """As vLLM chooses the factors of LongRoPE, and whether Llama 4 scales queries."""
     keys, tiers = keys_of("a", 2), store_dir / "tiers"
     tiers.mkdir()
     # vLLM 0.28 does not say it.
     told = "max_model_len" in vtier.boot().config.OffloadingModelConfig.__dataclass_fields__
-    for name, rope, depends in (("phi", {"type": "longrope"}, True), ("other", {"rope_type": "default"}, False)):
+    for name, config, depends in (
+        ("phi", {"rope_scaling": {"type": "longrope"}}, True),
+        ("llama", {"text_config": {"model_type": "llama4_text"}}, True),
+        ("other", {"model_type": "llama", "rope_scaling": {"rope_type": "default"}}, False),
+    ):
         model = store_dir / name
         model.mkdir()
-        (model / "config.json").write_text(json.dumps({"rope_scaling": rope}))
+        (model / "config.json").write_text(json.dumps(config))
         found = []
         for longest in (4096, 8192, 4096):
             with Engine([tier_config(tiers)], model=str(model), longest=longest) as engine:

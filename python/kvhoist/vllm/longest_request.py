@@ -1,5 +1,6 @@
-"""Models whose keys depend on the longest request that vLLM takes: LongRoPE (Phi-3, Phi-3.5, Phi-4-mini) has two sets of
-factors, and `max_model_len` chooses one of them when the model is made. Needs no engine."""
+"""Models whose KV depends on the longest request that vLLM takes, `max_model_len`. LongRoPE (Phi-3, Phi-4-mini) has two
+sets of factors, of which it chooses one. In Llama 4 it decides whether queries at late positions are scaled. Needs no
+engine."""
 
 from __future__ import annotations
 
@@ -10,25 +11,26 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: What configurations call it.
-_NAMES = frozenset({"longrope", "su"})
+#: What configurations call LongRoPE, and Llama 4.
+_LONG_ROPE = frozenset({"longrope", "su"})
+_SETTINGS = {"rope_type": _LONG_ROPE, "type": _LONG_ROPE, "model_type": frozenset({"llama4", "llama4_text"})}
 
 
-def has_long_rope(config: Any) -> bool:
+def depends_on_longest_request(config: Any) -> bool:
     """Whether a model's configuration, as JSON has it, says so."""
     if not isinstance(config, dict):
         return False
     return any(
-        value in _NAMES if name in ("rope_type", "type") and isinstance(value, str) else has_long_rope(value)
+        value in _SETTINGS[name] if name in _SETTINGS and isinstance(value, str) else depends_on_longest_request(value)
         for name, value in config.items()
     )
 
 
-def is_without_long_rope(model: str) -> bool:
-    """Whether a model's configuration was found, and says that it has no LongRoPE. Of a model that is loaded at a
-    commit, from another hub or from another format, none is found."""
+def is_independent_of_longest_request(model: str) -> bool:
+    """Whether a model's configuration was found, and says that its KV does not depend on it. Of a model that is loaded
+    at a commit, from another hub or from another format, none is found."""
     config = configuration_of(model)
-    return isinstance(config, dict) and not has_long_rope(config)
+    return isinstance(config, dict) and not depends_on_longest_request(config)
 
 
 def configuration_of(model: str) -> Any:
