@@ -58,13 +58,21 @@ class Geometry:
         else:
             page_bytes = sum(sizes)
         layout, dtype = str(getattr(pool, "layout", "unknown")), str(getattr(pool, "dtype", "unknown"))
-        # SGLang may copy a page as it lies on the device, where heads may come before tokens.
-        on_device = str(getattr(getattr(pool, "device_pool", None), "kv_cache_layout", "nhd"))
-        if on_device != "nhd":
+        if (on_device := device_layout(pool)) != "nhd":
             layout = f"{layout} of {on_device}"
         # A pool of recurrent states names the type of its convolutions alone.
         states = str(getattr(pool, "temporal_dtype", dtype))
         return cls(page_bytes, page_tokens, len(sizes), layout, dtype if states == dtype else f"{dtype}, {states}")
+
+
+def device_layout(pool: Any) -> str:
+    """The order of a page on the device, as SGLang names it: `nhd` has tokens before heads. SGLang may copy pages to
+    the host as they are, whatever the host pool says of its dimensions."""
+    # 0.5.23 describes the device's buffers to the host pool. Before, the host pool had the device's.
+    if infos := getattr(pool, "_buffer_infos", ()):
+        layout = getattr(getattr(infos[0], "buffers", None), "layout", "nhd")
+        return str(getattr(layout, "value", layout)).removeprefix("paged_")
+    return str(getattr(getattr(pool, "device_pool", None), "kv_cache_layout", "nhd"))
 
 
 def _page_indices(page_tokens: int) -> Any:

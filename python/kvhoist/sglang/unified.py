@@ -20,7 +20,7 @@ from .._store_settings import StoreSettings
 from .._stores import close_all, slug
 from .._values import config_error
 from .identity import Identity, holds_draft, logical_dtype
-from .pools import PoolStore
+from .pools import PoolStore, device_layout
 from .settings import KeyScheme
 
 #: Changed whenever stored chunks would be read differently.
@@ -51,6 +51,8 @@ def plan(scheme: KeyScheme, name: str, pool: Any, storage_config: Any, server_ar
         raise refused(f"it has no unified keys ({error}), as 0.5.23 has") from None
     if name != "kv" or holds_draft(name, pool):
         raise refused("its pages are not in the grid of the model's layers and heads")
+    if (on_device := device_layout(pool)) != "nhd":
+        raise refused(f"found kv_cache_layout {on_device!r}, expected 'nhd' (without SGLANG_USE_HND_KVCACHE)")
     layers = pool.end_layer - pool.start_layer
     if layers != pool.layer_num:
         raise refused(

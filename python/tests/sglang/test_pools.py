@@ -140,6 +140,12 @@ def test_pages_that_lie_otherwise_on_the_device_are_another_store(store_dir):
 
     pool = filled(sgl.MHA)
     usual = Geometry.of(pool, pool.page_size)
+    described = hasattr(pool, "_buffer_infos")
+    assert described == (sgl.version() >= (0, 5, 23))
     for layout, same in [("nhd", True), ("hnd", False), ("vectorized_5d", False)]:
-        pool.device_pool = SimpleNamespace(kv_cache_layout=layout)
+        if described:
+            buffers = SimpleNamespace(layout=SimpleNamespace(value=layout))
+            pool._buffer_infos = (SimpleNamespace(buffers=buffers),)
+        else:
+            pool.device_pool = SimpleNamespace(kv_cache_layout=layout)
         assert (Geometry.of(pool, pool.page_size) == usual) == same

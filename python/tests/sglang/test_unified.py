@@ -234,6 +234,22 @@ def test_what_sglang_cannot_name_is_refused_in_its_words(store_dir):
     assert [path for path in store_dir.rglob("*") if path.is_file()] == []
 
 
+@has_keys
+def test_pages_that_lie_otherwise_on_the_device_are_refused(store_dir, monkeypatch):
+    """SGLang copies them to the host as they are: heads and tokens would change places."""
+    make = sgl.device_pool
+
+    def hnd(*args):
+        pool = make(*args)
+        pool.kv_cache_layout, pool.use_hnd = "hnd", True
+        return pool
+
+    monkeypatch.setattr(sgl, "device_pool", hnd)
+    with pytest.raises(ConfigError, match="found kv_cache_layout 'hnd', expected 'nhd'"):
+        Rank(extra_config(store_dir), (0, 2), (0, 1), "page_first_direct")
+    assert [path for path in store_dir.rglob("*") if path.is_file()] == []
+
+
 def _draft():
     """A draft model's layer, behind those of the target."""
     geometry = sgl.Geometry(kind="mha", layers=1, heads=2, head_dim=64, page_tokens=PAGE)
