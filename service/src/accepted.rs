@@ -27,9 +27,9 @@ use super::{
     wire::{self, Came, Coming, Descriptor, Lent, Wire},
 };
 
-/// Closes that may wait, of all users, before no more connections are accepted. One user has fewer where connections
-/// take descriptors once they are attached only: one for each of 4,096 connections, the most that there may be, and
-/// what [`Discard::most`] allows.
+/// Closes that may wait, of all users, before no more connections are accepted: each keeps a descriptor of this
+/// process. One user has fewer where connections take descriptors once they are attached only: one for each of 4,096
+/// connections, the most that there may be, and what [`Discard::most`] allows. Several users may have more.
 const DISCARDS_MAX: usize = 5120;
 /// How often it is looked whether fewer of them wait.
 const DISCARDS_LOOK: Duration = Duration::from_millis(10);
@@ -86,11 +86,16 @@ impl Aside {
     /// Refuses descriptors of a user of whom too many are not closed yet.
     fn check_closing(&self, uid: u32, from: Discard) -> io::Result<()> {
         let closing = self.discards().get(&(uid, from)).map_or(0, Brief::waiting);
-        if closing < from.most() {
+        let most = from.most();
+        if closing < most {
             return Ok(());
         }
-        let text = "descriptors that are no memory and are not closed yet; end whoever serves their file system";
-        Err(io::Error::new(io::ErrorKind::InvalidData, format!("user {uid} has sent {closing} {text}")))
+        let found = match from {
+            Discard::Received => format!("user {uid} has sent {closing} descriptors that are no memory and"),
+            Discard::Unreceived => format!("user {uid} has ended {closing} connections with descriptors that"),
+        };
+        let text = format!("{found} are not closed yet, expected fewer than {most}; end whoever serves their files");
+        Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 
     /// Receives bytes that a descriptor comes with.
@@ -315,7 +320,9 @@ mod tests {
             end.set_nonblocking(true).expect("set");
             let end = UnixStream::from_std(end).expect("in a runtime");
             let accepted = Accepted::new(end, uid, Arc::clone(&aside)).expect("set");
-            assert_eq!(accepted.take_descriptors().is_ok(), uid == 2, "user {uid} attaches");
+            let refused = accepted.take_descriptors().err().map(|error| error.to_string());
+            let is_told = refused.as_ref().is_some_and(|text| text.contains("user 1 has ended 12"));
+            assert_eq!((refused.is_some(), is_told), (uid == 1, uid == 1), "user {uid}: {refused:?}");
         }
         drop(end);
         for reader in &mut of_first {

@@ -18,7 +18,7 @@ pub use super::{
     memory::{Mapped, map},
     peers::Peer,
     server::Caller,
-    system::{Later, System},
+    system::{Later, Made, System},
     wire::{Came, Coming, Descriptor, Lent, Wire},
 };
 use crate::error::{Error, Result};

@@ -47,6 +47,15 @@ const UNMAP_PAUSE: Duration = Duration::from_secs(1);
 /// The result of something that takes long.
 pub type Later<T> = Pin<Box<dyn Future<Output = T>>>;
 
+/// What there is of a space whose folders were to be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Made {
+    /// Its folders and its file.
+    Space,
+    /// Nothing new: a space that is to be new has a file already, and stores of so many bytes.
+    Others(u64),
+}
+
 /// The system as the service uses it. The simulation has another one.
 pub trait System {
     /// The files of the spaces below a path: where each one is, and its text, or why it cannot be read.
@@ -59,11 +68,11 @@ pub trait System {
     /// the file is missing. It is complete or absent after a crash at any moment.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Store`] for a new space that has a file already.
-    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>>;
+    /// [`Error::Io`]. Of a new space nothing stays then.
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<Made>>;
 
-    /// Removes the folders of a space that could not be made, but never a store. False if there is one, or may be: it
-    /// takes its disk, and is a space at the next start.
+    /// Removes the file and the folders of a space that this service has made and could not open, but never a store.
+    /// False if there is one, or may be, or the file stays: it takes its disk, and is a space at the next start.
     fn forget_space(&self, folders: Vec<PathBuf>) -> Later<bool>;
 
     /// What the stores in the folders of a space take, bytes; all that there are where that cannot be known.
@@ -155,7 +164,7 @@ impl System for Machine {
         Ok(files)
     }
 
-    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>> {
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<Made>> {
         let make = move || make_folders(&folders, &text, is_new);
         Box::pin(async { on_thread(&Machine, make).await.unwrap_or(Err(Error::Closed)) })
     }
@@ -166,8 +175,7 @@ impl System for Machine {
     }
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
-        let bytes = |path: &PathBuf| find_store(path).map_or(u64::MAX, |found| found.unwrap_or(0));
-        folders.iter().map(bytes).fold(0, u64::saturating_add)
+        stores(folders)
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
@@ -214,7 +222,7 @@ impl System for Machine {
 }
 
 /// Makes the folders of a space that are missing, and its file.
-fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<()> {
+fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<Made> {
     let make = |path: &PathBuf| {
         match fs::DirBuilder::new().mode(0o700).create(path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -222,37 +230,55 @@ fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<()> {
         }
         open_folder(path).map_err(|error| Error::io("open", path, error))
     };
-    let opened = folders.iter().map(make).collect::<Result<Vec<_>>>()?;
-    let Some((folder, path)) = opened.first().zip(folders.first()) else { return Ok(()) };
+    let Some((path, others)) = folders.split_first() else { return Ok(Made::Space) };
+    let folder = make(path)?;
     // A removal that failed in the end may have removed it.
-    let is_missing = match statat(folder, FILE_NAME, AtFlags::SYMLINK_NOFOLLOW) {
+    let is_missing = match statat(&folder, FILE_NAME, AtFlags::SYMLINK_NOFOLLOW) {
         Err(error) if error == Errno::NOENT => true,
         found => found.map(|_| false).map_err(|error| Error::io("stat", path.join(FILE_NAME), error.into()))?,
     };
-    if is_missing {
-        let written = write_whole(folder, text.as_bytes());
+    if is_new && !is_missing {
+        // They have the capacity that this file names.
+        return Ok(Made::Others(stores(folders)));
+    }
+    let write = || {
+        let written = write_whole(&folder, text.as_bytes());
         let written = written.and_then(|()| path.parent().map_or(Ok(()), sync_folder));
-        return written.map_err(|error| Error::io("write", path.join(FILE_NAME), error));
+        if is_new && written.is_err() {
+            _ = unlinkat(&folder, FILE_NAME, AtFlags::empty());
+        }
+        written.map_err(|error| Error::io("write", path.join(FILE_NAME), error))
+    };
+    let made = others.iter().try_for_each(|path| make(path).map(drop));
+    let made = made.and_then(|()| if is_missing { write() } else { Ok(()) });
+    if is_new && made.is_err() {
+        folders.iter().for_each(|path| drop(fs::remove_dir(path)));
     }
-    if is_new {
-        // Its store has the capacity that this file names.
-        let (found, expected) = ("the file of a space that was not there at the start", "none for a new space");
-        return Err(Error::store(path.join(FILE_NAME), found, expected, "restart the service, which reads the file"));
-    }
-    Ok(())
+    made.map(|()| Made::Space)
 }
 
-/// Removes the folders of a space, unless there is a store in one of them, or one cannot be looked into.
+/// Removes the file and the folders of a space that was made, unless there is a store in one of them, or one cannot be
+/// looked into, or the file stays.
 fn forget_folders(folders: &[PathBuf]) -> bool {
     if folders.iter().any(|path| !matches!(find_store(path), Ok(None))) {
         return false;
     }
-    for path in folders {
-        let Ok(folder) = open_folder(path) else { continue };
-        _ = unlinkat(&folder, FILE_NAME, AtFlags::empty());
-        drop(fs::remove_dir(path));
-    }
-    true
+    let Some(first) = folders.first() else { return true };
+    let removed = open_folder(first).and_then(|folder| Ok(unlinkat(folder, FILE_NAME, AtFlags::empty())?));
+    let is_gone = match removed {
+        Ok(()) => true,
+        // No space has its file below a link.
+        Err(error) => matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory),
+    };
+    // As far as they are empty.
+    folders.iter().for_each(|path| drop(fs::remove_dir(path)));
+    is_gone
+}
+
+/// The bytes of the stores in the folders of a space; all that there are where that cannot be known.
+fn stores(folders: &[PathBuf]) -> u64 {
+    let bytes = |path: &PathBuf| find_store(path).map_or(u64::MAX, |found| found.unwrap_or(0));
+    folders.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
 /// The bytes of the store in a folder of a space, if there is one. Needs no descriptor.

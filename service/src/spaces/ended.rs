@@ -4,8 +4,8 @@ use std::rc::Rc;
 
 use kvhoist::{Error, Stats};
 
-use super::{Entry, Spaces, State};
-use crate::protocol::Failure;
+use super::{Entry, Spaces, State, manifest::SpaceManifest};
+use crate::{protocol::Failure, shares::Ledger};
 
 impl Entry {
     /// Whether its cache has ended while the space is open, which is by a defect.
@@ -38,6 +38,12 @@ impl Entry {
         stats.disk_retired = Some(why);
         Some(stats)
     }
+}
+
+/// Sets disk aside for a space that is not served: what its stores take is nobody else's.
+pub(super) fn keep_disk(disk: &Ledger, manifest: &mut SpaceManifest, store_bytes: u64) {
+    let bytes = store_bytes.min(disk.available(manifest.of()));
+    manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
 }
 
 impl Spaces {

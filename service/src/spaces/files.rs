@@ -4,10 +4,20 @@
 //! beyond what they reserved. A file stays while a client holds it; one that is to be kept stays until a space or
 //! another file needs its memory.
 
-use std::{rc::Rc, sync::Arc, time::Duration};
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeSet,
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
 
 use kvhoist_files::{FileIdentity, SourceFile};
-use tokio::{sync::oneshot, task::spawn_local, time::timeout};
+use tokio::{
+    sync::{Notify, oneshot},
+    task::spawn_local,
+    time::timeout,
+};
 
 use super::{Spaces, ending};
 use crate::{
@@ -54,6 +64,37 @@ impl Drop for Hold {
     fn drop(&mut self) {
         if self.spaces.files.end_hold(&self.file) {
             self.spaces.forget(&self.file);
+        }
+    }
+}
+
+/// Files whose memory is being freed, and who waits for that.
+#[derive(Default)]
+pub(super) struct Freeing {
+    begun: Cell<u64>,
+    /// In the order in which clients let go of them.
+    turns: RefCell<BTreeSet<u64>>,
+    ended: Notify,
+}
+
+impl Freeing {
+    fn begin(&self) -> u64 {
+        let turn = self.begun.get() + 1;
+        self.begun.set(turn);
+        self.turns.borrow_mut().insert(turn);
+        turn
+    }
+
+    fn end(&self, turn: u64) {
+        self.turns.borrow_mut().remove(&turn);
+        self.ended.notify_waiters();
+    }
+
+    /// Waits for those that have begun, and not for later ones: clients may let go of files all the time.
+    async fn ended(&self) {
+        let last = self.begun.get();
+        while self.turns.borrow().first().is_some_and(|turn| *turn <= last) {
+            self.ended.notified().await;
         }
     }
 }
@@ -179,12 +220,8 @@ impl Spaces {
         }
         let Some((memory, mut freed)) = file.take_memory() else { return };
         let (memory, bytes) = (Arc::downgrade(&memory), file.bytes());
-        let (host, freeing) = (Rc::clone(&self.host), Rc::clone(&self.freeing));
-        freeing.0.set(freeing.0.get() + 1);
-        let end = move || {
-            freeing.0.set(freeing.0.get() - 1);
-            freeing.1.notify_waiters();
-        };
+        let (host, freeing, turn) = (Rc::clone(&self.host), Rc::clone(&self.freeing), self.freeing.begin());
+        let end = move || freeing.end(turn);
         spawn_local(async move {
             let is_late = timeout(READ_MAX, &mut freed).await.is_err();
             // Its close ends, once it has begun: the last to have it has dropped it.
@@ -202,11 +239,9 @@ impl Spaces {
         });
     }
 
-    /// Waits until the memory of all files that nobody holds any more is free, but that of files whose drive hangs.
+    /// Waits until the memory of all files that nobody holds now is free, but that of files whose drive hangs.
     pub(super) async fn freed(&self) {
-        while self.freeing.0.get() > 0 {
-            self.freeing.1.notified().await;
-        }
+        self.freeing.ended().await;
     }
 
     /// Files that are held, and their bytes.
@@ -217,16 +252,29 @@ impl Spaces {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::{pin::pin, time::Instant};
 
+    use futures_util::FutureExt;
+    use tempfile::TempDir;
     use tokio::task::{LocalSet, yield_now};
 
     use super::*;
     use crate::{config::ServerConfig, system::Machine};
 
-    /// The thread that reads it writes to it until then.
-    #[tokio::test(start_paused = true)]
-    async fn the_memory_of_a_file_whose_drive_hangs_is_counted_and_nobody_waits_for_it() {
+    #[test]
+    fn a_wait_for_memory_ends_before_that_of_files_that_are_let_go_of_later() {
+        let freeing = Freeing::default();
+        let first = freeing.begin();
+        let mut wait = pin!(freeing.ended());
+        assert!(wait.as_mut().now_or_never().is_none());
+        freeing.begin();
+        freeing.end(first);
+        wait.now_or_never().expect("all are free that were let go of before");
+        assert!(freeing.ended().now_or_never().is_none(), "another is not");
+    }
+
+    /// A file in a folder of its own, and spaces without disk.
+    fn load() -> (TempDir, WantedFile, Rc<Spaces>) {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
         let path = folder.path().join("weights");
         std::fs::write(&path, [7; 100_000]).expect("written");
@@ -234,19 +282,50 @@ mod tests {
         let mut config = ServerConfig::new("unused");
         config.host_bytes = 1 << 20;
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("no spaces"));
+        (folder, WantedFile { path: path.display().to_string(), identity, keep: false }, spaces)
+    }
+
+    async fn until_left_is(spaces: &Spaces, bytes: u64) {
+        let hang = Instant::now() + Duration::from_secs(60);
+        while spaces.left().1 != bytes {
+            assert!(Instant::now() < hang, "it is free");
+            yield_now().await;
+        }
+    }
+
+    /// The thread that reads it writes to it until then.
+    #[tokio::test(start_paused = true)]
+    async fn the_memory_of_a_file_whose_drive_hangs_is_counted_and_nobody_waits_for_it() {
+        let (_folder, wanted, spaces) = load();
+        let identity = wanted.identity;
         let run = async {
             let (before, bytes) = (spaces.left().1, memory_bytes(identity.size));
             spaces.files.set_hung(identity.device, true);
-            let wanted = WantedFile { path: path.display().to_string(), identity, keep: false };
             drop(spaces.hold(wanted).await.expect("room"));
             spaces.freed().await;
             assert_eq!((spaces.held_files().0, spaces.left().1), (0, before - bytes));
             spaces.files.set_hung(identity.device, false);
-            let hang = Instant::now() + Duration::from_secs(60);
-            while spaces.left().1 != before {
-                assert!(Instant::now() < hang, "it is free");
-                yield_now().await;
-            }
+            until_left_is(&spaces, before).await;
+        };
+        LocalSet::new().run_until(run).await;
+    }
+
+    /// A file that could not be read is read anew for the next client; those before have its memory still.
+    #[tokio::test]
+    async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() {
+        let (_folder, wanted, spaces) = load();
+        let (identity, path) = (wanted.identity, wanted.path.clone());
+        let run = async {
+            let (before, bytes) = (spaces.left().1, memory_bytes(identity.size));
+            let first = spaces.hold(wanted).await.expect("room");
+            spaces.files.find(&identity).expect("held").fail();
+            let second = spaces.hold(WantedFile { path, identity, keep: false }).await.expect("room for two");
+            assert_eq!(spaces.left().1, before - 2 * bytes);
+            drop(first);
+            until_left_is(&spaces, before - bytes).await;
+            drop(second);
+            assert_eq!(spaces.left().1, before - bytes, "it is not free yet");
+            until_left_is(&spaces, before).await;
         };
         LocalSet::new().run_until(run).await;
     }

@@ -24,14 +24,14 @@ use kvhoist_files::SourceFile;
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 use self::manifest::{SpaceManifest, manifests};
-use self::{host::HostShare, opens::Opens, tables::Tables};
+use self::{files::Freeing, host::HostShare, opens::Opens, tables::Tables};
 use super::{
     config::ServerConfig,
     held::HeldFiles,
     protocol::{Failure, SpaceDevice, SpaceStatus},
     report::OpenSpace,
     shares::{Ledger, SpaceOf},
-    system::System,
+    system::{Made, System},
 };
 use crate::error::{Error, Result, ServiceFault};
 
@@ -68,7 +68,7 @@ enum State {
     Open(Rc<Space>),
     Removing(Waiters<()>),
     /// Its file describes no space, and its manifest is made up, but for the folder; or it has more disk than there is
-    /// for it.
+    /// for it; or its file was put there after the service started, and its manifest has another capacity.
     Refused(Failure),
 }
 
@@ -77,11 +77,13 @@ struct Entry {
     state: State,
     /// Why its store could not be opened the last time.
     trouble: Option<Failure>,
+    /// What its opening has made of its folders.
+    made: Option<Made>,
 }
 
 impl Entry {
     fn new(manifest: SpaceManifest, state: State) -> Self {
-        Entry { manifest, state, trouble: None }
+        Entry { manifest, state, trouble: None, made: None }
     }
 }
 
@@ -115,8 +117,7 @@ pub(super) struct Spaces {
     tables: Tables,
     /// Whole files, which share the host memory.
     files: HeldFiles,
-    /// Files whose memory is being freed, and who waits for that.
-    freeing: Rc<(Cell<u32>, Notify)>,
+    freeing: Rc<Freeing>,
     opens: Opens,
     /// Lets one file get memory at a time.
     file_turn: Semaphore,
@@ -166,9 +167,7 @@ impl Spaces {
         }
         for (folder, mut manifest, error) in refused {
             tracing::error!(%error, "a space is not served; the others are");
-            // What its stores take is nobody else's.
-            let bytes = system.store_bytes(&folders::of(&config, &folder)).min(disk.available(manifest.of()));
-            manifest.capacity_bytes = if bytes > 0 { disk.take(manifest.of(), bytes).unwrap_or(0) } else { 0 };
+            ended::keep_disk(&disk, &mut manifest, system.store_bytes(&folders::of(&config, &folder)));
             entries.insert(folder, Entry::new(manifest, State::Refused(Failure::from(&error))));
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());

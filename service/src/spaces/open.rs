@@ -12,11 +12,12 @@ use kvhoist::{
     internals::{config::BUDGET_BLOCKS_MIN, service::discover},
 };
 
-use super::{Space, Spaces, State, host::HostShare, manifest::SpaceManifest, pool::Grant};
+use super::{Space, Spaces, State, ended::keep_disk, host::HostShare, manifest::SpaceManifest, pool::Grant};
 use crate::{
     error::{Error, Result, ServiceFault},
     protocol::{Failure, SpaceDevice},
     seldom::Seldom,
+    system::Made,
 };
 
 /// Slots in the host memory of one space.
@@ -46,14 +47,24 @@ impl Spaces {
     ) {
         let folder = manifest.folder();
         let opened = self.open_space(&manifest, host_bytes, device, is_new).await;
-        // A store that was made keeps its disk, and the space stays: a later attach opens it.
-        let is_forgotten = is_new && opened.is_err() && self.forget_folders(&folder).await;
-        let mut entries = self.entries.borrow_mut();
-        let state = match &opened {
-            Ok(space) => State::Open(Rc::clone(space)),
-            Err(_) => State::Closed,
+        let made = self.entries.borrow_mut().get_mut(&folder).and_then(|entry| entry.made.take());
+        let is_forgotten = match made {
+            _ if !is_new || opened.is_ok() => false,
+            None => true,
+            // A store that was made keeps its disk, and the space stays: a later attach opens it.
+            Some(made) => made == Made::Space && self.forget_folders(&folder).await,
         };
+        let mut entries = self.entries.borrow_mut();
         let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
+        let state = match (&opened, made) {
+            (Ok(space), _) => State::Open(Rc::clone(space)),
+            (Err(failure), Some(Made::Others(store_bytes))) => {
+                self.disk.give_back(manifest.of(), manifest.capacity_bytes);
+                keep_disk(&self.disk, &mut entry.manifest, store_bytes);
+                State::Refused(failure.clone())
+            }
+            (Err(_), _) => State::Closed,
+        };
         match &opened {
             Ok(_) => {
                 entry.trouble = None;
@@ -268,7 +279,7 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::{fs::DirBuilder, os::unix::fs::DirBuilderExt, path::Path};
 
     use kvhoist::DirectIo;
     use tokio::task::LocalSet;
@@ -313,6 +324,35 @@ mod tests {
             drop(spaces.attach(Wanted::of_tests(4096)).await.expect("opened"));
             assert_eq!(spaces.trouble(), None);
             spaces.close().await.expect("closed");
+        };
+        LocalSet::new().run_until(run).await;
+    }
+
+    /// Put there since the service has started, before its stores.
+    #[tokio::test]
+    async fn the_file_of_another_space_stays_and_refuses_its_clients() {
+        let [folder, known] = [(); 2].map(|()| tempfile::tempdir().expect("a directory"));
+        let of_tests = |capacity_bytes| Wanted { capacity_bytes, ..Wanted::of_tests(4096) };
+        let run = async {
+            let spaces = load(known.path(), Config::default());
+            drop(spaces.attach(of_tests(4 << 20)).await.expect("made"));
+            spaces.close().await.expect("closed");
+            let name = spaces.status()[0].folder.clone();
+            let [file, theirs] = [&folder, &known].map(|root| root.path().join(&name).join("space"));
+            let spaces = load(folder.path(), Config::default());
+            let before = spaces.left();
+            DirBuilder::new().mode(0o700).create(folder.path().join(&name)).expect("made");
+            std::fs::copy(&theirs, &file).expect("put there");
+            for _ in 0..2 {
+                let refused = spaces.attach(of_tests(8 << 20)).await.err().expect("another's").text;
+                assert!(refused.contains("restart the service"), "{refused}");
+                assert_eq!(std::fs::read(&file).expect("there"), std::fs::read(&theirs).expect("there"));
+                assert_eq!(spaces.left(), before, "it has no store");
+                assert_eq!(spaces.opened()[0].stats.disk_retired, Some(refused), "what health is reckoned by");
+            }
+            let spaces = load(folder.path(), Config::default());
+            let space = spaces.attach(of_tests(8 << 20)).await.expect("known at the start");
+            assert_eq!(space.capacity_bytes, 4 << 20);
         };
         LocalSet::new().run_until(run).await;
     }

@@ -26,7 +26,7 @@ use crate::{
     memory::Mapped,
     peers::own_uid,
     protocol::Failure,
-    system::{Later, Machine, System},
+    system::{Later, Machine, Made, System},
 };
 
 const BLOCK_BYTES: usize = 4096;
@@ -45,7 +45,7 @@ impl System for Gated {
         Machine.spaces(path)
     }
 
-    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<()>> {
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<Made>> {
         Machine.make_space(folders, text, is_new)
     }
 
@@ -186,6 +186,27 @@ async fn a_new_space_that_fails_to_open_keeps_the_disk_that_its_file_takes() {
     LocalSet::new().run_until(run).await;
 }
 
+/// No store was made: that comes after all folders and the file.
+#[tokio::test]
+async fn a_new_space_whose_folders_cannot_be_made_keeps_no_disk() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let [first, second] = ["1", "2"].map(|path| folder.path().join(path));
+    for path in [&first, &second] {
+        std::fs::create_dir(path).expect("made");
+    }
+    let config = ServerConfig { paths: vec![first.clone(), second.clone()], ..config(folder.path(), &[]) };
+    let (spaces, _) = load_config(config, Rc::default());
+    let run = async {
+        let before = spaces.left();
+        std::fs::remove_dir(&second).and_then(|()| std::fs::write(&second, "no folder")).expect("in its place");
+        let failed = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await;
+        assert_eq!(failed.err().map(|failure| failure.fault), Some(ServiceFault::Io));
+        assert_eq!((spaces.left(), spaces.count()), (before, 0));
+        assert_eq!(std::fs::read_dir(&first).expect("there").count(), 0);
+    };
+    LocalSet::new().run_until(run).await;
+}
+
 /// The parent of the folder could not be flushed, for one.
 #[tokio::test]
 async fn a_space_whose_removal_failed_in_the_end_has_its_file_again_with_its_next_store() {
@@ -282,32 +303,6 @@ async fn spaces_of_one_name_have_their_own_objects_in_a_remote_store() {
         }
         assert_eq!(owners.len(), 3, "{owners:?}");
         spaces.close().await.expect("closed");
-    };
-    LocalSet::new().run_until(run).await;
-}
-
-/// A file that could not be read is read anew for the next client; those before have its memory still.
-#[tokio::test]
-async fn the_memory_of_a_failed_file_is_counted_until_its_last_client_lets_go() {
-    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
-    let path = folder.path().join("weights");
-    std::fs::write(&path, [7; 100_000]).expect("written");
-    let identity = SourceFile::open(&path).expect("there").identity();
-    let (spaces, _) = load(folder.path());
-    let run = async {
-        let wanted = || WantedFile { path: path.display().to_string(), identity, keep: false };
-        let (before, bytes) = (spaces.left().1, memory_bytes(identity.size));
-        let first = spaces.hold(wanted()).await.expect("room");
-        spaces.files.find(&identity).expect("held").fail();
-        let second = spaces.hold(wanted()).await.expect("room for two");
-        assert_eq!(spaces.left().1, before - 2 * bytes);
-        drop(first);
-        spaces.freed().await;
-        assert_eq!(spaces.left().1, before - bytes);
-        drop(second);
-        assert_eq!(spaces.left().1, before - bytes, "it is not free yet");
-        spaces.freed().await;
-        assert_eq!(spaces.left().1, before);
     };
     LocalSet::new().run_until(run).await;
 }

@@ -14,7 +14,7 @@ use std::{
 use kvhoist::{Cache, Config, Error, ServiceFault, Tier};
 use kvhoist_service::internals::{
     protocol::Failure,
-    seams::{Later, Mapped, System, map},
+    seams::{Later, Made, Mapped, System, map},
 };
 use tokio::sync::Semaphore;
 
@@ -262,14 +262,17 @@ impl System for Handle {
         Ok(below.map(|(folder, text)| (folder.join("space"), Ok(text.clone()))).collect())
     }
 
-    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<(), Error>> {
+    fn make_space(&self, folders: Vec<PathBuf>, text: String, is_new: bool) -> Later<Result<Made, Error>> {
+        let store_bytes = self.store_bytes(&folders);
         let machine = Rc::clone(&self.0);
         Box::pin(async move {
             let texts = &mut machine.state.borrow_mut().texts;
-            if let Some(folder) = folders.into_iter().next().filter(|folder| is_new || !texts.contains_key(folder)) {
-                texts.insert(folder, text);
+            match folders.into_iter().next() {
+                Some(folder) if is_new && texts.contains_key(&folder) => return Ok(Made::Others(store_bytes)),
+                Some(folder) => drop(texts.entry(folder).or_insert(text)),
+                None => {}
             }
-            Ok(())
+            Ok(Made::Space)
         })
     }
 
