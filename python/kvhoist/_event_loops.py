@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import weakref
+from collections import deque
 from typing import Any, Callable
 
 from .errors import BusyError
@@ -28,6 +30,8 @@ class LoopQueue:
         #: Of the submission that waits for room; the others wait behind it.
         self._turn = asyncio.Lock()
         self._drained = asyncio.Event()
+        #: Drained, and not handed on yet.
+        self._completions: deque[tuple[int, list]] = deque()
 
     async def submit(self, begin: Callable[[Any], int]) -> "asyncio.Future[list]":
         """Begins a submission once the queue has room for it. Cancelled while it waits for room, it begins nothing.
@@ -60,15 +64,25 @@ class LoopQueue:
         return future
 
     def _drain(self) -> None:
-        for ticket, results in self._queue.drain():
-            # None: its submitter was interrupted before it could wait.
-            future = self._waiting.pop(ticket, None)
-            if future is not None and not future.done():
-                future.set_result(results)
-        self._drained.set()
         loop = self._loop()
         assert loop is not None, "it calls this"
-        self._watch_no_longer_than_needed(loop)
+        try:
+            # Drained and kept by one call into C: no signal handler runs in between.
+            self._completions.extend(itertools.chain.from_iterable(iter(self._queue.drain, [])))
+            self._drained.set()
+            while self._completions:
+                ticket, results = self._completions[0]
+                # None: its submitter was interrupted before it could wait.
+                future = self._waiting.get(ticket)
+                if future is not None and not future.done():
+                    future.set_result(results)
+                self._waiting.pop(ticket, None)
+                self._completions.popleft()
+            self._watch_no_longer_than_needed(loop)
+        except BaseException:
+            # A signal handler raised. The loop may go on, also to cancel its tasks, and they wait for the rest.
+            loop.call_soon(self._drain)
+            raise
 
     def _watch_no_longer_than_needed(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._queue.outstanding:

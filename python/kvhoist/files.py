@@ -246,16 +246,13 @@ class File:
 
     def write_from(self, source: Any, offset: int = 0, **settings: Any) -> Result:
         """Writes in place, to the file that was opened, and flushes: after a crash in the middle some bytes are new and
-        some are old. A file as a whole is written by :func:`write`, all or nothing."""
-        result = finish(self._write(source, offset, settings)(), settings)
-        self._source = self._source.renewed()
-        return result
+        some are old. A file as a whole is written by :func:`write`, all or nothing. Reads expect the file as it is when
+        this returns, also with an exception."""
+        return self._written(self._write(source, offset, settings)(), settings)
 
     async def write_from_async(self, source: Any, offset: int = 0, **settings: Any) -> Result:
         """As :meth:`write_from`, awaited. Cancelled, it waits for the requests under way."""
-        result = await _awaited(self._write(source, offset, settings), settings)
-        self._source = await asyncio.get_running_loop().run_in_executor(None, self._source.renewed)
-        return result
+        return await _awaited(self._write(source, offset, settings), settings, self._written)
 
     def _write(self, source: Any, offset: int, settings: dict[str, Any]) -> Start:
         place = place_of(source, writable=False)
@@ -263,6 +260,15 @@ class File:
         return functools.partial(
             _native.files_write_at, self._source, ranges, place.device, _settings(settings), place
         )
+
+    def _written(self, transfer: _native.FileTransfer, settings: dict[str, Any]) -> Result:
+        """As :func:`finish`. A write that failed or was interrupted may have changed the file, too."""
+        try:
+            return finish(transfer, settings)
+        finally:
+            # Of a file that cannot be opened anew, the next read says that it changed.
+            with contextlib.suppress(Error):
+                self._source = self._source.renewed()
 
     def __repr__(self) -> str:
         return f"<kvhoist.files.File {self.path} of {self.size} bytes>"
@@ -322,10 +328,15 @@ async def read_many_async(
     return await _awaited(_reads(list(reads), settings), settings)
 
 
-async def _awaited(start: Start, settings: dict[str, Any]) -> Result:
+async def _awaited(
+    start: Start,
+    settings: dict[str, Any],
+    wait: Callable[[_native.FileTransfer, dict[str, Any]], Result] | None = None,
+) -> Result:
     """The result of a transfer. Cancelled, it ends the transfer, and waits for the requests under way.
 
-    A thread of the loop's executor starts it: their number bounds the transfers that have threads and buffers.
+    A thread of the loop's executor starts it: their number bounds the transfers that have threads and buffers. It waits
+    for the transfer, too, by ``wait`` or :func:`finish`.
     """
     started: list[_native.FileTransfer] = []
     is_cancelled = False
@@ -336,7 +347,7 @@ async def _awaited(start: Start, settings: dict[str, Any]) -> Result:
         started.append(start())
         if is_cancelled:  # Before it was in the list.
             started[0].cancel()
-        return finish(started[0], settings)
+        return (wait or finish)(started[0], settings)
 
     running = asyncio.get_running_loop().run_in_executor(None, run)
     try:

@@ -147,6 +147,35 @@ def test_a_file_is_read_after_it_was_written_to(path):
         file.read_into(target)
 
 
+def test_a_file_is_read_after_a_write_to_it_failed_or_was_cancelled(path):
+    file, target = files.open(path[0]), bytearray(3)
+
+    def fail(done, _total):
+        if done:
+            raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        file.write_from(b"end", SIZE, progress=fail)
+    file.read_into(target, SIZE)
+    assert target == b"end" and file.size == SIZE + 3
+
+    async def cancelled():
+        loop, is_cancelled = asyncio.get_running_loop(), threading.Event()
+
+        def cancel(done, _total):
+            if done:
+                loop.call_soon_threadsafe(lambda: (writing.cancel(), is_cancelled.set()))
+                assert is_cancelled.wait(nodes.PATIENCE_S)
+
+        writing = asyncio.create_task(file.write_from_async(b"END", SIZE, progress=cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+
+    asyncio.run(cancelled())
+    file.read_into(target, SIZE)
+    assert target == b"END"
+
+
 def test_transfers_that_are_awaited_begin_as_threads_are_free_for_them(path, tmp_path, monkeypatch):
     """Each has threads and buffers."""
     begun, start, over = [], files._native.files_read, threading.Event()

@@ -15,10 +15,13 @@ import struct
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
+import nodes
 import pytest
 
 import kvhoist
+from kvhoist._event_loops import LoopQueue
 
 BLOCK = 8192
 PAGE = mmap.PAGESIZE
@@ -104,8 +107,8 @@ def interrupted():
     signal.signal(signal.SIGINT, before)
 
 
-def in_memory():
-    return kvhoist.Cache(block_bytes=BLOCK, host_bytes=4 * BLOCK)
+def in_memory(**settings):
+    return kvhoist.Cache(block_bytes=BLOCK, host_bytes=4 * BLOCK, **settings)
 
 
 def test_a_load_that_waits_is_interrupted_and_its_buffer_kept(stalled, interrupted):
@@ -235,8 +238,8 @@ def test_a_closed_loop_is_let_go_of_once_its_cancelled_calls_have_ended(stalled)
         stalled.release()
         assert is_kept, "its load goes on"
         ended = select.poll()
-        ended.register(queue._queue.event_fd)
-        ended.poll()
+        ended.register(queue._queue.event_fd, select.POLLIN)
+        assert ended.poll(1000 * nodes.PATIENCE_S)
         del queue
         assert asyncio.run(cache.fetch("b")) is None
         gc.collect()
@@ -244,7 +247,7 @@ def test_a_closed_loop_is_let_go_of_once_its_cancelled_calls_have_ended(stalled)
 
 
 def test_a_burst_of_calls_waits_for_room(stalled):
-    """While the engine's thread is away, as here in a copy, it takes no commands."""
+    """While the engine's thread is away, as here in a copy, no movement ends."""
 
     async def main(cache):
         loading = asyncio.create_task(cache.load_async(["a"], [stalled.view]))
@@ -254,12 +257,39 @@ def test_a_burst_of_calls_waits_for_room(stalled):
         await asyncio.sleep(0)
         fetching.pop().cancel()
         await asyncio.sleep(0)
-        wait = not any(task.done() for task in fetching)
+        wait = cache._loop()._turn.locked() and not any(task.done() for task in fetching)
         stalled.release()
         assert wait
         assert await loading == [True]
         assert set(await asyncio.gather(*fetching)) == {b"x" * BLOCK}
 
-    with in_memory() as cache:
+    with in_memory(movements_max=100) as cache:
         cache.store(["a"], [b"x" * BLOCK])
         asyncio.run(main(cache))
+
+
+def test_a_drain_that_is_interrupted_hands_the_rest_on():
+    class Interrupted(asyncio.Future):
+        """Whose result a signal comes with, once."""
+
+        signals = [Handled]
+
+        def set_result(self, result):
+            if self.signals:
+                raise self.signals.pop()
+            super().set_result(result)
+
+    async def main():
+        completed = iter([[(1, ["a"]), (2, ["b"])]])
+        native = SimpleNamespace(drain=lambda: next(completed, []), outstanding=0, event_fd=0)
+        queue = LoopQueue(asyncio.get_running_loop(), native)
+        queue._waiting = {1: Interrupted(), 2: asyncio.Future()}
+        futures = list(queue._waiting.values())
+        with pytest.raises(Handled):
+            queue._drain()
+        assert queue._drained.is_set(), "or calls wait for room that they have"
+        await asyncio.sleep(0)
+        assert [future.done() and future.result() for future in futures] == [["a"], ["b"]]
+        assert not queue._waiting
+
+    asyncio.run(main())

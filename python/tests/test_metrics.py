@@ -290,10 +290,13 @@ def test_a_forked_child_has_no_server_and_closes_it_at_once(caches):
     with kvhoist.metrics.serve(0) as server:
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # Its end, where it waits for a thread that it has not.
-            inherited = server._server.socket.fileno() != -1
-            server.close()
-            os._exit(inherited)
+            status = 1
+            try:
+                signal.alarm(60)  # Its end, where it waits for a thread that it has not.
+                status = int(server._server.socket.fileno() != -1)
+                server.close()
+            finally:
+                os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/healthz") as answer:
             assert answer.status == 200, "the parent's goes on"
