@@ -23,8 +23,8 @@ pub struct StoreArgs {
     /// All directories, files or block devices of one store, in any order.
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
-    /// Examine the store even if a cache has it open, or opens it meanwhile. Blocks that are being written may then look
-    /// damaged.
+    /// Examine the store even if a cache has it open, or opens it meanwhile. Blocks that are being written may then
+    /// look damaged.
     #[arg(long)]
     pub allow_in_use: bool,
     /// How the store is read.

@@ -207,7 +207,8 @@ pub trait CopyEngine: 'static {
     /// Copies all of `batch`. After an error the destination is undefined.
     fn copy(&self, batch: CopyBatch) -> impl Future<Output = (Result<()>, CopyBatch)>;
 
-    /// Whether the batch's device is the one that [`fault`](Self::fault) speaks of: of several, that of the device tier.
+    /// Whether the batch's device is the one that [`fault`](Self::fault) speaks of: of several, that of the device
+    /// tier.
     fn is_of_tier(&self, batch: &CopyBatch) -> bool {
         let _ = batch;
         true

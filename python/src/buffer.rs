@@ -77,9 +77,14 @@ impl Buffer {
         Ok(Buffer { raw })
     }
 
-    /// Shows the exporter to the collector of cycles.
+    /// Shows the exporter to the collector of cycles; but no memoryview, which CPython before 3.11.9 and 3.12.3 clears
+    /// although it is exported, so that its release crashes (python/cpython#77894). A cycle with one stays until its
+    /// transfers have ended.
     pub fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&*self.raw.obj)
+        let exporter = self.raw.obj.as_ref();
+        // SAFETY: a look at the type of an object that lives, in the collector, which has the interpreter's lock.
+        let is_view = exporter.is_some_and(|object| unsafe { ffi::PyMemoryView_Check(object.as_ptr()) } != 0);
+        if is_view { Ok(()) } else { visit.call(&*self.raw.obj) }
     }
 
     /// Its first byte.

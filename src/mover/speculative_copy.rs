@@ -1,8 +1,8 @@
 //! Copies to the device that begin before their block is verified.
 //!
 //! A block on its way from disk to the device is in host memory, whole, before its checksum is known. There the
-//! processor would have to compute it; in a slot of the device, the device can. The movement that wants the block offers
-//! to take one, and learns whether the block was copied there once it is verified: no caller sees the block before.
+//! processor would have to compute it; in a slot of the device, the device can. The movement that wants the block
+//! offers to take one, and learns whether the block was copied there once it is verified: no caller sees it before.
 //!
 //! Only a slot: a caller's memory proves nothing of what is in host memory. Other code may write there, and several
 //! blocks may be loaded into one place.

@@ -38,6 +38,28 @@ mod tests {
     use super::*;
     use crate::http::{drives::Drive, figures::collect};
 
+    fn of(namespace: &str, folder: &str, is_served: bool, stats: Stats) -> OpenSpace {
+        OpenSpace { namespace: namespace.to_owned(), folder: folder.to_owned(), is_served, stats }
+    }
+
+    #[test]
+    fn a_space_has_figures_of_a_device_if_it_is_for_one() {
+        let of_gpu = serde_json::json!({
+            "tiers": {"device": {"slots": 1}}, "copies": {"cuda": {"batches": 3}}, "device_retired": "it has stopped",
+        });
+        let of_gpu: Stats = serde_json::from_value(of_gpu).expect("figures");
+        let spaces = [of("a", "space-1", true, Stats::default()), of("b", "space-2", true, of_gpu)];
+        let text = text(&collect(&ServiceStatus::default(), &spaces, &[]));
+        for line in [
+            r#"kvhoist_copies_total{cache="b",number="space-2",engine="cuda"} 3"#,
+            r#"kvhoist_retired{cache="b",number="space-2",tier="device",reason="it has stopped"} 1"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+        let is_of_device = |line: &str| line.contains("space-1") && (line.contains("device") || line.contains("cuda"));
+        assert!(!text.lines().any(is_of_device), "it is no space for a GPU");
+    }
+
     #[test]
     fn every_sample_has_its_labels_and_no_text_of_a_client_ends_them() {
         let place = tempfile::tempdir().expect("a directory");
@@ -51,21 +73,12 @@ mod tests {
         (stats.io_threads, stats.write_budget) = (4, Some(1 << 39));
         stats.disk_read_only = Some("EIO\non \"sda\"".into());
         stats.writes_over_budget = 2;
-        let of = |namespace: &str, folder: &str, is_served, stats| {
-            let (namespace, folder) = (namespace.to_owned(), folder.to_owned());
-            OpenSpace { namespace, folder, is_served, stats }
-        };
         let mut damaged = Stats::default();
         damaged.disk_retired = Some("no superblock".into());
-        let of_gpu = serde_json::json!({
-            "tiers": {"device": {"slots": 1}}, "copies": {"cuda": {"batches": 3}}, "device_retired": "it has stopped",
-        });
-        let of_gpu: Stats = serde_json::from_value(of_gpu).expect("figures");
         let spaces = [
             of("a\"} 1\\", "space-1", true, stats),
             of("b", "space-2", true, Stats::default()),
             of("c", "space-3", false, damaged),
-            of("d", "space-4", true, of_gpu),
         ];
         let worn: DriveWear = DriveWear::new("nvme0n1", 25, 512_000, 13_149);
         let drive = |path: &str, name: &str, wear| Drive { path: path.into(), name: name.into(), wear };
@@ -82,8 +95,6 @@ mod tests {
             format!("kvhoist_io_threads{{{own}}} 4"),
             format!("kvhoist_write_budget_bytes{{{own}}} {}", 1u64 << 39),
             r#"kvhoist_io_threads{cache="b",number="space-2"} 0"#.to_owned(),
-            r#"kvhoist_copies_total{cache="d",number="space-4",engine="cuda"} 3"#.to_owned(),
-            r#"kvhoist_retired{cache="d",number="space-4",tier="device",reason="it has stopped"} 1"#.to_owned(),
             format!("kvhoist_movement_seconds_bucket{{{own},route=\"host_to_disk\",le=\"+Inf\"}} 1"),
             format!("kvhoist_movement_seconds_count{{{own},route=\"host_to_disk\"}} 1"),
             "# TYPE kvhoist_movement_seconds histogram".to_owned(),
@@ -97,8 +108,6 @@ mod tests {
         let of_damaged: Vec<&str> = text.lines().filter(|line| line.contains("space-3")).collect();
         let retired = r#"kvhoist_retired{cache="c",number="space-3",tier="disk",reason="no superblock"} 1"#;
         assert_eq!(of_damaged, [retired], "nothing else is known of a space that is not served");
-        let is_of_device = |line: &str| line.contains("space-1") && (line.contains("device") || line.contains("cuda"));
-        assert!(!text.lines().any(is_of_device), "it is no space for a GPU");
         let budgets = text.lines().filter(|line| line.starts_with("kvhoist_write_budget_bytes")).count();
         assert_eq!(budgets, 1, "a space without a budget has no figure");
         assert!(!text.contains("path=\"/b\""), "a drive that does not answer has no figure");

@@ -98,8 +98,8 @@ impl Gpu {
         self.set_current().map_err(|fault| Error::unavailable("device", fault))
     }
 
-    /// As [`make_current`](Self::make_current), on a thread that is its caller's own for good: captures of streams forbid
-    /// it nothing from now on, and it ends none.
+    /// As [`make_current`](Self::make_current), on a thread that is its caller's own for good: captures of streams
+    /// forbid it nothing from now on, and it ends none.
     ///
     /// # Errors
     /// [`Error::Unavailable`] with the driver's error.

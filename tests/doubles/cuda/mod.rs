@@ -188,8 +188,8 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
     });
 }
 
-/// Pairs of equal blocks, one of them damaged on disk, are loaded into one place, where the right one arrives too. What is
-/// in host memory afterwards is right.
+/// Pairs of equal blocks, one of them damaged on disk, are loaded into one place, where the right one arrives too. What
+/// is in host memory afterwards is right.
 #[test]
 fn what_is_in_a_callers_memory_proves_no_block() {
     with_double("what_is_in_a_callers_memory_proves_no_block", "", || {
