@@ -133,7 +133,10 @@ impl Run {
                     report.maps_refused += 1;
                     plan.map_refused > 0.0
                 }
-                ServiceFault::Refused => plan.by_value() || rates.write_error + rates.no_space + rates.sync_error > 0.0,
+                // Also of blocks that were on their way when failed reads took the disk out of service.
+                ServiceFault::Refused => {
+                    plan.by_value() || rates.read_error + rates.write_error + rates.no_space + rates.sync_error > 0.0
+                }
                 ServiceFault::Io => plan.has_faults() || plan.copy_failure > 0.0,
                 ServiceFault::Unavailable => plan.has_faults(),
                 ServiceFault::Capacity => plan.may_lack_memory(),
