@@ -135,7 +135,7 @@ impl Aside {
         Descriptor::new(fd, move |fd| closes.run(move || drop(fd)))
     }
 
-    /// Runs what closes descriptors of a user that may be of anything, on a thread of that user.
+    /// Runs what closes descriptors of a user that may be of any kind, on a thread of that user.
     fn discard(&self, uid: u32, from: Discard, job: impl FnOnce() + Send + 'static) {
         let mut discards = self.discards();
         discards.retain(|other, thread| *other == (uid, from) || thread.waiting() > 0);

@@ -239,14 +239,19 @@ fn what_is_dropped_in_mid_copy_leaves_nothing_behind() {
             let _ = fetch.as_mut().poll(&mut context);
         }
         // Two slots: were one of them lost, this would come to an end only at the deadline.
-        for n in 0..16 {
-            let lease = block_on(cache.fetch_to_device(&key(n))).expect("fetch").expect("stored");
-            let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
-            assert!(bytes == payload(n, BLOCK_BYTES), "block {n}");
-        }
-        kvhoist::internals::validate(&cache).expect("valid");
-        block_on(cache.close()).expect("close");
+        end_with_all_on_the_device(cache);
     });
+}
+
+/// Checks the 16 blocks of a cache by way of its device, and closes it.
+fn end_with_all_on_the_device(cache: Cache) {
+    for n in 0..16 {
+        let lease = block_on(cache.fetch_to_device(&key(n))).expect("fetch").expect("stored");
+        let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
+        assert!(bytes == payload(n, BLOCK_BYTES), "block {n}");
+    }
+    kvhoist::internals::validate(&cache).expect("valid");
+    block_on(cache.close()).expect("close");
 }
 
 #[test]

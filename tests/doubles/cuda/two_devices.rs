@@ -38,13 +38,7 @@ fn with_two_devices(name: &str, body: impl FnOnce(&Cache)) {
         body(&cache);
         // The first one works, and so does the tier.
         assert_eq!(cache.stats().device_retired, None);
-        for n in 0..16 {
-            let lease = block_on(cache.fetch_to_device(&key(n))).expect("fetch").expect("stored");
-            let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
-            assert!(bytes == payload(n, BLOCK_BYTES), "block {n}");
-        }
-        kvhoist::internals::validate(&cache).expect("valid");
-        block_on(cache.close()).expect("close");
+        end_with_all_on_the_device(cache);
     });
 }
 
