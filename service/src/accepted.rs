@@ -33,6 +33,9 @@ use super::{
 const DISCARDS_MAX: usize = 5120;
 /// How often it is looked whether fewer of them wait.
 const DISCARDS_LOOK: Duration = Duration::from_millis(10);
+/// A connection waits so long, at most, for the close of what it has sent: one that sends no memory again and again has
+/// one of [`Discard::most`] waiting, unless closes do not end.
+const DISCARD_WAIT: Duration = Duration::from_secs(1);
 
 /// Where descriptors that may be no memory are until they are closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,8 +101,14 @@ impl Aside {
         Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 
-    /// Receives bytes that a descriptor comes with.
-    fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
+    /// Receives bytes that a descriptor comes with. `closed` goes with what is no memory until that is closed.
+    fn take(
+        &self,
+        stream: &UnixStream,
+        len: usize,
+        uid: u32,
+        closed: oneshot::Sender<()>,
+    ) -> io::Result<(Vec<u8>, Lent)> {
         self.check_closing(uid, Discard::Received)?;
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
         let (mut bytes, mut fds) = (vec![0; len], Vec::new());
@@ -111,7 +120,10 @@ impl Aside {
             Some(fd) => Lent::Memory(self.descriptor(fd)),
             None if fds.is_empty() => Lent::Nothing,
             None => {
-                self.discard(uid, Discard::Received, move || drop(fds));
+                self.discard(uid, Discard::Received, move || {
+                    drop(fds);
+                    drop(closed);
+                });
                 Lent::Other
             }
         };
@@ -267,9 +279,13 @@ impl Wire for Accepted {
 
     fn receive_lent(&self, len: usize) -> Coming<'_> {
         let (stream, aside, uid) = (Arc::clone(self), Arc::clone(&self.aside), self.uid);
-        let (tell, told) = oneshot::channel();
-        self.aside.receives.run(move || drop(tell.send(aside.take(&stream, len, uid))));
-        Box::pin(async move { told.await.unwrap_or(Err(io::ErrorKind::BrokenPipe.into())) })
+        let ((tell, told), (closed, closes)) = (oneshot::channel(), oneshot::channel());
+        self.aside.receives.run(move || drop(tell.send(aside.take(&stream, len, uid, closed))));
+        Box::pin(async move {
+            let came = told.await.unwrap_or(Err(io::ErrorKind::BrokenPipe.into()))?;
+            _ = tokio::time::timeout(DISCARD_WAIT, closes).await;
+            Ok(came)
+        })
     }
 
     fn end(&self) {
@@ -286,115 +302,4 @@ impl Wire for Accepted {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::{io::Read, os::unix::net::UnixStream as StdStream, sync::mpsc, time::Instant};
-
-    use futures_util::FutureExt;
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-    use super::*;
-
-    /// A connection of this user is over, with a descriptor in it that was not received: the other end of the pipe.
-    fn end_with_descriptor(aside: &Arc<Aside>, uid: u32) -> io::PipeReader {
-        let (ours, theirs) = StdStream::pair().expect("a pair");
-        ours.set_nonblocking(true).expect("set");
-        let ours = UnixStream::from_std(ours).expect("in a runtime");
-        let (reader, writer) = io::pipe().expect("a pipe");
-        socket::send(theirs.as_fd(), b"not received", &[writer.as_fd()]).expect("room");
-        drop(Accepted::new(ours, uid, Arc::clone(aside)).expect("set"));
-        reader
-    }
-
-    /// Where a user's file system does not end a close, the descriptors of others are closed and received all the same.
-    #[tokio::test]
-    async fn a_close_that_never_ends_is_waited_for_by_its_user_alone() {
-        let aside = Aside::start().expect("threads");
-        let (end, ends) = mpsc::channel::<()>();
-        aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
-        let mut of_first: Vec<_> = (0..Discard::Unreceived.most()).map(|_| end_with_descriptor(&aside, 1)).collect();
-        let mut of_other = end_with_descriptor(&aside, 2);
-        assert_eq!(of_other.read(&mut [0]).expect("closed"), 0);
-        tokio::time::timeout(Duration::from_secs(60), aside.room()).await.expect("others are accepted");
-        for uid in [1, 2] {
-            let (end, _theirs) = StdStream::pair().expect("a pair");
-            end.set_nonblocking(true).expect("set");
-            let end = UnixStream::from_std(end).expect("in a runtime");
-            let accepted = Accepted::new(end, uid, Arc::clone(&aside)).expect("set");
-            let refused = accepted.take_descriptors().err().map(|error| error.to_string());
-            let is_told = refused.as_ref().is_some_and(|text| text.contains("user 1 has ended 12"));
-            assert_eq!((refused.is_some(), is_told), (uid == 1, uid == 1), "user {uid}: {refused:?}");
-        }
-        drop(end);
-        for reader in &mut of_first {
-            assert_eq!(reader.read(&mut [0]).expect("closed"), 0);
-        }
-        // Its thread ends with its jobs.
-        let begin = Instant::now();
-        while aside.discards().get(&(1, Discard::Unreceived)).is_some_and(|thread| thread.waiting() > 0) {
-            assert!(begin.elapsed() < Duration::from_secs(60));
-            std::thread::yield_now();
-        }
-        aside.discard(3, Discard::Unreceived, || ());
-        assert!(!aside.discards().contains_key(&(1, Discard::Unreceived)));
-    }
-
-    /// Whose connections ended with descriptors of memory, which takes long to be freed.
-    #[tokio::test]
-    async fn memory_of_a_user_is_received_while_connections_of_that_user_are_closed() {
-        let aside = Aside::start().expect("threads");
-        let (ours, theirs) = StdStream::pair().expect("a pair");
-        ours.set_nonblocking(true).expect("set");
-        let ours = UnixStream::from_std(ours).expect("in a runtime");
-        let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
-        let ((other, _writer), (end, ends)) = (io::pipe().expect("a pipe"), mpsc::channel::<()>());
-        aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
-        let ended: Vec<_> = (0..Discard::Unreceived.most()).map(|_| end_with_descriptor(&aside, 1)).collect();
-        let register = |fd: BorrowedFd<'_>| {
-            socket::send(theirs.as_fd(), b"register", &[fd]).expect("room");
-            aside.take(&ours, 8, 1)
-        };
-        assert!(matches!(register(memory.as_fd()), Ok((_, Lent::Memory(_)))));
-        // What was received and is no memory is another matter.
-        let (release, held) = mpsc::channel::<()>();
-        aside.discard(1, Discard::Received, move || _ = held.recv());
-        assert!(matches!(register(other.as_fd()), Ok((_, Lent::Other))));
-        let refused = register(memory.as_fd()).map(drop).expect_err("too many").to_string();
-        assert!(refused.contains("user 1 has sent 2 descriptors"), "{refused}");
-        drop((end, release, ended));
-    }
-
-    /// Each of all connections that there may be ended with one.
-    #[tokio::test]
-    async fn the_closes_of_one_user_hold_up_no_other_users_connection() {
-        let aside = Aside::start().expect("threads");
-        let (end, ends) = mpsc::channel::<()>();
-        aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
-        let connections = 4096 + Discard::Unreceived.most();
-        (0..connections).for_each(|_| aside.discard(1, Discard::Unreceived, || ()));
-        aside.room().now_or_never().expect("there is room");
-        (connections..=DISCARDS_MAX).for_each(|_| aside.discard(1, Discard::Unreceived, || ()));
-        assert!(aside.room().now_or_never().is_none(), "it has a limit");
-        drop(end);
-    }
-
-    /// None is closed where others wait.
-    #[tokio::test]
-    async fn descriptors_that_no_frame_wants_are_closed_by_the_thread_of_their_user() {
-        let aside = Aside::start().expect("threads");
-        let (ours, theirs) = StdStream::pair().expect("a pair");
-        ours.set_nonblocking(true).expect("set");
-        let ours = UnixStream::from_std(ours).expect("in a runtime");
-        let (end, ends) = mpsc::channel::<()>();
-        aside.discard(1, Discard::Received, move || _ = ends.recv());
-        let (mut reader, writer) = io::pipe().expect("a pipe");
-        let more = writer.try_clone().expect("a copy");
-        socket::send(theirs.as_fd(), b"register", &[writer.as_fd(), more.as_fd()]).expect("room");
-        drop((writer, more));
-        let refused = aside.take(&ours, 8, 1).map(drop).expect_err("refused").to_string();
-        assert!(refused.contains("more than one"), "{refused}");
-        let mut look = [PollFd::new(&reader, PollFlags::IN)];
-        assert_eq!(poll(&mut look, Some(&Timespec::default())).expect("polled"), 0, "its thread has not come to them");
-        drop(end);
-        assert_eq!(reader.read(&mut [0]).expect("closed"), 0);
-    }
-}
+mod tests;
