@@ -11,7 +11,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard},
     task::{Context, Poll},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::{fs::fcntl_get_seals, net::sockopt::set_socket_oobinline};
@@ -33,8 +33,8 @@ use super::{
 const DISCARDS_MAX: usize = 5120;
 /// How often it is looked whether fewer of them wait.
 const DISCARDS_LOOK: Duration = Duration::from_millis(10);
-/// A connection waits so long, at most, for the close of what it has sent: one that sends no memory again and again has
-/// one of [`Discard::most`] waiting, unless closes do not end.
+/// A register frame waits so long, at most, until its user has fewer of them than [`Discard::most`]: longer only where
+/// closes do not end.
 const DISCARD_WAIT: Duration = Duration::from_secs(1);
 
 /// Where descriptors that may be no memory are until they are closed.
@@ -101,15 +101,8 @@ impl Aside {
         Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 
-    /// Receives bytes that a descriptor comes with. `closed` goes with what is no memory until that is closed.
-    fn take(
-        &self,
-        stream: &UnixStream,
-        len: usize,
-        uid: u32,
-        closed: oneshot::Sender<()>,
-    ) -> io::Result<(Vec<u8>, Lent)> {
-        self.check_closing(uid, Discard::Received)?;
+    /// Receives bytes that a descriptor comes with.
+    fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
         let (mut bytes, mut fds) = (vec![0; len], Vec::new());
         let (len, lost) = socket::receive_all(stream.as_fd(), &mut bytes, |fd| fds.push(fd))?;
@@ -120,10 +113,7 @@ impl Aside {
             Some(fd) => Lent::Memory(self.descriptor(fd)),
             None if fds.is_empty() => Lent::Nothing,
             None => {
-                self.discard(uid, Discard::Received, move || {
-                    drop(fds);
-                    drop(closed);
-                });
+                self.discard(uid, Discard::Received, move || drop(fds));
                 Lent::Other
             }
         };
@@ -279,12 +269,22 @@ impl Wire for Accepted {
 
     fn receive_lent(&self, len: usize) -> Coming<'_> {
         let (stream, aside, uid) = (Arc::clone(self), Arc::clone(&self.aside), self.uid);
-        let ((tell, told), (closed, closes)) = (oneshot::channel(), oneshot::channel());
-        self.aside.receives.run(move || drop(tell.send(aside.take(&stream, len, uid, closed))));
         Box::pin(async move {
-            let came = told.await.unwrap_or(Err(io::ErrorKind::BrokenPipe.into()))?;
-            _ = tokio::time::timeout(DISCARD_WAIT, closes).await;
-            Ok(came)
+            let begin = Instant::now();
+            loop {
+                let (tell, told) = oneshot::channel();
+                let (stream, here) = (Arc::clone(&stream), Arc::clone(&aside));
+                aside.receives.run(move || {
+                    let came = here.check_closing(uid, Discard::Received).map(|()| here.take(&stream, len, uid));
+                    drop(tell.send(came));
+                });
+                match told.await.unwrap_or(Err(io::ErrorKind::BrokenPipe.into())) {
+                    Ok(came) => return came,
+                    // Nothing is received yet.
+                    Err(_) if begin.elapsed() < DISCARD_WAIT => tokio::time::sleep(DISCARDS_LOOK).await,
+                    Err(too_many) => return Err(too_many),
+                }
+            }
         })
     }
 

@@ -1,4 +1,4 @@
-use std::{io::Read, os::unix::net::UnixStream as StdStream, sync::mpsc, time::Instant};
+use std::{io::Read, os::unix::net::UnixStream as StdStream, sync::mpsc};
 
 use futures_util::FutureExt;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -60,36 +60,23 @@ async fn memory_of_a_user_is_received_while_connections_of_that_user_are_closed(
     let ((other, _writer), (end, ends)) = (io::pipe().expect("a pipe"), mpsc::channel::<()>());
     aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
     let ended: Vec<_> = (0..Discard::Unreceived.most()).map(|_| end_with_descriptor(&aside, 1)).collect();
+    let accepted = Accepted::new(ours, 1, Arc::clone(&aside)).expect("set");
     let register = |fd: BorrowedFd<'_>| {
         socket::send(theirs.as_fd(), b"register", &[fd]).expect("room");
-        aside.take(&ours, 8, 1, oneshot::channel().0)
+        accepted.receive_lent(8)
     };
-    assert!(matches!(register(memory.as_fd()), Ok((_, Lent::Memory(_)))));
-    // What was received and is no memory is another matter.
+    assert!(matches!(register(memory.as_fd()).await, Ok((_, Lent::Memory(_)))));
+    // What was received and is no memory is another matter: few closes of it may wait, and so many are waited for.
     let (release, held) = mpsc::channel::<()>();
     aside.discard(1, Discard::Received, move || _ = held.recv());
-    assert!(matches!(register(other.as_fd()), Ok((_, Lent::Other))));
-    let refused = register(memory.as_fd()).map(drop).expect_err("too many").to_string();
+    assert!(matches!(register(other.as_fd()).await, Ok((_, Lent::Other))));
+    let refused = register(memory.as_fd()).await.map(drop).expect_err("closes that do not end").to_string();
     assert!(refused.contains("user 1 has sent 2 descriptors"), "{refused}");
-    drop((end, release, ended));
-}
-
-/// However many a client sends, it is no reason to hang up.
-#[tokio::test]
-async fn a_client_that_sends_no_memory_is_answered_once_it_is_closed() {
-    let aside = Aside::start().expect("threads");
-    let (ours, theirs) = StdStream::pair().expect("a pair");
-    ours.set_nonblocking(true).expect("set");
-    let ours = UnixStream::from_std(ours).expect("in a runtime");
-    let accepted = Accepted::new(ours, 1, Arc::clone(&aside)).expect("set");
-    for _ in 0..200 {
-        let (reader, writer) = io::pipe().expect("a pipe");
-        socket::send(theirs.as_fd(), b"register", &[writer.as_fd()]).expect("room");
-        drop(writer);
-        assert!(matches!(accepted.receive_lent(8).await, Ok((_, Lent::Other))));
-        let mut look = [PollFd::new(&reader, PollFlags::IN)];
-        assert_eq!(poll(&mut look, Some(&Timespec::default())).expect("polled"), 1, "its other end is closed");
-    }
+    let mut received = accepted.receive_lent(8);
+    assert!((&mut received).now_or_never().is_none(), "it was refused at once");
+    drop(release);
+    assert!(matches!(received.await, Ok((_, Lent::Memory(_)))));
+    drop((end, ended));
 }
 
 /// Each of all connections that there may be ended with one.
@@ -119,7 +106,7 @@ async fn descriptors_that_no_frame_wants_are_closed_by_the_thread_of_their_user(
     let more = writer.try_clone().expect("a copy");
     socket::send(theirs.as_fd(), b"register", &[writer.as_fd(), more.as_fd()]).expect("room");
     drop((writer, more));
-    let refused = aside.take(&ours, 8, 1, oneshot::channel().0).map(drop).expect_err("refused").to_string();
+    let refused = aside.take(&ours, 8, 1).map(drop).expect_err("refused").to_string();
     assert!(refused.contains("more than one"), "{refused}");
     let mut look = [PollFd::new(&reader, PollFlags::IN)];
     assert_eq!(poll(&mut look, Some(&Timespec::default())).expect("polled"), 0, "its thread has not come to them");
