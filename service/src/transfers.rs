@@ -46,8 +46,12 @@ impl Cancel {
         self.0.1.notify_one();
     }
 
+    pub(super) fn is_canceled(&self) -> bool {
+        self.0.0.get()
+    }
+
     pub(super) async fn canceled(&self) {
-        while !self.0.0.get() {
+        while !self.is_canceled() {
             self.0.1.notified().await;
         }
     }
@@ -62,6 +66,8 @@ pub(super) struct ClientTransfers {
     /// The same for blocks that are stored, which have half of it: no load waits for stores.
     stores: Arc<Semaphore>,
     per_call: usize,
+    /// The most blocks that the cache takes in one call.
+    movements_max: usize,
     /// One request of the connection at a time works through its places.
     turns: Semaphore,
     /// Places since the others had their turn.
@@ -100,6 +106,7 @@ impl ClientTransfers {
             permits: Arc::new(Semaphore::new(blocks)),
             stores: Arc::new(Semaphore::new(stores)),
             per_call: BLOCKS_PER_CALL.min(stores).min(movements_max),
+            movements_max,
             turns: Semaphore::new(1),
             places: Cell::new(0),
             moving: Cell::new(0),

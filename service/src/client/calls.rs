@@ -267,7 +267,7 @@ impl Client {
 
     /// One request. The service has `slots` of the bounce buffer until it has replied, or the connection is lost.
     pub(super) async fn call(&self, request: Request, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
-        self.begin(|id| request.encode(id), what, slots).await
+        self.begin(|id| request.encode(id), request.is_write(), what, slots).await
     }
 
     /// One request, and its id.
@@ -281,7 +281,8 @@ impl Client {
         }
         let mut untaken = Untaken(self, None);
         let id = &mut untaken.1;
-        let reply = self.begin(|number| request.encode(*id.insert(number)), What::Plain, None).await?;
+        let reply =
+            self.begin(|number| request.encode(*id.insert(number)), request.is_write(), What::Plain, None).await?;
         Ok((untaken.1.take().unwrap_or_default(), reply))
     }
 
@@ -294,7 +295,7 @@ impl Client {
 
     /// The output of `wait`, unless the deadline comes first or the connection is lost.
     pub(super) async fn in_time<T>(&self, wait: impl Future<Output = Result<T>>) -> Result<T> {
-        let (mut wait, mut late) = (pin!(wait), pin!(self.begin(|_| Vec::new(), What::Wait, None)));
+        let (mut wait, mut late) = (pin!(wait), pin!(self.begin(|_| Vec::new(), false, What::Wait, None)));
         poll_fn(|context| match wait.as_mut().poll(context) {
             // The first poll sets the timer.
             Poll::Pending => late.as_mut().poll(context).map(|ended| Err(ended.err().unwrap_or(Error::Closed))),
@@ -308,6 +309,7 @@ impl Client {
         &self,
         answer: Answer,
         frame: impl FnOnce(u64) -> Vec<u8>,
+        is_write: bool,
         what: What,
         slots: Option<Arc<Taken>>,
     ) -> Result<u64> {
@@ -322,15 +324,21 @@ impl Client {
             return Err(error);
         };
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
-        inner.line.begin(Call { id, frame: frame(id), what, reply: answer, keeps: (counted, slots) })?;
+        inner.line.begin(Call { id, frame: frame(id), is_write, what, reply: answer, keeps: (counted, slots) })?;
         Ok(id)
     }
 
     /// Begins a call with the frame of its id, and waits for its end.
-    async fn begin(&self, frame: impl FnOnce(u64) -> Vec<u8>, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
+    async fn begin(
+        &self,
+        frame: impl FnOnce(u64) -> Vec<u8>,
+        is_write: bool,
+        what: What,
+        slots: Option<Arc<Taken>>,
+    ) -> Result<Reply> {
         let inner = &*self.inner;
         let (reply, receiver) = oneshot::channel();
-        let id = self.begin_for(Answer::Caller(reply), frame, what, slots)?;
+        let id = self.begin_for(Answer::Caller(reply), frame, is_write, what, slots)?;
         let mut given = Given { inner, id: Some(id) };
         let answer = shield(receiver).await.unwrap_or(Err(Error::Closed));
         given.id = None;

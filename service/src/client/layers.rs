@@ -105,7 +105,7 @@ impl Client {
                 regions,
             };
             // A part whose call does not begin has ended, with the reason; those before it are under way.
-            let begun = self.begin_for(Answer::Layers(part), |id| request.encode(id), What::Move, None);
+            let begun = self.begin_for(Answer::Layers(part), |id| request.encode(id), false, What::Move, None);
             if at == 0 {
                 begun?;
             }

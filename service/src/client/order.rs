@@ -14,6 +14,8 @@ use crate::{error::Result, protocol::Reply};
 pub(super) struct Call {
     pub(super) id: u64,
     pub(super) frame: Vec<u8>,
+    /// [`Request::is_write`](crate::protocol::Request::is_write).
+    pub(super) is_write: bool,
     pub(super) what: What,
     pub(super) reply: Answer,
     /// Held until the service has replied, or the connection is lost.

@@ -85,6 +85,20 @@ impl BlockPlaces {
         Place::get(&mut Reader::new(bytes), "place").expect("all bytes are places")
     }
 
+    /// The same of some of the blocks.
+    pub(crate) fn part(&self, blocks: Range<usize>) -> Self {
+        let places = self.places(blocks.clone());
+        match &self.blocks {
+            Listing::Each(ends) => BlockPlaces {
+                bytes: self.bytes[places.start * PLACE_BYTES..places.end * PLACE_BYTES].to_vec(),
+                blocks: Listing::Each(ends[blocks].iter().map(|end| end - places.start as u32).collect()),
+            },
+            Listing::Shifted(shifts) => {
+                BlockPlaces { bytes: self.bytes.clone(), blocks: Listing::Shifted(shifts[blocks].to_vec()) }
+            }
+        }
+    }
+
     /// The number of places of some blocks.
     pub fn count(&self, blocks: Range<usize>) -> usize {
         self.places(blocks).len()

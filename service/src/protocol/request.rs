@@ -22,6 +22,20 @@ pub struct Blocks {
     pub places: BlockPlaces,
 }
 
+impl Blocks {
+    /// The same in parts of at most so many blocks, in order; one of none.
+    pub(crate) fn parts(self, most: usize) -> Vec<Blocks> {
+        if self.keys.len() <= most {
+            return vec![self];
+        }
+        let part = |(at, keys): (usize, &[BlockKey])| {
+            let first = at * most;
+            Blocks { keys: keys.to_vec(), places: self.places.part(first..first + keys.len()) }
+        };
+        self.keys.chunks(most).enumerate().map(part).collect()
+    }
+}
+
 /// The direction of a movement of blocks.
 #[derive(Debug, Clone, Copy)]
 pub enum Way {
@@ -234,6 +248,13 @@ pub enum SpaceDevice {
     Simulated,
     /// The GPU that the driver knows by this identifier.
     Cuda([u8; 16]),
+}
+
+impl Request {
+    /// Whether it waits for drives to write, or may have to follow a request that does.
+    pub(crate) fn is_write(&self) -> bool {
+        matches!(self, Request::Store { .. } | Request::Remove { .. } | Request::Sync | Request::Unregister { .. })
+    }
 }
 
 impl SpaceDevice {

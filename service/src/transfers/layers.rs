@@ -16,10 +16,11 @@ const SHIFTED_PER_TURN: usize = 2048;
 impl ClientTransfers {
     /// Loads blocks layer by layer, and tells what each layer came to, in order; a result for each block at the end.
     ///
-    /// All blocks are under way at once, in one call of the cache: how much of them is copied at a time is its part.
+    /// As many blocks as the cache takes in a call are under way at once: how much of them is copied at a time is its
+    /// part. The layers of more blocks complete with the last ones.
     ///
     /// # Errors
-    /// Before anything moves, for places and layers that are wrong.
+    /// Before anything moves, for places and layers that are wrong. Layers that are not told then are not there.
     ///
     /// # Cancel safety
     /// The load goes on, and holds its regions until it ends.
@@ -36,15 +37,58 @@ impl ClientTransfers {
             permit = self.layered.acquire() => permit.expect("nobody closes it"),
         };
         let layer_of: Vec<usize> = layer_of.into_iter().map(usize::from).collect();
-        let segments = self.segments_in_turns(&blocks).await?;
-        let guarded = self.regions.guarded(blocks.places.of(0..count));
+        // Of each layer the leading blocks in place, and whether the next one failed.
+        let (mut layers, mut results) = (Vec::new(), Vec::with_capacity(count));
+        for part in blocks.parts(self.movements_max) {
+            let first = results.len();
+            let is_last = first + part.keys.len() == count;
+            let add = |layer: usize, leading: usize, failed: bool| {
+                if layer == layers.len() {
+                    layers.push((0, false));
+                }
+                if layers[layer].0 == first {
+                    layers[layer] = (first + leading, failed);
+                }
+                let (leading, failed) = layers[layer];
+                if is_last {
+                    tell(Reply::Layer { layer: layer as u32, leading: leading as u32, failed });
+                }
+            };
+            let ended = if first > 0 && cancel.is_canceled() {
+                Err(canceled())
+            } else {
+                self.load_part(&part, &layer_of, add).await
+            };
+            match ended {
+                Ok(ended) => results.extend(ended),
+                Err(failure) if first == 0 => return Err(failure),
+                Err(failure) => {
+                    results.resize(count, Err(failure));
+                    break;
+                }
+            }
+        }
+        Ok(results)
+    }
+
+    /// One call of the cache; `add` gets what each layer of it came to, in order: the leading blocks in place, and
+    /// whether the next one failed.
+    async fn load_part(
+        &self,
+        part: &Blocks,
+        layer_of: &[usize],
+        mut add: impl FnMut(usize, usize, bool),
+    ) -> Result<Vec<BlockResult>, Failure> {
+        let count = part.keys.len();
+        let segments = self.segments_in_turns(part).await?;
+        let guarded = self.regions.guarded(part.places.of(0..count));
         let _moving = Moving::new(&self.moving, count as u64);
         // Polled before other tasks of this thread, and the call holds the segments' regions from its first poll on.
         let ended = async {
-            let load = self.cache.load_layers(&blocks.keys, &segments, &layer_of).await?;
+            let load = self.cache.load_layers(&part.keys, &segments, layer_of).await?;
             for layer in 0..load.layers() {
                 let (leading, error) = load.layer(layer).await?;
-                tell(Reply::Layer { layer: layer as u32, leading: leading as u32, failed: error.is_some() });
+                add(layer, leading, error.is_some());
             }
             Ok(load.blocks().await)
         };

@@ -1,6 +1,6 @@
 //! Loads of clients that share a space.
 
-use std::{os::fd::OwnedFd, rc::Rc, time::Duration};
+use std::{cell::RefCell, os::fd::OwnedFd, rc::Rc, time::Duration};
 
 use futures_util::FutureExt;
 use kvhoist::{BlockKey, Config, DirectIo, SharedMemory};
@@ -12,7 +12,7 @@ use crate::{
     budget::Budget,
     config::ServerConfig,
     error::ServiceFault,
-    protocol::{BlockPlaces, Blocks, Place, RegionKind},
+    protocol::{BlockPlaces, Blocks, Place, RegionKind, Reply},
     spaces::{Space, Spaces, Wanted},
     system::Machine,
 };
@@ -254,6 +254,58 @@ async fn shifted_blocks_lie_in_their_clients_memory_alone() {
         one.regions.release_all().await;
         other.regions.release_all().await;
         drop((one, other, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// More blocks than the cache takes in one call: each layer is told once, in order, when all of its blocks are there.
+#[tokio::test]
+async fn a_load_by_layers_of_more_blocks_than_a_call_has_is_moved_in_parts() {
+    let mut config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    config.cache = Config::default().movements_max(3);
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
+        let transfers = client(&space);
+        let half = BLOCK_BYTES as u32 / 2;
+        let halves =
+            |block: u64| [0, 1].map(|at| Place { region: 1, len: half, offset: (2 * block + at) * u64::from(half) });
+        let stored =
+            Rc::clone(&transfers).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
+        assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
+        let listed = || (0..u64::from(BLOCKS)).map(halves).collect();
+        let alike =
+            || BlockPlaces::shifted(&halves(0), (0..u64::from(BLOCKS)).map(|at| at * BLOCK_BYTES as u64).collect());
+        let keys: Vec<_> = (0..BLOCKS).map(key).collect();
+        let told = |leading| [0, 1].map(|layer| Reply::Layer { layer, leading, failed: false });
+        // All blocks are there; then one of the second part is not.
+        for missing in [None, Some(4)] {
+            if let Some(block) = missing {
+                space.cache.remove(&key(block)).await.expect("removed");
+            }
+            for places in [listed(), alike()] {
+                let layers = RefCell::new(Vec::new());
+                let (blocks, tell) = (Blocks { keys: keys.clone(), places }, |layer| layers.borrow_mut().push(layer));
+                let loaded = Rc::clone(&transfers).load_layers(vec![0, 1], blocks, Cancel::default(), tell).await;
+                let there: Vec<_> =
+                    loaded.expect("its places").into_iter().map(|loaded| loaded.expect("loaded")).collect();
+                assert_eq!(there, (0..BLOCKS).map(|block| missing != Some(block)).collect::<Vec<_>>());
+                assert_eq!(*layers.borrow(), told(u32::from(missing.unwrap_or(BLOCKS))));
+            }
+        }
+        // A cancellation leaves what is not begun.
+        let cancel = Cancel::default();
+        let blocks = Blocks { keys, places: alike() };
+        let mut load = Box::pin(Rc::clone(&transfers).load_layers(vec![0, 1], blocks, cancel.clone(), |_| ()));
+        assert!((&mut load).now_or_never().is_none(), "it is under way");
+        cancel.cancel();
+        let loaded = load.await.expect("its places");
+        let canceled =
+            loaded.iter().filter(|loaded| matches!(loaded, Err(failure) if failure.fault == ServiceFault::Canceled));
+        assert_eq!((loaded.len(), canceled.count()), (usize::from(BLOCKS), usize::from(BLOCKS) - 3), "{loaded:?}");
+        transfers.regions.release_all().await;
+        drop((transfers, space));
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;

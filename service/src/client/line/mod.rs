@@ -36,6 +36,7 @@ struct Pending {
     /// Until it is sent.
     frame: Option<Vec<u8>>,
     frame_bytes: usize,
+    is_write: bool,
     /// When it is late, and for memory that the service has, when that is given up; `None` after that.
     deadline: Option<Instant>,
     /// It was canceled by its deadline.
@@ -76,6 +77,34 @@ enum Phase {
     Closed,
 }
 
+/// Calls, and the bytes of their frames.
+#[derive(Clone, Copy)]
+struct Sent {
+    calls: usize,
+    bytes: usize,
+}
+
+impl Sent {
+    const NONE: Self = Sent { calls: 0, bytes: 0 };
+
+    fn half(self) -> Self {
+        Sent { calls: self.calls.div_ceil(2), bytes: self.bytes / 2 }
+    }
+
+    /// Whether a call with so many bytes goes beside these. One goes, whatever its size.
+    fn has_room(self, bytes: usize, most: Self) -> bool {
+        self.calls == 0 || (self.calls < most.calls && self.bytes + bytes <= most.bytes)
+    }
+
+    fn add(&mut self, bytes: usize) {
+        *self = Sent { calls: self.calls + 1, bytes: self.bytes + bytes };
+    }
+
+    fn remove(&mut self, bytes: usize) {
+        *self = Sent { calls: self.calls.saturating_sub(1), bytes: self.bytes.saturating_sub(bytes) };
+    }
+}
+
 struct State {
     phase: Phase,
     /// Why the service cannot be reached; `None` while it can.
@@ -85,15 +114,16 @@ struct State {
     pending: BTreeMap<u64, Pending>,
     /// Calls that are not sent yet, in order.
     waiting: VecDeque<u64>,
+    /// Writes, in order, that were first in line while writes had their half: they are older than what waits.
+    passed: VecDeque<u64>,
     /// When each call without a reply is late.
     deadlines: BTreeSet<(Instant, u64)>,
     /// When the thread wakes up by itself.
     timer: Option<Instant>,
-    /// Calls that the service has, and the bytes of their frames.
-    sent: usize,
-    sent_bytes: usize,
-    requests_max: usize,
-    request_bytes_max: usize,
+    /// What the service has, and the writes among it: half of `sent_max` at most, as no load waits for writes.
+    sent: Sent,
+    sent_writes: Sent,
+    sent_max: Sent,
     /// The id of the last request that no caller has made. Callers' ids are even.
     own_id: u64,
     /// Who waits for the close, once it has begun.
@@ -116,10 +146,52 @@ impl State {
 
     /// Has a call wait to be sent. Calls that were dropped meanwhile leave the line once they are most of it.
     fn wait(&mut self, id: u64) {
-        if self.waiting.len() > 2 * self.pending.len() {
-            self.waiting.retain(|id| self.pending.contains_key(id));
+        let State { waiting, passed, pending, .. } = self;
+        if waiting.len() + passed.len() > 2 * pending.len() {
+            [&mut *waiting, passed].into_iter().for_each(|line| line.retain(|id| pending.contains_key(id)));
         }
-        self.waiting.push_back(id);
+        waiting.push_back(id);
+    }
+
+    /// Takes the next call out of the line that the service has room for. Calls pass no others, but for writes beyond
+    /// their half.
+    fn next(&mut self) -> Option<&mut Pending> {
+        let State { waiting, passed, pending, sent, sent_writes, sent_max, .. } = self;
+        let mut writes_wait = false;
+        loop {
+            let line = if writes_wait || passed.is_empty() { &mut *waiting } else { &mut *passed };
+            let id = *line.front()?;
+            let found = pending.get(&id).filter(|pending| pending.frame.is_some());
+            let Some((bytes, is_write)) = found.map(|pending| (pending.frame_bytes, pending.is_write)) else {
+                line.pop_front();
+                continue;
+            };
+            if is_write && (writes_wait || !sent_writes.has_room(bytes, sent_max.half())) {
+                if writes_wait || passed.is_empty() {
+                    waiting.pop_front();
+                    passed.push_back(id);
+                }
+                writes_wait = true;
+                continue;
+            }
+            if !sent.has_room(bytes, *sent_max) {
+                return None;
+            }
+            line.pop_front();
+            sent.add(bytes);
+            if is_write {
+                sent_writes.add(bytes);
+            }
+            return pending.get_mut(&id);
+        }
+    }
+
+    /// The service has answered a call.
+    fn ended(&mut self, pending: &Pending) {
+        self.sent.remove(pending.frame_bytes);
+        if pending.is_write {
+            self.sent_writes.remove(pending.frame_bytes);
+        }
     }
 
     /// Sends bytes; true if the socket does not take all of them now. The thread finds out that a socket is broken: it
@@ -150,12 +222,12 @@ impl Line {
             lent: BTreeMap::new(),
             pending: BTreeMap::new(),
             waiting: VecDeque::new(),
+            passed: VecDeque::new(),
             deadlines: BTreeSet::new(),
             timer: None,
-            sent: 0,
-            sent_bytes: 0,
-            requests_max: 1,
-            request_bytes_max: 0,
+            sent: Sent::NONE,
+            sent_writes: Sent::NONE,
+            sent_max: Sent { calls: 1, bytes: 0 },
             own_id: 1,
             closing: None,
             closed_by: None,
@@ -176,7 +248,7 @@ impl Line {
     /// Sends a call, or queues it. Fails at once while the service is away, which its answer is told, too.
     pub(super) fn begin(&self, call: Call) -> Result<()> {
         // Before the lock, and so dropped after it: `keeps` may wake a caller.
-        let Call { id, frame, what, reply, keeps } = call;
+        let Call { id, frame, is_write, what, reply, keeps } = call;
         let mut state = self.lock();
         let taken_back = match what {
             What::Unregister(number) => Some(number),
@@ -201,8 +273,8 @@ impl Line {
             Some(late)
         };
         let (frame_bytes, keeps) = (frame.len(), Some(keeps));
-        let mut pending =
-            Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, deadline, late: false, _keeps: keeps };
+        let (reply, frame) = (Some(reply), Some(frame));
+        let mut pending = Pending { what, reply, frame, frame_bytes, is_write, deadline, late: false, _keeps: keeps };
         match state.phase {
             // The service has none of this process's memory.
             Phase::Down => {
@@ -231,26 +303,18 @@ impl Line {
 
     /// Sends calls that wait, as far as the service takes them, and wakes the thread for bytes that are left.
     fn send(&self, state: &mut State) {
-        let Phase::Up(sender) = &mut state.phase else { return };
-        while let Some(id) = state.waiting.front()
-            && state.sent < state.requests_max
-        {
-            let next = state.pending.get_mut(id).filter(|pending| pending.frame.is_some());
-            let bytes = next.as_ref().map_or(0, |pending| pending.frame_bytes);
-            // One goes, whatever its size.
-            if state.sent > 0 && state.sent_bytes + bytes > state.request_bytes_max {
-                break;
-            }
-            state.waiting.pop_front();
-            let Some(pending) = next else { continue };
-            let Some(frame) = pending.frame.take() else { continue };
+        if !matches!(state.phase, Phase::Up(_)) {
+            return;
+        }
+        while let Some(pending) = state.next() {
+            let frame = pending.frame.take().expect("it waits to be sent");
             let fd = match &pending.what {
                 What::Register(lent) => lent.fd(),
                 _ => None,
             };
-            sender.push(frame, fd);
-            state.sent += 1;
-            state.sent_bytes += bytes;
+            if let Phase::Up(sender) = &mut state.phase {
+                sender.push(frame, fd);
+            }
         }
         self.flush(state);
     }

@@ -21,7 +21,7 @@ use tokio::{
     time::{Duration, Instant, timeout},
 };
 
-use super::Line;
+use super::{Line, Sent};
 use crate::{
     client::{
         order::{Answer, Call, Counted, What},
@@ -29,7 +29,7 @@ use crate::{
     },
     error::{Error, Result, ServiceFault},
     link::Link,
-    protocol::{HEADER_BYTES, Limits, RegionKind, Reply, Request},
+    protocol::{BlockPlaces, Blocks, HEADER_BYTES, Header, Limits, RegionKind, Reply, Request},
     wire::{Came, Dialed, Wire},
 };
 
@@ -72,7 +72,8 @@ fn begin_as(line: &Line, id: u64, request: &Request, what: What) -> oneshot::Rec
 fn call(id: u64, request: &Request, what: What) -> (Call, oneshot::Receiver<Result<Reply>>) {
     let (reply, answer) = oneshot::channel();
     let keeps = (Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first"), None);
-    (Call { id, frame: request.encode(id), what, reply: Answer::Caller(reply), keeps }, answer)
+    let (frame, is_write, reply) = (request.encode(id), request.is_write(), Answer::Caller(reply));
+    (Call { id, frame, is_write, what, reply, keeps }, answer)
 }
 
 async fn sends_a_frame_in_parts() {
@@ -276,4 +277,54 @@ async fn after_a_close_that_was_given_up_no_memory_is_said_to_be_free() {
     assert!(is_abandoned(&take_back(10)) && is_abandoned(&line.close(None).expect_err("closed")));
     let other = line.begin(call(12, &Request::Sync, What::Plain).0).expect_err("closed");
     assert!(matches!(other, Error::Closed), "{other}");
+}
+
+/// Ids of the requests that were sent since, in order.
+fn sent(wire: &Narrow) -> Vec<u64> {
+    let bytes = std::mem::take(&mut *wire.taken.lock().expect("one thread"));
+    let (mut rest, mut ids) = (&bytes[..], Vec::new());
+    while let Some(header) = rest.first_chunk() {
+        let header = Header::decode(header).expect("a frame");
+        ids.push(header.id);
+        rest = &rest[HEADER_BYTES + header.body_bytes as usize..];
+    }
+    ids
+}
+
+/// More stores than the service takes, of requests or of bytes: they have half of it, and keep their order.
+#[test]
+fn a_load_does_not_wait_for_stores_that_are_queued() {
+    let blocks = || Blocks { keys: vec![BlockKey::new([7; 32])], places: [[]; 1].iter().collect::<BlockPlaces>() };
+    let store = Request::Store { parent: None, blocks: blocks() };
+    let bytes = store.encode(2).len();
+    for most in [Sent { calls: 8, bytes: 1 << 20 }, Sent { calls: 1000, bytes: 8 * bytes }] {
+        let wire = Arc::new(Narrow { room: AtomicUsize::new(1 << 20), ..Narrow::default() });
+        let Link { sender, .. } = Link::new(Arc::clone(&wire) as Arc<dyn Wire>);
+        let line = Line::new("a socket".into(), PATIENCE, None);
+        line.connected(sender, &Limits::new(8, 8, 1 << 20));
+        line.lock().sent_max = most;
+        let mut answers: Vec<_> = (1..=20).map(|n| begin(&line, 2 * n, &store)).collect();
+        answers.push(begin(&line, 42, &Request::Sync));
+        assert_eq!(sent(&wire), [2, 4, 6, 8]);
+        let load = Request::Load(blocks());
+        answers.extend((22..=30).map(|n| begin(&line, 2 * n, &load)));
+        assert_eq!(sent(&wire), [44, 46, 48, 50], "loads have the rest");
+        // Whoever waits longest has the next place, but for stores beyond their half.
+        let done = |id| line.answered(id, Reply::Done);
+        done(44);
+        assert_eq!(sent(&wire), [52]);
+        line.forget(12);
+        [2, 4].into_iter().for_each(done);
+        assert_eq!(sent(&wire), [10, 14], "the order of stores");
+        (46..=60).step_by(2).for_each(done);
+        assert_eq!(sent(&wire), [54, 56, 58, 60]);
+        for id in [6, 8, 10, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40] {
+            done(id);
+        }
+        assert_eq!(sent(&wire), [16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42], "no store has left its half");
+        done(42);
+        let state = line.lock();
+        assert!(state.pending.is_empty() && state.waiting.is_empty() && state.passed.is_empty());
+        assert_eq!((state.sent.calls, state.sent.bytes, state.sent_writes.calls), (0, 0, 0));
+    }
 }

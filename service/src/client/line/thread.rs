@@ -4,7 +4,7 @@ use std::mem;
 
 use tokio::time::Instant;
 
-use super::{Answers, Line, Pending, Phase};
+use super::{Answers, Line, Pending, Phase, Sent};
 use crate::{
     client::{
         order::{Answer, What},
@@ -36,8 +36,7 @@ impl Line {
     /// The service has admitted the client, and has all of its regions.
     pub(in crate::client) fn connected(&self, sender: Sender, limits: &Limits) {
         let mut state = self.lock();
-        state.requests_max = (limits.requests as usize).max(1);
-        state.request_bytes_max = limits.request_bytes as usize;
+        state.sent_max = Sent { calls: (limits.requests as usize).max(1), bytes: limits.request_bytes as usize };
         if state.closing.is_some() {
             sender.end();
         }
@@ -60,8 +59,7 @@ impl Line {
         }
         // Requests of the thread itself have no caller.
         let Some(mut pending) = state.take(id) else { return };
-        state.sent = state.sent.saturating_sub(1);
-        state.sent_bytes = state.sent_bytes.saturating_sub(pending.frame_bytes);
+        state.ended(&pending);
         let result = match reply {
             Reply::Failed(Failure { fault, text }) => Err(Error::service(fault, text)),
             Reply::Results(results) if pending.late => {
@@ -80,7 +78,7 @@ impl Line {
             // Before the caller knows, who may take it back at once.
             state.lent.insert(lent.number, lent.clone());
         }
-        if !state.waiting.is_empty() {
+        if !(state.waiting.is_empty() && state.passed.is_empty()) {
             self.send(&mut state);
         }
         drop(state);
@@ -101,8 +99,8 @@ impl Line {
         let (id, what) = (state.own_id, What::Unregister(number));
         let frame = Request::Unregister { region: number }.encode(id);
         let frame_bytes = frame.len();
-        let frame = Some(frame);
-        let pending = Pending { what, reply: None, frame, frame_bytes, deadline: None, late: false, _keeps: None };
+        let (frame, is_write, deadline) = (Some(frame), true, None);
+        let pending = Pending { what, reply: None, frame, frame_bytes, is_write, deadline, late: false, _keeps: None };
         state.pending.insert(id, pending);
         state.waiting.push_back(id);
         self.send(&mut state);
@@ -209,8 +207,9 @@ impl Line {
             answers.add(pending, result);
         }
         state.waiting.clear();
+        state.passed.clear();
         state.deadlines.clear();
-        (state.sent, state.sent_bytes, state.timer) = (0, 0, None);
+        (state.sent, state.sent_writes, state.timer) = (Sent::NONE, Sent::NONE, None);
         let closing = state.closing.is_some();
         drop(state);
         drop(sender);

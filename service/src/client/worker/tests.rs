@@ -70,7 +70,8 @@ fn loads(patience: Duration) -> (UnixStream, oneshot::Receiver<Result<Reply>>) {
     let (reply, answer) = oneshot::channel();
     let keeps = (Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first"), None);
     let frame = Request::Load(Blocks::default()).encode(2);
-    line.begin(Call { id: 2, frame, what: What::Move, reply: Answer::Caller(reply), keeps }).expect("the line is up");
+    let (what, reply) = (What::Move, Answer::Caller(reply));
+    line.begin(Call { id: 2, frame, is_write: false, what, reply, keeps }).expect("the line is up");
     assert!(matches!(next_request(&mut theirs), (2, Request::Load(_))));
     (theirs, answer)
 }
