@@ -19,7 +19,7 @@ use kvhoist_files::{FileIdentity, SourceFile};
 
 use self::{
     memory::{Filling, Freed, memory_bytes},
-    reading::{Fate, Job, Reads},
+    reading::{Job, Reads},
 };
 use crate::wire::Descriptor;
 
@@ -69,9 +69,19 @@ impl HeldFile {
         self.fate.failed.store(true, Ordering::Relaxed);
     }
 
+    #[cfg(test)]
+    pub(super) fn set_stuck(&self, is_stuck: bool) {
+        self.fate.stuck.store(is_stuck, Ordering::Relaxed);
+    }
+
     /// No client holds it.
     pub(super) fn is_idle(&self) -> bool {
         self.holds.get() == 0
+    }
+
+    /// No client holds it, and its memory is free soon after it is given up.
+    fn is_spare(&self) -> bool {
+        self.is_idle() && !is_set(&self.fate.stuck)
     }
 
     /// A client more has it.
@@ -89,6 +99,17 @@ impl Drop for HeldFile {
 
 fn is_set(flag: &AtomicBool) -> bool {
     flag.load(Ordering::Relaxed)
+}
+
+/// What a job and the table of files tell each other.
+#[derive(Default)]
+struct Fate {
+    /// Nobody wants the file any more.
+    given_up: AtomicBool,
+    /// It could not be read.
+    failed: AtomicBool,
+    /// Its drive reads nothing of it now. It has its memory until the drive does, also where nobody wants it.
+    stuck: AtomicBool,
 }
 
 /// Memory for a file that is to be read.
@@ -149,16 +170,17 @@ impl HeldFiles {
         file.is_idle() && (!file.keep.get() || file.has_failed())
     }
 
-    /// The file without a client that was used longest ago.
-    pub(super) fn oldest_idle(&self) -> Option<Rc<HeldFile>> {
+    /// The file without a client that was used longest ago, but for those whose drive hangs: that they are given up
+    /// frees nothing.
+    pub(super) fn oldest_spare(&self) -> Option<Rc<HeldFile>> {
         let files = self.files.borrow();
-        let idle = files.values().filter(|file| file.is_idle());
-        idle.min_by_key(|file| file.used.get()).cloned()
+        let spare = files.values().filter(|file| file.is_spare());
+        spare.min_by_key(|file| file.used.get()).cloned()
     }
 
-    /// The bytes of all files without a client.
-    pub(super) fn idle_bytes(&self) -> u64 {
-        self.files.borrow().values().filter(|file| file.is_idle()).map(|file| file.bytes()).sum()
+    /// The bytes of all such files.
+    pub(super) fn spare_bytes(&self) -> u64 {
+        self.files.borrow().values().filter(|file| file.is_spare()).map(|file| file.bytes()).sum()
     }
 
     /// Holds a file no longer: those who read it have its memory.

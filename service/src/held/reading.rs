@@ -8,7 +8,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::Ordering,
         mpsc::{self, RecvTimeoutError},
     },
     thread,
@@ -17,7 +17,10 @@ use std::{
 
 use kvhoist_files::{Error, Memory, Options, Range, SourceFile, read};
 
-use super::memory::{Filling, NEVER};
+use super::{
+    Fate,
+    memory::{Filling, NEVER},
+};
 
 /// Requests of one drive at a time, and their bytes: what is read for the caches' clients waits behind no more. A long
 /// one keeps a processor in the kernel, which clears pages for it, and whoever is to run there waits.
@@ -43,15 +46,6 @@ impl Job {
     fn is_given_up(&self) -> bool {
         self.fate.given_up.load(Ordering::Relaxed)
     }
-}
-
-/// What a job and the table of files tell each other.
-#[derive(Default)]
-pub(super) struct Fate {
-    /// Nobody wants the file any more.
-    pub(super) given_up: AtomicBool,
-    /// It could not be read.
-    pub(super) failed: AtomicBool,
 }
 
 /// Files that are being read, by drive. A drive that is listed has a thread.
@@ -104,6 +98,7 @@ impl Reads {
             let Job { file, filling, fate } = job;
             let tend = |gets_on| self.tend(drive, gets_on);
             let result = catch_unwind(AssertUnwindSafe(|| fill(&file, &filling, &fate, tend)));
+            fate.stuck.store(false, Ordering::Relaxed);
             let reason = match result {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => error.to_string(),
@@ -184,11 +179,14 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, tend: impl Fn(bool)) 
     };
     // A file that was just written has to reach its drive first.
     beating(settle, SETTLE_MAX, |gets_on| {
+        // However long it is taken to get on, nothing ends it.
+        fate.stuck.store(true, Ordering::Relaxed);
         if gets_on {
             filling.heartbeat();
         }
         tend(gets_on);
     })?;
+    fate.stuck.store(false, Ordering::Relaxed);
     tend(true);
     let transfer = begin(ranges, &options)?;
     let mut there = vec![false; size.div_ceil(PIECE_BYTES as u64) as usize];
@@ -209,6 +207,7 @@ fn fill(file: &SourceFile, filling: &Filling, fate: &Fate, tend: impl Fn(bool)) 
         }
         if tended.elapsed() > HEARTBEAT_EVERY {
             tended = Instant::now();
+            fate.stuck.store(!gets_on, Ordering::Relaxed);
             tend(take(&mut gets_on));
         }
     }

@@ -145,7 +145,7 @@ impl Spaces {
         }
         let full = || refused(ServiceFault::Busy, format!("busy: found {FILES_MAX} held, expected fewer"));
         let is_full = || self.files.totals().0 >= FILES_MAX;
-        if is_full() && self.files.oldest_idle().is_none() {
+        if is_full() && self.files.oldest_spare().is_none() {
             return Err(full());
         }
         let memory = self.take_for_file(identity.size).await?;
@@ -204,7 +204,7 @@ impl Spaces {
 
     /// Gives up the kept file that was used longest ago; false if there is none without a client.
     fn give_up_oldest(&self) -> bool {
-        let Some(file) = self.files.oldest_idle() else { return false };
+        let Some(file) = self.files.oldest_spare() else { return false };
         let (path, bytes) = (file.path().display(), file.bytes());
         tracing::info!(%path, bytes, "a kept file is given up: a space or another file needs its room");
         self.forget(&file);
@@ -306,6 +306,33 @@ mod tests {
             assert_eq!((spaces.held_files().0, spaces.left().1), (0, before - bytes));
             spaces.files.set_hung(identity.device, false);
             until_left_is(&spaces, before).await;
+        };
+        LocalSet::new().run_until(run).await;
+    }
+
+    /// Its memory would not be free, whoever waits for it.
+    #[tokio::test(start_paused = true)]
+    async fn a_kept_file_whose_drive_hangs_is_not_given_up_for_its_memory() {
+        let (folder, wanted, spaces) = load();
+        let path = folder.path().join("other");
+        std::fs::write(&path, [7; 50_000]).expect("written");
+        let (hung, other) = (wanted.identity, SourceFile::open(&path).expect("there").identity());
+        let run = async {
+            // Nothing is read: the marks stay as they are.
+            spaces.files.set_hung(hung.device, true);
+            drop(spaces.hold(WantedFile { keep: true, ..wanted }).await.expect("room"));
+            let wanted = WantedFile { path: path.display().to_string(), identity: other, keep: true };
+            drop(spaces.hold(wanted).await.expect("room"));
+            let file = spaces.files.find(&hung).expect("kept");
+            file.set_stuck(true);
+            assert_eq!(spaces.files.spare_bytes(), memory_bytes(other.size));
+            let held = || [&hung, &other].map(|identity| spaces.files.find(identity).is_some());
+            assert_eq!((spaces.give_up_oldest(), held()), (true, [true, false]), "it is the older one");
+            assert!(!spaces.give_up_oldest());
+            file.set_stuck(false);
+            assert_eq!((spaces.give_up_oldest(), held()), (true, [false, false]), "its drive reads again");
+            drop(file);
+            spaces.files.set_hung(hung.device, false);
         };
         LocalSet::new().run_until(run).await;
     }

@@ -205,7 +205,7 @@ impl Spaces {
         }
         let mut donors = self.open_spaces();
         donors.sort_by(|one, other| one.host.used().total_cmp(&other.host.used()));
-        let files = (files::tenant(), self.files.idle_bytes());
+        let files = (files::tenant(), self.files.spare_bytes());
         let spare: Vec<_> = donors.iter().map(|donor| (donor.of(), donor.host.spare())).chain([files]).collect();
         let mut gifts = self.host.gifts(&spare, space, wanted);
         drop(spare);
