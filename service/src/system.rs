@@ -1,5 +1,6 @@
 //! What the service takes from the system beside its sockets: files of spaces, caches, threads, and mappings.
 
+mod stores;
 #[cfg(test)]
 mod tests;
 
@@ -15,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Cache, Config, internals::disk::FILE_NAME as STORE_NAME};
+use kvhoist::{Cache, Config};
 use rustix::{
     fs::{AtFlags, Mode, OFlags, openat, renameat, statat, unlinkat},
     io::Errno,
@@ -80,6 +81,14 @@ pub trait System {
 
     /// Removes the folders of a space with all they hold, in this order.
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>>;
+
+    /// Whether the cache of a space could be opened, by what is first in its stores.
+    ///
+    /// # Errors
+    /// As those of an open.
+    fn look(&self, _config: &Config) -> Result<()> {
+        Ok(())
+    }
 
     /// Opens the cache of a space.
     fn open_cache(&self, config: Config) -> Later<Result<Cache>>;
@@ -175,12 +184,16 @@ impl System for Machine {
     }
 
     fn store_bytes(&self, folders: &[PathBuf]) -> u64 {
-        stores(folders)
+        stores::bytes(folders)
     }
 
     fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
         let remove = move || folders.iter().try_for_each(|folder| remove_folder(folder));
         Box::pin(async { on_thread(&Machine, remove).await.unwrap_or(Err(Error::Closed)) })
+    }
+
+    fn look(&self, config: &Config) -> Result<()> {
+        stores::look(config)
     }
 
     fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
@@ -239,7 +252,7 @@ fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<Made> {
     };
     if is_new && !is_missing {
         // They have the capacity that this file names.
-        return Ok(Made::Others(stores(folders)));
+        return Ok(Made::Others(stores::bytes(folders)));
     }
     let write = || {
         let written = write_whole(&folder, text.as_bytes());
@@ -260,7 +273,7 @@ fn make_folders(folders: &[PathBuf], text: &str, is_new: bool) -> Result<Made> {
 /// Removes the file and the folders of a space that was made, unless there is a store in one of them, or one cannot be
 /// looked into, or the file stays.
 fn forget_folders(folders: &[PathBuf]) -> bool {
-    if folders.iter().any(|path| !matches!(find_store(path), Ok(None))) {
+    if folders.iter().any(|path| !matches!(stores::find(path), Ok(None))) {
         return false;
     }
     let Some(first) = folders.first() else { return true };
@@ -273,24 +286,6 @@ fn forget_folders(folders: &[PathBuf]) -> bool {
     // As far as they are empty.
     folders.iter().for_each(|path| drop(fs::remove_dir(path)));
     is_gone
-}
-
-/// The bytes of the stores in the folders of a space; all that there are where that cannot be known.
-fn stores(folders: &[PathBuf]) -> u64 {
-    let bytes = |path: &PathBuf| find_store(path).map_or(u64::MAX, |found| found.unwrap_or(0));
-    folders.iter().map(bytes).fold(0, u64::saturating_add)
-}
-
-/// The bytes of the store in a folder of a space, if there is one. Needs no descriptor.
-fn find_store(path: &Path) -> io::Result<Option<u64>> {
-    let found = is_own_folder(path).and_then(|own| match own {
-        true => fs::symlink_metadata(path.join(STORE_NAME)).map(|store| Some(store.len())),
-        false => Ok(None),
-    });
-    match found {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        found => found,
-    }
 }
 
 /// Whether a folder of the service's user is there, and no link and no other user's, which whoever may write to the

@@ -47,6 +47,26 @@ pub(super) fn keep_disk(disk: &Ledger, manifest: &mut SpaceManifest, store_bytes
 }
 
 impl Spaces {
+    /// Looks at the stores of all spaces, so that the operator need not wait for a client to be told what is wrong with
+    /// them. For the start of the service: it waits for the drives.
+    pub(super) fn look(&self) {
+        let manifests: Vec<SpaceManifest> = {
+            let entries = self.entries.borrow();
+            let closed = entries.values().filter(|entry| matches!(entry.state, State::Closed));
+            closed.map(|entry| entry.manifest.clone()).collect()
+        };
+        for manifest in manifests {
+            let config = self.store_config(&manifest).map(|config| config.host_blocks(1));
+            let looked = config.and_then(|config| config.validate().and_then(|()| self.system.look(&config)));
+            let Err(error) = looked else { continue };
+            let Failure { text: reason, .. } = self.refused(&manifest, error);
+            // Else some client may have other settings.
+            if self.entries.borrow().get(&manifest.folder()).is_some_and(|entry| entry.trouble.is_some()) {
+                tracing::error!(space = manifest.namespace, reason, "a space cannot be opened; the others are served");
+            }
+        }
+    }
+
     /// Closes the cache of a space that was open and has no client, and gives its host memory back.
     pub(super) async fn close_cache(&self, state: State) {
         let State::Open(space) = state else { return };

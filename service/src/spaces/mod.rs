@@ -9,6 +9,7 @@ mod open;
 pub(super) mod opens;
 mod pool;
 mod removal;
+mod settings;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -75,7 +76,7 @@ enum State {
 struct Entry {
     manifest: SpaceManifest,
     state: State,
-    /// Why its store could not be opened the last time.
+    /// Why its store could not be opened the last time, or cannot be, by a look at the start.
     trouble: Option<Failure>,
     /// What its opening has made of its folders.
     made: Option<Made>,
@@ -133,7 +134,7 @@ pub(super) struct Spaces {
 
 impl Spaces {
     /// Reads the files of all spaces. One whose file cannot be read or understood, and one that has more disk than it
-    /// may have now, is refused to its clients; the others are served.
+    /// may have now, is refused to its clients; the others are served. It is known why a store cannot be opened.
     ///
     /// # Errors
     /// [`Error::Io`] if the first path cannot be read, [`Error::Config`] if another has been the first.
@@ -175,8 +176,7 @@ impl Spaces {
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
         let folder_turns = folders::turns();
         let opens = Opens::new(|path| SourceFile::open(path));
-        let trouble = RefCell::default();
-        Ok(Spaces {
+        let spaces = Spaces {
             disk,
             host,
             tables,
@@ -190,8 +190,10 @@ impl Spaces {
             system,
             moving,
             move_ended,
-            trouble,
-        })
+            trouble: RefCell::default(),
+        };
+        spaces.look();
+        Ok(spaces)
     }
 
     /// Something keeps spaces from being opened, until one is.

@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 
+use kvhoist::internals::disk::FILE_NAME as STORE_NAME;
 use rustix::fs::FileType;
 
 use super::*;
