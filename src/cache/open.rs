@@ -23,7 +23,7 @@ use crate::{
     index::Index,
     io::{Files, Storage, ThreadPlan, Workers},
     machine,
-    memory::Arena,
+    memory::{Arena, huge::Prefault},
     metrics::Metrics,
     mover::{Mover, QueuedCommand, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
@@ -255,10 +255,16 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
 }
 
-/// Records are decoded by the workers, if there are any.
-impl Threads for Workers {
-    fn take(&self, bytes: u64) -> bool {
-        Workers::take(self, bytes)
+/// Records are decoded by any thread there is, which also has the memory of their entries cleared: no caller needs one
+/// before the store is open, and each is half of what an entry costs.
+struct Decoding<'a> {
+    workers: &'a Workers,
+    entries: Arc<Prefault>,
+}
+
+impl Threads for Decoding<'_> {
+    fn take(&self, _bytes: u64) -> bool {
+        self.workers.any()
     }
 
     fn run<T: Send + 'static>(
@@ -266,7 +272,12 @@ impl Threads for Workers {
         bytes: u64,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> impl Future<Output = Option<T>> {
-        Workers::run(self, bytes, work)
+        self.workers.run(bytes, work)
+    }
+
+    fn decoded(&self) -> impl Fn(usize) + Send + 'static {
+        let entries = Arc::clone(&self.entries);
+        move |records| entries.next(records * Index::ENTRY_BYTES)
     }
 }
 
@@ -279,11 +290,13 @@ async fn recover<S: Storage>(
     workers: &Workers,
     index: &mut Index,
 ) -> Result<disk::recovery::Recovered> {
+    let [(start, len), _map] = index.reserved();
+    let decoding = Decoding { workers, entries: Arc::new(Prefault::new(start, len)) };
     let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
         index.prepare_restore(page.iter().flat_map(|record| [Some(&record.key), record.parent.as_ref()]).flatten());
         page.iter().for_each(|record| restore(index, slots, record));
     };
-    let recovered = disk::recovery::open(storage, members, config, uuid, workers, enter).await?;
+    let recovered = disk::recovery::open(storage, members, config, uuid, &decoding, enter).await?;
     index.restored(Tier::Disk);
     if config.values_writes() {
         let slots = u32::try_from(config.disk_slots()).unwrap_or(u32::MAX);

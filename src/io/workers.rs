@@ -210,6 +210,11 @@ impl Workers {
         }
     }
 
+    /// True if there are threads, if only for reads that callers start.
+    pub(crate) fn any(&self) -> bool {
+        matches!(self.kind, Kind::Threads { .. })
+    }
+
     /// Runs `work` on a worker; `bytes` is its size. `None` if there is no worker, or if `work` panicked: it then has
     /// been dropped with all it owned, and no part of it still runs.
     ///

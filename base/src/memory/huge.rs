@@ -4,11 +4,18 @@
 //! 4 KiB pages, about a megabyte. In huge pages the same memory is read and written in larger requests, at less kernel
 //! time each, and is also checksummed faster.
 
-use std::{io, thread};
+use std::{
+    io,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
 
 use tokio::sync::oneshot;
 
 use super::mapping::HUGE_PAGE_BYTES;
+
+/// Of the advice on small pages.
+const PAGE_BYTES: usize = 4096;
 
 /// Bytes per system call. A call cannot be interrupted, and takes about a second for several gigabytes.
 const CALL_BYTES: usize = 1 << 30;
@@ -39,6 +46,30 @@ pub fn prefer(start: usize, len: usize) {
     whole_pages(start, len).for_each(|(start, len)| drop(advise(start, len, libc::MADV_HUGEPAGE)));
 }
 
+/// Memory of which any thread may make the next part present, so that its user finds it cleared.
+#[derive(Debug)]
+pub struct Prefault {
+    next: AtomicUsize,
+    end: usize,
+}
+
+impl Prefault {
+    /// `len` bytes from `start`. Memory that is unmapped meanwhile is skipped; the pages of new memory in its place may
+    /// be made present too, which is harmless.
+    pub fn new(start: usize, len: usize) -> Self {
+        Prefault { next: AtomicUsize::new(start), end: start.saturating_add(len) }
+    }
+
+    /// Makes the next so many bytes present. A system may refuse: before Linux 5.14, or where memory is short.
+    pub fn next(&self, bytes: usize) {
+        let start = self.next.fetch_add(bytes, Ordering::Relaxed);
+        let (start, end) = (start / PAGE_BYTES * PAGE_BYTES, start.saturating_add(bytes).min(self.end));
+        if start < end {
+            drop(advise(start, end - start, libc::MADV_POPULATE_WRITE));
+        }
+    }
+}
+
 /// The huge pages that lie entirely within a range, in pieces of one call each.
 fn whole_pages(start: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let end = (start + len) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
@@ -66,7 +97,7 @@ fn collapse_now(start: usize, len: usize) -> io::Result<()> {
 }
 
 fn advise(start: usize, len: usize, advice: libc::c_int) -> io::Result<()> {
-    // SAFETY: neither advice changes the contents or the mapping of any memory; a range that is not mapped is refused.
+    // SAFETY: none of it changes the contents or the mapping of any memory; a range that is not mapped is refused.
     let refused = unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(start), len, advice) };
     if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -103,6 +134,31 @@ mod tests {
             if start == 1 { Err(io::Error::from_raw_os_error(libc::EAGAIN)) } else { Ok(()) }
         });
         assert_eq!((asked, ended.expect_err("the first").raw_os_error()), (vec![1, 2, 3], Some(libc::EAGAIN)));
+    }
+
+    #[test]
+    fn memory_is_made_present_in_parts_and_no_further_than_its_end() {
+        let pages = 64;
+        let (read_write, private) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: new memory, at a place of the kernel's choice.
+        let memory = unsafe { libc::mmap(std::ptr::null_mut(), pages * PAGE_BYTES, read_write, private, -1, 0) };
+        assert_ne!(memory, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+        let present = || {
+            let mut present = vec![0u8; pages];
+            // SAFETY: the memory is mapped, and there is a byte for each page of it.
+            let asked = unsafe { libc::mincore(memory, pages * PAGE_BYTES, present.as_mut_ptr()) };
+            assert_eq!(asked, 0, "{}", io::Error::last_os_error());
+            present.iter().filter(|page| **page & 1 == 1).count()
+        };
+        let prefault = Prefault::new(memory.addr() + 16, 10 * PAGE_BYTES - 16);
+        assert_eq!(present(), 0);
+        for expected in [4, 8, 10, 10] {
+            prefault.next(4 * PAGE_BYTES - 16);
+            assert_eq!(present(), expected);
+        }
+        // SAFETY: mapped above, and used no more.
+        unsafe { libc::munmap(memory, pages * PAGE_BYTES) };
+        Prefault::new(memory.addr(), PAGE_BYTES).next(PAGE_BYTES);
     }
 
     #[test]

@@ -61,6 +61,11 @@ pub trait Threads {
         bytes: u64,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> impl Future<Output = Option<T>>;
+
+    /// What a thread calls with the number of records that it has decoded, before they are entered.
+    fn decoded(&self) -> impl Fn(usize) + Send + 'static {
+        |_| ()
+    }
 }
 
 /// No threads: the caller does the work.
@@ -112,13 +117,14 @@ impl Decoder {
             return (None, pages);
         }
         let pages = Arc::new(pages);
-        let (this, shared) = (Arc::clone(self), Arc::clone(&pages));
+        let (this, shared, told) = (Arc::clone(self), Arc::clone(&pages), threads.decoded());
         let work = move || {
             let mut decoded =
                 Decoded { records: Vec::with_capacity(shared.len() / RECORD_BYTES), ..Decoded::default() };
             for (page, bytes) in (first.0..).map(PageId).zip(shared.as_chunks::<PAGE_BYTES>().0) {
                 this.decode(page, bytes, &mut decoded);
             }
+            told(decoded.records.len());
             decoded
         };
         let decoded = threads.run(bytes, work).await;
