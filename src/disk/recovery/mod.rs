@@ -197,20 +197,34 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
 }
 
 /// Makes both copies valid and whole: finishes a creation, replaces a damaged copy.
+///
+/// The other copy first, so that the valid one stays untouched until it can be replaced. The device may refuse that, at
+/// a bad sector. Then a valid copy that is whole is all that the store needs, and nothing writes to it while the store
+/// is open. A valid copy that is forming would have to be written over where a crash may tear it and no second one is
+/// left: an error, of a store that was never in use.
 async fn repair<S: Storage>(storage: &S, file: FileId, member: &Member, state: MemberState) -> Result<()> {
     let MemberState { mut superblock, copy, repair_other } = state;
-    // The other copy first, so that the valid one stays untouched until it can be replaced.
-    let rewrite = [(1 - copy, repair_other), (copy, superblock.state != StoreState::Whole)];
+    let is_whole = superblock.state == StoreState::Whole;
     superblock.state = StoreState::Whole;
-    for (copy, needed) in rewrite {
-        if needed {
-            let path = member.path.display();
-            log(|| tracing::warn!(%path, copy, "rewriting a torn, damaged or unfinished superblock"));
-            // A forged superblock may have the largest number. Of two equal ones A is valid, and by now both have the
-            // same content.
-            superblock.sequence = SEQUENCE_MAX.min(superblock.sequence + 1);
-            write_superblock(storage, file, member, copy, &superblock).await?;
-            sync(storage, file, member).await?;
+    for (copy, needed) in [(1 - copy, repair_other), (copy, !is_whole)] {
+        if !needed {
+            continue;
+        }
+        let path = member.path.display();
+        log(|| tracing::warn!(%path, copy, "rewriting a torn, damaged or unfinished superblock"));
+        // A forged superblock may have the largest number. Of two equal ones A is valid, and by now both have the same
+        // content.
+        superblock.sequence = SEQUENCE_MAX.min(superblock.sequence + 1);
+        match write_superblock(storage, file, member, copy, &superblock).await {
+            Err(Error::Io { source, .. }) if is_whole && !is_shortage(&source) => {
+                let what = "a superblock cannot be rewritten; the store opens by its other copy alone";
+                log(|| tracing::warn!(%path, copy, error = %source, "{what}"));
+            }
+            written => {
+                written?;
+                // A failed flush may be that of what an earlier run wrote.
+                sync(storage, file, member).await?;
+            }
         }
     }
     Ok(())
