@@ -257,11 +257,13 @@ impl Cache {
     /// assert_eq!(bytes, [7; 4096]);
     /// # cache.close().await }).expect("the example runs");
     /// ```
-    pub async fn read_device(&self, lease: &DeviceLease, buf: Vec<u8>) -> Result<Vec<u8>> {
+    pub async fn read_device(&self, lease: &DeviceLease, mut buf: Vec<u8>) -> Result<Vec<u8>> {
         let pin = lease.pin_of(self.shared())?;
         // Not as a command, whose room those may have who wait for the leased slot; bounded all the same.
         let shared = self.shared();
         let room = shared.room(&shared.device_reads, "a turn to read a device block").await?;
+        // Here and not on the reactor, which zeroing would take milliseconds of.
+        buf.resize(shared.config.block_bytes, 0);
         let (reply, receiver) = oneshot::channel();
         self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, room, reply }))?;
         shield(receiver).await.unwrap_or(Err(Error::Closed))

@@ -34,7 +34,7 @@ impl Cufile {
     /// # Errors
     /// Why the route cannot be used.
     pub async unsafe fn open(setup: Setup) -> Result<(Cufile, SelfTest), String> {
-        let (ready, is_ready) = oneshot::channel();
+        let (ready, mut is_ready) = oneshot::channel();
         let (ended, has_ended) = oneshot::channel();
         let queue = Arc::new(Queue::default());
         let (limit, stuck) = (setup.limit, Arc::clone(&setup.stuck));
@@ -47,14 +47,18 @@ impl Cufile {
             drop(ended);
         };
         thread.spawn(main).map_err(|error| format!("no thread for libcufile: {error}"))?;
-        match timeout(limit_of_both, is_ready).await {
-            Ok(Ok(Ok(found))) => Ok((cufile, found)),
-            Ok(Ok(Err(reason))) => {
+        let waited = timeout(limit_of_both, &mut is_ready).await;
+        // From here on the worker learns that it comes too late.
+        is_ready.close();
+        let is_late = waited.is_err();
+        match waited.ok().and_then(Result::ok).or_else(|| is_ready.try_recv().ok()) {
+            Some(Ok(found)) => Ok((cufile, found)),
+            Some(Err(reason)) => {
                 cufile.close().await;
                 Err(reason)
             }
-            Ok(Err(_)) => Err("its thread has ended".into()),
-            Err(_) => {
+            None if !is_late => Err("its thread has ended".into()),
+            None => {
                 cufile.stuck.fetch_add(1, Ordering::SeqCst);
                 Err(format!(
                     "libcufile has not returned from its first calls within {limit_of_both:?}; look at cufile.log"
@@ -66,15 +70,17 @@ impl Cufile {
 
 /// The worker's thread.
 fn run(setup: Setup, queue: Arc<Queue<Request>>, ready: oneshot::Sender<Result<SelfTest, String>>) {
-    let keep = Arc::clone(&setup.keep);
-    match prepare(setup, queue) {
-        Ok((mut worker, found)) => {
-            // If the receiver is gone, the queue is closed.
-            drop(ready.send(Ok(found)));
-            worker.serve();
-            drop(worker);
-        }
-        Err(reason) => drop(ready.send(Err(reason))),
+    let (keep, stuck) = (Arc::clone(&setup.keep), Arc::clone(&setup.stuck));
+    let (worker, found) = match prepare(setup, queue) {
+        Ok((worker, found)) => (Some(worker), Ok(found)),
+        Err(reason) => (None, Err(reason)),
+    };
+    if ready.send(found).is_err() {
+        // It was given up and counted; the queue is closed.
+        stuck.fetch_sub(1, Ordering::SeqCst);
+    }
+    if let Some(mut worker) = worker {
+        worker.serve();
     }
     // The memory outlives its registrations.
     drop(keep);
