@@ -134,8 +134,9 @@ impl CompletionQueue {
     /// Submits a [load](Cache::load_into); returns its ticket.
     ///
     /// # Errors
-    /// [`Error::Busy`] if `depth` submissions are outstanding or the reactor's queue is full; nothing was submitted
-    /// then. Otherwise as [`Cache::load_into`].
+    /// [`Error::Busy`] if `depth` submissions are outstanding, or if the reactor's queue is full, with 1,024 calls or
+    /// [`Config::movements_max`](crate::Config::movements_max) if that is fewer; nothing was submitted then. Otherwise
+    /// as [`Cache::load_into`].
     pub fn submit_load(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<u64> {
         self.submit_load_of(keys, segments, None)
     }
@@ -226,9 +227,7 @@ impl CompletionQueue {
                 self.completions.outstanding.fetch_sub(1, Ordering::AcqRel);
                 return Err(match refused {
                     NoRoom::Closed => Error::Closed,
-                    NoRoom::Full => {
-                        shared.busy("queued movements", u64::from(shared.config.limits.movements_max), "movements_max")
-                    }
+                    NoRoom::Full => shared.busy_with_commands(),
                 });
             }
         };

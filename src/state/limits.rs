@@ -1,12 +1,18 @@
 //! The errors past a limit, which are counted.
 
-use super::{Locked, Shared};
+use super::{Locked, Shared, rooms::COMMANDS_MAX};
 use crate::error::Error;
 
 impl Shared {
     pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
         self.metrics.busy.add(1);
         Error::busy(what, limit, setting)
+    }
+
+    /// The reactor's queue is full.
+    pub(crate) fn busy_with_commands(&self) -> Error {
+        let max = self.commands.max();
+        self.busy("queued commands", max.into(), if max < COMMANDS_MAX { "movements_max" } else { "none" })
     }
 
     pub(crate) fn timeout(&self, what: &'static str) -> Error {

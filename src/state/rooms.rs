@@ -20,7 +20,7 @@ use crate::{
 
 /// Commands that may be queued before those who ask wait; what is under way is bounded by
 /// [`Config::movements_max`](crate::Config::movements_max).
-const COMMANDS_MAX: u32 = 1024;
+pub(super) const COMMANDS_MAX: u32 = 1024;
 
 /// What callers take up, and those who wait for some. Its lock may be taken under the state's, never around it.
 #[derive(Clone)]
@@ -125,6 +125,11 @@ impl Rooms {
         count.check(None)?;
         count.taken += 1;
         Ok(Room(self.clone()))
+    }
+
+    /// How much room there is in all.
+    pub(super) fn max(&self) -> u32 {
+        self.0.count.lock().max
     }
 
     /// Whether there is room at this moment.
