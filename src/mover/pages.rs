@@ -1,10 +1,13 @@
 //! The pages of the record table that are being written. Pure data.
 
-use std::collections::{BTreeMap, btree_map::Entry};
+use std::{
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    io,
+};
 
 use tokio::sync::oneshot;
 
-use crate::{disk::PageId, error::Result};
+use crate::{disk::PageId, error::Result, state::blames_disk};
 
 pub(super) type Waiter = oneshot::Sender<Result<()>>;
 
@@ -15,33 +18,52 @@ pub(super) struct Waiters {
     pub(super) current: Vec<Waiter>,
     /// For the next write.
     pub(super) next: Vec<Waiter>,
+    /// One of the next is a store's.
+    pub(super) is_of_store: bool,
 }
 
-/// Pages being written, or about to be.
+/// Pages being written, or about to be, and those whose last write failed.
 #[derive(Default)]
-pub(super) struct RecordPages(pub(super) BTreeMap<PageId, Waiters>);
+pub(super) struct RecordPages {
+    pub(super) written: BTreeMap<PageId, Waiters>,
+    failed: BTreeSet<PageId>,
+}
 
 impl RecordPages {
     /// Pages being written.
     #[cfg(feature = "sim")]
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.written.len()
     }
 
-    /// Begins a write of the page for its waiters; false if there are none, and the page is given up.
-    pub(super) fn begin(&mut self, page: PageId) -> bool {
-        let Entry::Occupied(mut waiters) = self.0.entry(page) else { return false };
+    /// Begins a write of the page for its waiters, and says whether a store is among them; `None` if there are none,
+    /// and the page is given up.
+    pub(super) fn begin(&mut self, page: PageId) -> Option<bool> {
+        let Entry::Occupied(mut waiters) = self.written.entry(page) else { return None };
         if waiters.get().next.is_empty() {
             waiters.remove();
-            return false;
+            return None;
         }
-        let Waiters { current, next } = waiters.get_mut();
+        let Waiters { current, next, is_of_store } = waiters.get_mut();
         std::mem::swap(current, next);
-        true
+        Some(std::mem::take(is_of_store))
     }
 
     /// Ends the write; returns its waiters.
     pub(super) fn end(&mut self, page: PageId) -> Vec<Waiter> {
-        self.0.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
+        self.written.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
+    }
+
+    /// Notes how a write of the page ended. Whether that counts for the health of its disk: a write that fails again
+    /// does not unless a store waits for it. Each sync repeats it, also of an idle cache, and one bad place says
+    /// nothing of the others.
+    pub(super) fn counts(&mut self, page: PageId, is_of_store: bool, written: &io::Result<()>) -> bool {
+        match written {
+            Ok(()) => {
+                self.failed.remove(&page);
+                true
+            }
+            Err(error) => blames_disk(error) && self.failed.insert(page) || is_of_store,
+        }
     }
 }

@@ -32,15 +32,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// call has ended.
     pub(super) async fn write_record(self: &Rc<Self>, slot: u32) -> Result<()> {
         let page = self.shared.lock().disk_slots().page_of(slot);
-        self.write_page(page).await
+        self.write_page_for(page, false).await
     }
 
+    /// As [`write_record`](Self::write_record), for a store.
     pub(super) async fn write_page(self: &Rc<Self>, page: PageId) -> Result<()> {
+        self.write_page_for(page, true).await
+    }
+
+    async fn write_page_for(self: &Rc<Self>, page: PageId, is_of_store: bool) -> Result<()> {
         let (sender, receiver) = oneshot::channel();
-        match self.records.borrow_mut().0.entry(page) {
-            Entry::Occupied(mut present) => present.get_mut().next.push(sender),
+        match self.records.borrow_mut().written.entry(page) {
+            Entry::Occupied(mut present) => {
+                let waiters = present.get_mut();
+                waiters.next.push(sender);
+                waiters.is_of_store |= is_of_store;
+            }
             Entry::Vacant(vacant) => {
-                vacant.insert(Waiters { next: vec![sender], ..Waiters::default() });
+                vacant.insert(Waiters { next: vec![sender], is_of_store, ..Waiters::default() });
                 let this = Rc::clone(self);
                 self.spawn_part(async move { this.serve_page(page).await });
             }
@@ -51,9 +60,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Waits until the page on the medium is up to date: for the end of its write, if it has not changed since that
     /// began, or for another write.
     async fn settle_page(self: &Rc<Self>, page: PageId, is_stale: bool) -> Result<()> {
-        let receiver = match self.records.borrow_mut().0.get_mut(&page) {
+        let receiver = match self.records.borrow_mut().written.get_mut(&page) {
             // A write with waiters is in flight; one without has just ended.
-            Some(Waiters { current, next }) if !is_stale && next.is_empty() && !current.is_empty() => {
+            Some(Waiters { current, next, .. }) if !is_stale && next.is_empty() && !current.is_empty() => {
                 let (sender, receiver) = oneshot::channel();
                 current.push(sender);
                 Some(receiver)
@@ -62,7 +71,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         match receiver {
             Some(receiver) => receiver.await.unwrap_or(Err(Error::Closed)),
-            None => self.write_page(page).await,
+            None => self.write_page_for(page, false).await,
         }
     }
 
@@ -72,11 +81,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             // Records that come in the same turn get into the same write.
             tokio::task::yield_now().await;
-            if !self.records.borrow_mut().begin(page) {
-                return;
-            }
+            let Some(is_of_store) = self.records.borrow_mut().begin(page) else { return };
             let result;
-            (result, buf) = self.write_page_once(page, buf).await;
+            (result, buf) = self.write_page_once(page, is_of_store, buf).await;
             let waiters = self.records.borrow_mut().end(page);
             for waiter in waiters {
                 drop(waiter.send(result.clone()));
@@ -84,7 +91,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    async fn write_page_once(&self, page: PageId, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {
+    async fn write_page_once(&self, page: PageId, is_of_store: bool, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {
         let (file, offset, unsealed) = {
             let mut state = self.lock();
             let state = &mut *state;
@@ -102,7 +109,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         unsealed.seal();
         let (result, buf) = transfer_owned(&self.storage, OpKind::Write, file, offset, buf.into_io()).await;
         self.shared.metrics.record_writes.add(1);
-        self.shared.account(&self.record_failures, file, OpKind::Write, &result);
+        if self.records.borrow_mut().counts(page, is_of_store, &result) {
+            self.shared.account(&self.record_failures, file, OpKind::Write, &result);
+        }
         if let Err(source) = result {
             // What is on the medium is older than the index: the page is to be written again.
             self.lock().disk_slots().page_failed(page);
@@ -156,7 +165,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// The next pages that are in flight, or out of date (true).
     fn unwritten_pages(&self, from: PageId) -> Vec<(PageId, bool)> {
         let mut pages: BTreeMap<PageId, bool> =
-            self.records.borrow().0.range(from..).take(STALE_BATCH).map(|(page, _)| (*page, false)).collect();
+            self.records.borrow().written.range(from..).take(STALE_BATCH).map(|(page, _)| (*page, false)).collect();
         if let Some(slots) = &self.lock().disk {
             pages.extend(slots.stale_pages(from).take(STALE_BATCH).map(|page| (page, true)));
         }

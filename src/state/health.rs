@@ -1,7 +1,8 @@
 //! The service of tiers and routes, and the failures that end it.
 //!
 //! After a number of consecutive failures a disk's tier is taken out of service, with a reason, until the cache is
-//! opened again. Failing writes only make the tier read-only: its blocks are served as long as reads succeed.
+//! opened again. Failing writes only make the tier read-only: its blocks are served as long as reads succeed. A page of
+//! records that cannot be written is tried again by each sync, and only the first of these failures counts.
 
 use std::{
     io,
