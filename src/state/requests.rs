@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tokio::sync::oneshot;
 
 use crate::{
-    block::Tier,
+    block::{BlockKey, Tier},
     error::{Error, Result},
 };
 
@@ -25,6 +25,8 @@ pub(super) struct TierRequests {
 pub(super) struct Request {
     /// Deadline ticks at its creation.
     pub(super) since: u64,
+    /// The movement that waits, if one does.
+    pub(super) movement: Option<(BlockKey, Tier)>,
     pub(super) answer: oneshot::Sender<Result<u32>>,
 }
 
@@ -72,11 +74,11 @@ impl SlotRequests {
         Refused(awaited.into_values().chain(background.into_values()).collect())
     }
 
-    /// Takes the requests that `is_overdue` off their queue.
-    pub(super) fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
+    /// Takes these requests off their queue.
+    pub(super) fn take(&mut self, tier: Tier, is_taken: impl Fn(&Request) -> bool) -> Refused {
         let TierRequests { awaited, background } = &mut self.tiers[tier as usize];
-        let overdue = |_: &u64, request: &mut Request| is_overdue(request.since);
-        let requests = awaited.extract_if(.., overdue).chain(background.extract_if(.., overdue));
+        let is_taken = |_: &u64, request: &mut Request| is_taken(request);
+        let requests = awaited.extract_if(.., is_taken).chain(background.extract_if(.., is_taken));
         Refused(requests.map(|(_, request)| request).collect())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc};
 
-use super::{Failures, Health, Shared};
+use super::{Failures, Health, Shared, requests::Request};
 use crate::{
     block::{FileId, OpKind, Tier},
     error::Error,
@@ -13,13 +13,17 @@ use crate::{
 const DROPPED_PER_LOCK: usize = 256;
 
 impl Shared {
-    /// Refuses every call from now on, and the requests for slots that may never become free.
+    /// Refuses every call from now on, and the requests for slots that may never become free. Those of movements that a
+    /// write follows wait on, up to their deadline.
     pub(crate) fn close(self: &Arc<Self>) {
         self.close_rooms();
         let mut state = self.lock();
         state.closed = true;
         let files = std::mem::take(&mut state.files);
-        let refused = [Tier::Device, Tier::Host].map(|tier| state.slot_requests.take_all(tier));
+        let mut requests = std::mem::take(&mut state.slot_requests);
+        let is_refused = |request: &Request| request.movement.is_none_or(|(key, to)| !state.leads_to_write(&key, to));
+        let refused = [Tier::Device, Tier::Host].map(|tier| requests.take(tier, is_refused));
+        state.slot_requests = requests;
         drop(state);
         drop(files);
         refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));

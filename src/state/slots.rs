@@ -52,13 +52,20 @@ impl State {
         self.slot_requests.len(tier) > 0
     }
 
-    /// An error after the close, but for disk slots: readers may hold host and device slots for ever, while disk slots
-    /// become free as movements end, and the last write-back needs them.
-    fn check_may_wait(&self, tier: Tier) -> Result<()> {
-        match tier {
-            Tier::Disk => Ok(()),
+    /// An error after the close, but for disk slots and movements that [lead to a write](Self::leads_to_write): readers
+    /// may hold host and device slots for ever, while disk slots become free as movements end, and the last write-back
+    /// needs them.
+    fn check_may_wait(&self, tier: Tier, purpose: Purpose) -> Result<()> {
+        match purpose {
+            _ if tier == Tier::Disk => Ok(()),
+            Purpose::Movement(key, to) if self.leads_to_write(key, to) => Ok(()),
             _ => self.check_open(),
         }
+    }
+
+    /// Whether a write to disk follows the movement: a close is to bring about that too.
+    pub(super) fn leads_to_write(&self, key: &BlockKey, to: Tier) -> bool {
+        to == Tier::Host && self.flights.is_followed(key) && self.disk_service.writes()
     }
 
     /// Marks a movement as awaited.
@@ -126,7 +133,7 @@ impl Shared {
             if let Some(slot) = state.take_slot(tier) {
                 return Ok(Filling::new(self, tier, slot));
             }
-            state.check_may_wait(tier)?;
+            state.check_may_wait(tier, purpose)?;
             if state.slot_requests.len(tier) >= self.config.limits.waiters_max as usize {
                 let waiters_max = u64::from(self.config.limits.waiters_max);
                 return Err(state.busy("waiters for a slot", waiters_max, "waiters_max"));
@@ -195,7 +202,7 @@ impl Shared {
         for tier in Tier::ALL {
             let (overdue, held) = {
                 let mut state = self.lock();
-                let overdue = state.slot_requests.take_overdue(tier, |since| self.is_overdue(since));
+                let overdue = state.slot_requests.take(tier, |request| self.is_overdue(request.since));
                 (overdue, self.held_slots(tier))
             };
             for request in overdue.0 {
@@ -334,7 +341,11 @@ impl SlotWait {
     fn begin(state: &mut Locked<'_>, tier: Tier, purpose: Purpose, urgency: Urgency) -> Self {
         let shared = state.shared();
         let (sender, answer) = oneshot::channel();
-        let request = Request { since: shared.looks(), answer: sender };
+        let movement = match purpose {
+            Purpose::Call | Purpose::NewMovement(_) => None,
+            Purpose::Movement(key, to) => Some((*key, to)),
+        };
+        let request = Request { since: shared.looks(), movement, answer: sender };
         let State { slot_requests, flights, .. } = &mut **state;
         let TierRequests { awaited, background } = &mut slot_requests.tiers[tier as usize];
         let number = match urgency {
@@ -350,10 +361,6 @@ impl SlotWait {
             }
         };
         state.raise_holders();
-        let movement = match purpose {
-            Purpose::Call | Purpose::NewMovement(_) => None,
-            Purpose::Movement(key, to) => Some((*key, to)),
-        };
         let waiting = SlotWait { shared: Arc::clone(shared), tier, number, movement, answer };
         waiting.note(state, Some(tier));
         waiting

@@ -2,7 +2,7 @@
 
 mod scene;
 
-use kvhoist::{BlockKey, Cache, Config, Memory, Region, Segment, internals::io::OpKind};
+use kvhoist::{BlockKey, Cache, Config, Error, Memory, Region, Segment, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, Simulated, World};
 use scene::{BLOCK_BYTES, DEADLINE, config, open_killed};
 
@@ -149,4 +149,32 @@ fn blocks_that_one_call_loads_begin_eight_under_one_lock() {
         assert_eq!(locks, (BLOCKS / 8 + BLOCKS) as u64, "one for the begin of eight, and one for the end of each");
         scene::finish(cache, reactor).await;
     });
+}
+
+/// As many as one after the other are taken on until the queue of the reactor, which has no turn meanwhile, is full.
+#[test]
+fn a_submission_past_the_queue_of_the_reactor_says_how_many_there_may_be() {
+    for (movements_max, full, said) in [(40, 40, "movements_max"), (4096, 1024, "none")] {
+        let world = without_deaths(3);
+        sim::block_on(async {
+            let config = two_pages().movements_max(movements_max);
+            let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
+            let mut pages = Pages::filled();
+            let region = pages.register(&cache).await;
+            let (place, queue) = (vec![pages.places().remove(0)], cache.completion_queue(4096).expect("a queue"));
+            let refused = (0..4096_u16).find_map(|n| {
+                let key = BlockKey::new(std::array::from_fn(|at| n.to_le_bytes()[at % 2]));
+                queue.submit_store(&[key], None, &place).err()
+            });
+            let Some(Error::Busy { limit, setting, .. }) = refused else { panic!("expected a limit: {refused:?}") };
+            assert_eq!((limit, setting), (full, said));
+            let begun_at_once = queue.outstanding() as u64 - full;
+            assert!(begun_at_once < 64, "{begun_at_once} took no room");
+            while queue.drain().is_empty() || queue.outstanding() > 0 {
+                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            }
+            cache.unregister(&region).await.expect("its own region");
+            scene::finish(cache, reactor).await;
+        });
+    }
 }

@@ -8,7 +8,7 @@ use kvhoist_simulation::{
 };
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 19] = [
+const NAMED: [(u64, &str); 20] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
@@ -28,6 +28,7 @@ const NAMED: [(u64, &str); 19] = [
     (DEVICE_SEEDS + 183, "a load layer by layer was refused because the client took other memory back meanwhile"),
     (2800788, "a close reported the write of a block that was selected for its uses, which nobody was promised"),
     (3007066, "no block was decided on for a caller's slot where those worth a write had been written by a sync"),
+    (1924296, "a close refused a host slot to a block on its way from the device to the disk"),
 ];
 
 /// `KVHOIST_SEEDS=FROM..TO` runs others.

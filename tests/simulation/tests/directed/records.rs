@@ -5,7 +5,11 @@ use kvhoist::{
     internals::{
         disk::{
             PageId,
-            format::{PAGE_BYTES, RECORD_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET, stripe::Stripe},
+            format::{
+                PAGE_BYTES, RECORD_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
+                stripe::Stripe,
+                superblock::{StoreState, Superblock},
+            },
         },
         io::{FileId, OpKind},
     },
@@ -250,12 +254,7 @@ fn a_superblock_that_cannot_be_read_is_rewritten_from_the_other() {
         finish(cache, reactor).await;
         let (file, sound) = (FileId(0), disk.contents(FileId(0)));
         for copy in 0..2 {
-            let broken = |files: Vec<u8>| {
-                let world = World::new(2, vec![files]);
-                let start = SUPERBLOCK_OFFSETS[copy];
-                world.storage.break_place(OpKind::Read, file, start..start + PAGE_BYTES as u64);
-                world
-            };
+            let broken = |contents: Vec<u8>| with_bad_superblock(&[contents], file, copy, &[OpKind::Read]);
             let world = broken(sound.clone());
             let Simulated { cache, reactor } = sim::open(config(), &world).await.expect("one copy is sound");
             assert!(fetch(&cache, 0).await.expect("served"));
@@ -276,5 +275,92 @@ fn a_superblock_that_cannot_be_read_is_rewritten_from_the_other() {
         world.storage.script(OpKind::Read, 1, Fault::Error(libc::ENOMEM));
         sim::open(config(), &world).await.map(drop).expect_err("a shortage says nothing of a copy");
         assert_eq!(world.storage.counts().started[OpKind::Write as usize], 0);
+    });
+}
+
+const BOTH: [OpKind; 2] = [OpKind::Read, OpKind::Write];
+
+/// A world over these files, in which operations of these kinds on one superblock fail.
+fn with_bad_superblock(files: &[Vec<u8>], file: FileId, copy: usize, kinds: &[OpKind]) -> World {
+    let world = World::new(2, files.to_vec());
+    let start = SUPERBLOCK_OFFSETS[copy];
+    kinds.iter().for_each(|&kind| world.storage.break_place(kind, file, start..start + PAGE_BYTES as u64));
+    world
+}
+
+#[test]
+fn a_store_opens_while_one_superblock_can_be_neither_read_nor_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        finish(cache, reactor).await;
+        let (file, mut files) = (FileId(0), vec![disk.contents(FileId(0))]);
+        for copy in [0, 1, 1, 0] {
+            let world = with_bad_superblock(&files, file, copy, &BOTH);
+            let Simulated { cache, reactor } = sim::open(config(), &world).await.expect("the other copy is whole");
+            assert!(fetch(&cache, 0).await.expect("served"));
+            store(&cache, 1 + copy as u8).await.expect("stored");
+            cache.close().await.expect("records and blocks are written");
+            reactor.ended().await;
+            files = vec![world.storage.contents(file)];
+        }
+        for (kind, errno) in [(OpKind::Write, libc::ENOMEM), (OpKind::Sync, libc::EIO)] {
+            let world = with_bad_superblock(&files, file, 0, &[OpKind::Read]);
+            world.storage.script(kind, 0, Fault::Error(errno));
+            sim::open(config(), &world).await.map(drop).expect_err("that says nothing of the copy");
+        }
+    });
+}
+
+#[test]
+fn a_superblock_that_is_not_whole_is_not_written_over_while_the_other_cannot_be_written() {
+    sim::block_on(async {
+        let disks = ["a", "b"].map(|path| DiskPath::with_blocks(path, 4));
+        let config = config().disks(disks.into());
+        let (cache, reactor, disk) = open(config.clone()).await;
+        finish(cache, reactor).await;
+        let mut files = [FileId(0), FileId(1)].map(|file| disk.contents(file));
+        // A creation that has not come to the last step.
+        let page: &mut [u8; PAGE_BYTES] = files[1].first_chunk_mut().expect("a superblock");
+        let sound = Superblock::decode(page).expect("sound");
+        *page = Superblock { state: StoreState::Forming, sequence: 1, ..sound }.encode();
+        let world = with_bad_superblock(&files, FileId(1), 1, &BOTH);
+        let error = sim::open(config, &world).await.map(drop).expect_err("it is not whole").to_string();
+        assert!(error.starts_with("write the superblocks and record table of b"), "{error}");
+        assert!(world.storage.contents(FileId(1))[..PAGE_BYTES] == files[1][..PAGE_BYTES], "it is as it was");
+    });
+}
+
+/// A cache with three pages of records, all of which are out of date; the disk does not write the first `bad` of them.
+async fn open_with_bad_pages(bad: u32) -> (Cache, Reactor, Sim) {
+    let config = config().disks(vec![DiskPath::with_blocks("simulated", 96)]);
+    let (cache, reactor, disk) = open(config.clone()).await;
+    for n in 0..96 {
+        store(&cache, n).await.expect("a sound disk");
+    }
+    for page in 0..bad {
+        let (file, offset) = Stripe::new(&config).page_location(PageId(page));
+        disk.break_place(OpKind::Write, file, offset..offset + 512);
+    }
+    cache.clear().await.expect_err("a page of records cannot be written");
+    (cache, reactor, disk)
+}
+
+#[test]
+fn one_page_that_cannot_be_written_makes_no_idle_disk_read_only() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open_with_bad_pages(1).await;
+        let writes = disk.counts().started[OpKind::Write as usize];
+        for _ in 0..8 {
+            cache.sync().await.expect_err("the page cannot be written");
+        }
+        assert!(disk.counts().started[OpKind::Write as usize] >= writes + 8, "each sync tries");
+        assert_eq!(cache.stats().disk_read_only, None, "the limit is {}", config().disk.failures_max);
+        finish(cache, reactor).await;
+
+        let (cache, reactor, _disk) = open_with_bad_pages(3).await;
+        let reason = cache.stats().disk_read_only.expect("as many pages as the limit cannot be written");
+        assert!(reason.starts_with("3 writes of simulated failed in a row"), "{reason}");
+        finish(cache, reactor).await;
     });
 }
