@@ -16,7 +16,7 @@ use std::{
 use tokio::{
     net::UnixListener,
     sync::watch,
-    task::{JoinSet, LocalSet},
+    task::{JoinSet, LocalSet, spawn_local},
     time::{Instant, sleep_until},
 };
 
@@ -250,7 +250,10 @@ pub(super) async fn hold(
     mut asked: Asked,
 ) -> Result<()> {
     let state = Rc::new(ServiceState::new(config, spaces));
+    let of_look = Rc::clone(&state);
+    let look = spawn_local(async move { of_look.spaces.look().await });
     serve(&state, accept, drained, &mut asked).await;
+    look.abort();
     state.spaces.close().await
 }
 

@@ -86,8 +86,8 @@ pub trait System {
     ///
     /// # Errors
     /// As those of an open.
-    fn look(&self, _config: &Config) -> Result<()> {
-        Ok(())
+    fn look(&self, _config: Config) -> Later<Result<()>> {
+        Box::pin(async { Ok(()) })
     }
 
     /// Opens the cache of a space.
@@ -192,8 +192,8 @@ impl System for Machine {
         Box::pin(async { on_thread(&Machine, remove).await.unwrap_or(Err(Error::Closed)) })
     }
 
-    fn look(&self, config: &Config) -> Result<()> {
-        stores::look(config)
+    fn look(&self, config: Config) -> Later<Result<()>> {
+        Box::pin(async { on_thread(&Machine, move || stores::look(&config)).await.unwrap_or(Ok(())) })
     }
 
     fn open_cache(&self, config: Config) -> Later<Result<Cache>> {

@@ -194,7 +194,8 @@ pub struct DiskConfig {
     /// cannot be written, as long as fewer than half as many are quarantined and another slot is left.
     pub quarantine_max: u32,
     /// Number of consecutive failures of one file after which the disk tier is taken out of service (reads) or accepts
-    /// no more blocks (writes). What a sync repeats in vain counts once. At least 1.
+    /// no more blocks (writes). A page of records that fails again counts once, unless a store waits for it. At least
+    /// 1.
     pub failures_max: u32,
     /// Held open by each ring until the ring's operations have ended, however this process ends.
     #[doc(hidden)]

@@ -52,9 +52,8 @@ impl State {
         self.slot_requests.len(tier) > 0
     }
 
-    /// An error after the close, but for disk slots and movements that [lead to a write](Self::leads_to_write): readers
-    /// may hold host and device slots for ever, while disk slots become free as movements end, and the last write-back
-    /// needs them.
+    /// An error after the close: readers may hold host and device slots for ever. But disk slots become free as
+    /// movements end, and a movement that [leads to a write](Self::leads_to_write) is the last write-back's.
     fn check_may_wait(&self, tier: Tier, purpose: Purpose) -> Result<()> {
         match purpose {
             _ if tier == Tier::Disk => Ok(()),
@@ -63,7 +62,8 @@ impl State {
         }
     }
 
-    /// Whether a write to disk follows the movement: a close is to bring about that too.
+    /// Whether a write to disk follows the movement: a close is to bring about that too. A block that libcufile could
+    /// not write is none of these: its way through host memory begins anew, which a close refuses.
     pub(super) fn leads_to_write(&self, key: &BlockKey, to: Tier) -> bool {
         to == Tier::Host && self.flights.is_followed(key) && self.disk_service.writes()
     }

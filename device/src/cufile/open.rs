@@ -2,7 +2,10 @@
 
 use std::{
     cell::RefCell,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
     thread,
 };
 
@@ -34,7 +37,7 @@ impl Cufile {
     /// # Errors
     /// Why the route cannot be used.
     pub async unsafe fn open(setup: Setup) -> Result<(Cufile, SelfTest), String> {
-        let (ready, mut is_ready) = oneshot::channel();
+        let (ready, is_ready) = oneshot::channel();
         let (ended, has_ended) = oneshot::channel();
         let queue = Arc::new(Queue::default());
         let (limit, stuck) = (setup.limit, Arc::clone(&setup.stuck));
@@ -42,45 +45,55 @@ impl Cufile {
         let limit_of_both = limit * 2;
         let cufile = Cufile { queue: Arc::clone(&queue), stuck, limit, worker: RefCell::new(Some(has_ended)) };
         let thread = thread::Builder::new().name("kvhoist-cufile".into());
+        let first = FirstCalls::begin(&setup.stuck);
         let main = move || {
-            run(setup, queue, ready);
+            run(setup, queue, first, ready);
             drop(ended);
         };
         thread.spawn(main).map_err(|error| format!("no thread for libcufile: {error}"))?;
-        let waited = timeout(limit_of_both, &mut is_ready).await;
-        // From here on the worker learns that it comes too late.
-        is_ready.close();
-        let is_late = waited.is_err();
-        match waited.ok().and_then(Result::ok).or_else(|| is_ready.try_recv().ok()) {
-            Some(Ok(found)) => Ok((cufile, found)),
-            Some(Err(reason)) => {
+        match timeout(limit_of_both, is_ready).await {
+            Ok(Ok(Ok(found))) => Ok((cufile, found)),
+            Ok(Ok(Err(reason))) => {
                 cufile.close().await;
                 Err(reason)
             }
-            None if !is_late => Err("its thread has ended".into()),
-            None => {
-                cufile.stuck.fetch_add(1, Ordering::SeqCst);
-                Err(format!(
-                    "libcufile has not returned from its first calls within {limit_of_both:?}; look at cufile.log"
-                ))
-            }
+            Ok(Err(_)) => Err("its thread has ended".into()),
+            Err(_) => Err(format!(
+                "libcufile has not returned from its first calls within {limit_of_both:?}; look at cufile.log"
+            )),
         }
     }
 }
 
-/// The worker's thread.
-fn run(setup: Setup, queue: Arc<Queue<Request>>, ready: oneshot::Sender<Result<SelfTest, String>>) {
-    let (keep, stuck) = (Arc::clone(&setup.keep), Arc::clone(&setup.stuck));
-    let (worker, found) = match prepare(setup, queue) {
-        Ok((worker, found)) => (Some(worker), Ok(found)),
-        Err(reason) => (None, Err(reason)),
-    };
-    if ready.send(found).is_err() {
-        // It was given up and counted; the queue is closed.
-        stuck.fetch_sub(1, Ordering::SeqCst);
+/// The first calls count as stuck until they have come back: nobody looks before, unless they are late.
+struct FirstCalls(Arc<AtomicI64>);
+
+impl FirstCalls {
+    fn begin(stuck: &Arc<AtomicI64>) -> Self {
+        stuck.fetch_add(1, Ordering::SeqCst);
+        FirstCalls(Arc::clone(stuck))
     }
-    if let Some(mut worker) = worker {
-        worker.serve();
+}
+
+impl Drop for FirstCalls {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// The worker's thread.
+fn run(setup: Setup, queue: Arc<Queue<Request>>, first: FirstCalls, ready: oneshot::Sender<Result<SelfTest, String>>) {
+    let keep = Arc::clone(&setup.keep);
+    let prepared = prepare(setup, queue);
+    drop(first);
+    match prepared {
+        Ok((mut worker, found)) => {
+            // If the receiver is gone, the queue is closed.
+            drop(ready.send(Ok(found)));
+            worker.serve();
+            drop(worker);
+        }
+        Err(reason) => drop(ready.send(Err(reason))),
     }
     // The memory outlives its registrations.
     drop(keep);

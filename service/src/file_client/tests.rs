@@ -76,7 +76,8 @@ fn a_connection_that_broke_has_the_same_error_at_once() {
 
 #[test]
 fn threads_that_wait_for_the_connection_wait_no_longer_than_one_call() {
-    const PATIENCE: Duration = Duration::from_secs(1);
+    // Longer than a thread waits for a processor on a busy machine.
+    const PATIENCE: Duration = Duration::from_secs(10);
     let (line, _hangs) = connect(PATIENCE);
     let ask = |id| {
         let begun = Instant::now();

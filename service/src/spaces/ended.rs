@@ -48,17 +48,25 @@ pub(super) fn keep_disk(disk: &Ledger, manifest: &mut SpaceManifest, store_bytes
 
 impl Spaces {
     /// Looks at the stores of all spaces, so that the operator need not wait for a client to be told what is wrong with
-    /// them. For the start of the service: it waits for the drives.
-    pub(super) fn look(&self) {
-        let manifests: Vec<SpaceManifest> = {
+    /// them. It waits for the drives.
+    pub(crate) async fn look(&self) {
+        let closed: Vec<SpaceManifest> = {
             let entries = self.entries.borrow();
             let closed = entries.values().filter(|entry| matches!(entry.state, State::Closed));
             closed.map(|entry| entry.manifest.clone()).collect()
         };
-        for manifest in manifests {
+        for manifest in closed {
             let config = self.store_config(&manifest).map(|config| config.host_blocks(1));
-            let looked = config.and_then(|config| config.validate().and_then(|()| self.system.look(&config)));
+            let looked = match config.and_then(|config| config.validate().map(|()| config)) {
+                Ok(config) => self.system.look(config).await,
+                Err(error) => Err(error),
+            };
             let Err(error) = looked else { continue };
+            // A client that has come meanwhile has found more.
+            let is_news = |entry: &Entry| matches!(entry.state, State::Closed) && entry.trouble.is_none();
+            if !self.entries.borrow().get(&manifest.folder()).is_some_and(is_news) {
+                continue;
+            }
             let Failure { text: reason, .. } = self.refused(&manifest, error);
             // Else some client may have other settings.
             if self.entries.borrow().get(&manifest.folder()).is_some_and(|entry| entry.trouble.is_some()) {

@@ -76,7 +76,7 @@ enum State {
 struct Entry {
     manifest: SpaceManifest,
     state: State,
-    /// Why its store could not be opened the last time, or cannot be, by a look at the start.
+    /// Why its store could not be opened the last time, or cannot be, by a look after the start.
     trouble: Option<Failure>,
     /// What its opening has made of its folders.
     made: Option<Made>,
@@ -134,7 +134,7 @@ pub(super) struct Spaces {
 
 impl Spaces {
     /// Reads the files of all spaces. One whose file cannot be read or understood, and one that has more disk than it
-    /// may have now, is refused to its clients; the others are served. It is known why a store cannot be opened.
+    /// may have now, is refused to its clients; the others are served.
     ///
     /// # Errors
     /// [`Error::Io`] if the first path cannot be read, [`Error::Config`] if another has been the first.
@@ -176,7 +176,8 @@ impl Spaces {
         let (entries, files, file_turn) = (RefCell::new(entries), HeldFiles::default(), Semaphore::new(1));
         let folder_turns = folders::turns();
         let opens = Opens::new(|path| SourceFile::open(path));
-        let spaces = Spaces {
+        let trouble = RefCell::default();
+        Ok(Spaces {
             disk,
             host,
             tables,
@@ -190,10 +191,8 @@ impl Spaces {
             system,
             moving,
             move_ended,
-            trouble: RefCell::default(),
-        };
-        spaces.look();
-        Ok(spaces)
+            trouble,
+        })
     }
 
     /// Something keeps spaces from being opened, until one is.

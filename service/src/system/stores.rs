@@ -2,8 +2,8 @@
 
 use std::{
     fs,
-    io::{self, ErrorKind, Read},
-    os::unix::fs::OpenOptionsExt,
+    io::{self, ErrorKind},
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -12,7 +12,8 @@ use kvhoist::{
     internals::disk::{
         FILE_NAME,
         format::{
-            HEAD_BYTES,
+            HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS,
+            pair::{SuperblockPair, UNREADABLE_COPY},
             survey::{Found, survey},
         },
     },
@@ -43,38 +44,40 @@ pub(super) fn find(path: &Path) -> io::Result<Option<u64>> {
 /// that no open waits for it.
 ///
 /// # Errors
-/// As an open's, for settings that are right.
+/// As an open's, for settings that are right; none for a shortage, which passes.
 pub(super) fn look(config: &Config) -> Result<()> {
-    let stores: Vec<Store> = config.disk.paths.iter().map(|disk| Store::read(&disk.path)).collect::<Result<_>>()?;
-    let found = stores.iter().map(|Store { path, bytes, head }| Found { path, bytes: *bytes, device: false, head });
+    let mut stores = Vec::with_capacity(config.disk.paths.len());
+    for disk in &config.disk.paths {
+        let path = disk.path.join(FILE_NAME);
+        match read_head(&path) {
+            Ok((bytes, head)) => stores.push((path, bytes, head)),
+            // An open makes it.
+            Err(error) if error.kind() == ErrorKind::NotFound => stores.push((path, 0, Box::new([0; HEAD_BYTES]))),
+            Err(error) if SHORTAGES.map(Some).contains(&error.raw_os_error()) => return Ok(()),
+            Err(error) => return Err(Error::io("read", &path, error)),
+        }
+    }
+    let found = stores.iter().map(|(path, bytes, head)| Found { path, bytes: *bytes, device: false, head });
     survey(&found.collect::<Vec<_>>(), config).map(drop)
 }
 
-/// A file of a store.
-struct Store {
-    path: PathBuf,
-    bytes: u64,
-    head: Box<[u8; HEAD_BYTES]>,
-}
+const SHORTAGES: [i32; 3] = [libc::EMFILE, libc::ENFILE, libc::ENOMEM];
 
-impl Store {
-    /// Of a file that is not there, as of an empty one: an open makes it.
-    fn read(folder: &Path) -> Result<Self> {
-        let path = folder.join(FILE_NAME);
-        // No link, as of an open; a pipe would wait for a writer.
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let mut begin = Vec::with_capacity(HEAD_BYTES);
-        let read = fs::OpenOptions::new().read(true).custom_flags(flags).open(&path).and_then(|file| {
-            let bytes = file.metadata()?.len();
-            file.take(HEAD_BYTES as u64).read_to_end(&mut begin)?;
-            Ok(bytes)
-        });
-        let bytes = match read {
-            Err(error) if error.kind() == ErrorKind::NotFound => 0,
-            read => read.map_err(|error| Error::io("read", &path, error))?,
-        };
-        let mut head = Box::new([0; HEAD_BYTES]);
-        head[..begin.len()].copy_from_slice(&begin);
-        Ok(Store { path, bytes, head })
+/// The size of a store, and its superblocks, of which the drive may not return one.
+fn read_head(path: &Path) -> io::Result<(u64, Box<[u8; HEAD_BYTES]>)> {
+    // No link, as of an open; a pipe would wait for a writer.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let (mut head, mut failed) = (Box::new([0; HEAD_BYTES]), None);
+    for (copy, offset) in head.chunks_exact_mut(PAGE_BYTES).zip(SUPERBLOCK_OFFSETS) {
+        if let Err(error) = file.read_at(copy, offset)
+            && failed.replace(error).is_none()
+        {
+            copy.copy_from_slice(&UNREADABLE_COPY);
+        }
+    }
+    match failed {
+        Some(error) if !matches!(SuperblockPair::decode(&head), SuperblockPair::Valid { .. }) => Err(error),
+        _ => Ok((file.metadata()?.len(), head)),
     }
 }

@@ -20,10 +20,10 @@ impl ClientTransfers {
     /// part. The layers of more blocks complete with the last ones.
     ///
     /// # Errors
-    /// Before anything moves, for places and layers that are wrong. Layers that are not told then are not there.
+    /// Before anything moves, for places and layers that are wrong.
     ///
     /// # Cancel safety
-    /// The load goes on, and holds its regions until it ends.
+    /// What is under way goes on, and holds its regions until it ends.
     pub(crate) async fn load_layers(
         self: Rc<Self>,
         layer_of: Vec<u16>,
@@ -37,6 +37,10 @@ impl ClientTransfers {
             permit = self.layered.acquire() => permit.expect("nobody closes it"),
         };
         let layer_of: Vec<usize> = layer_of.into_iter().map(usize::from).collect();
+        if count > self.movements_max {
+            // What is wrong with any part is found before the first one moves.
+            self.segments_in_turns(&blocks).await?;
+        }
         // Of each layer the leading blocks in place, and whether the next one failed.
         let (mut layers, mut results) = (Vec::new(), Vec::with_capacity(count));
         for part in blocks.parts(self.movements_max) {

@@ -63,8 +63,9 @@ async fn a_block_that_too_many_want_costs_no_other_block() {
         let leases = space.cache.fetch_many(&[key(6), key(7)]).await;
         let first = key(0);
         let mut waits = std::array::from_fn::<_, 8, _>(|_| Box::pin(space.cache.fetch(&first)));
-        // One that finds the cache's lock taken joins the movement at a later poll.
+        // One that finds the cache's lock taken joins the movement at a later poll. A look waits for the lock.
         for _ in 0..100 {
+            assert!(space.cache.contains(&first));
             assert!(waits.iter_mut().all(|waits| waits.now_or_never().is_none()), "all slots are pinned");
             tokio::task::yield_now().await;
         }

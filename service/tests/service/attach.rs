@@ -192,9 +192,15 @@ fn a_store_that_cannot_be_opened_is_shown_until_it_can_be() {
         [told, shown].map(|stats| stats.disk_trouble().map(str::to_owned))
     };
     let store = store_of.display().to_string();
+    // Before a client comes: the service looks once it listens.
+    let begin = Instant::now();
+    while space(&socket, "damaged").stats.is_none() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "nobody has looked");
+        thread::sleep(Duration::from_millis(10));
+    }
     let at_the_start = troubles();
     let is_told = at_the_start.iter().flatten().filter(|text| text.contains(&store)).count();
-    assert_eq!(is_told, 2, "before a client comes: {at_the_start:?}");
+    assert_eq!(is_told, 2, "{at_the_start:?}");
     connect(&socket, "damaged", 0, 0).expect_err("no store");
     assert_eq!(troubles(), at_the_start);
     fs::write(&store_of, whole).expect("put back");

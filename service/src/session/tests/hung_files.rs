@@ -156,7 +156,7 @@ impl Arrival for ClosesLate {
 impl Drop for ClosesLate {
     fn drop(&mut self) {
         CLOSING.fetch_add(1, Ordering::Relaxed);
-        let end = Instant::now() + Duration::from_secs(20);
+        let end = Instant::now() + Duration::from_secs(90);
         while !MAY_CLOSE.load(Ordering::Relaxed) && Instant::now() < end {
             thread::sleep(Duration::from_millis(1));
         }
@@ -191,5 +191,5 @@ async fn a_file_that_does_not_close_holds_up_no_other_request() {
     let begun = Instant::now();
     let patience = Duration::from_secs(60);
     LocalSet::new().run_until(timeout(patience, wants_one_file_twice())).await.expect("no hang");
-    assert!(begun.elapsed() < Duration::from_secs(15), "the service's thread closed it: {:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(60), "the service's thread closed it: {:?}", begun.elapsed());
 }
