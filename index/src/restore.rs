@@ -8,6 +8,9 @@ use super::{
     link::NONE,
 };
 
+/// How many entries before its turn one is loaded into the processor's caches.
+const AHEAD: usize = 16;
+
 impl Index {
     /// Bytes of memory that a block takes among the [entries](Self::reserved), the first of which come first.
     pub const ENTRY_BYTES: usize = size_of::<Entry>();
@@ -15,17 +18,27 @@ impl Index {
     /// Loads into the processor's caches what [`restore`](Self::restore) will need for these keys. One key at a time,
     /// half of its time would be waiting for memory; here the waits overlap.
     pub fn prepare_restore<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
-        let values = self.map_values();
+        let (values, entries) = (self.map_values(), self.entries_start());
         let mask = self.map.num_buckets().wrapping_sub(1);
         for key in keys {
             let hash = self.hasher.hash(key);
-            // No id is ever `NONE`: this looks at the places of the key and finds nothing.
-            std::hint::black_box(self.map.find(hash, |&id| id == NONE).is_some());
+            // Most ids that this passes are those of the key's own entry, a parent's above all.
+            let pass = |&id: &u32| {
+                entries.iter().for_each(|start| prefetch(start.wrapping_add(id as usize)));
+                false
+            };
+            std::hint::black_box(self.map.find(hash, pass).is_some());
             // A new id is most likely stored here, and a store that waits for memory holds up all that follow it.
             if let Some(end) = values {
                 prefetch(end.wrapping_sub((hash as usize & mask) + 1));
             }
         }
+    }
+
+    /// Where the entries lie, in the order of their ids: any of them tells. It is good for hints only.
+    fn entries_start(&self) -> Option<*const Entry> {
+        let (id, entry) = self.entries.iter().next()?;
+        Some(std::ptr::from_ref(entry).wrapping_sub(id))
     }
 
     /// The end of the map's values, which lie before it in the order of their buckets, the first one last. Where an
@@ -149,7 +162,13 @@ impl Index {
         // In ascending order none arrives late.
         leaves.sort_unstable();
         let id = |leaf: u64| EntryId((leaf & ((1 << id_bits) - 1)) as u32);
-        leaves.into_iter().for_each(|leaf| self.enter_order(id(leaf), tier));
+        let start = self.entries_start();
+        for (at, &leaf) in leaves.iter().enumerate() {
+            if let (Some(start), Some(&soon)) = (start, leaves.get(at + AHEAD)) {
+                prefetch(start.wrapping_add(id(soon).0 as usize));
+            }
+            self.enter_order(id(leaf), tier);
+        }
     }
 
     /// True if the entry was used since the [end of recovery](Self::restored).
@@ -205,7 +224,7 @@ impl Tops {
 
 /// Hints that the memory at `place` is about to be written.
 #[inline]
-fn prefetch(place: *const u32) {
+fn prefetch<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
