@@ -20,6 +20,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nodes import await_unlocked
 
 import kvhoist
 from kvhoist import _native
@@ -655,6 +656,7 @@ def test_a_killed_process_leaves_whole_blocks_or_none(store_dir, seed):
         time.sleep(rng.random() * 0.01)  # To be in the middle of a store, not to wait for one.
         child.send_signal(signal.SIGKILL)
         child.wait()
+        await_unlocked(store_dir)
         # It may have been far ahead of us, and what it stored meanwhile makes earlier blocks give way.
         stored = max([stored, *map(int, child.stdout)])
         child.stdout.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from nodes import await_unlocked
 
 import kvhoist
 
@@ -38,6 +39,7 @@ def test_a_block_that_was_removed_durably_is_gone_when_the_process_is_killed(sto
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "removed\n"
         child.send_signal(signal.SIGKILL)
+    await_unlocked(store_dir)
     with kvhoist.Cache(store_dir, **SIZES) as cache:
         found = cache.contains_each([f"block {n}" for n in range(COUNT)])
         assert found == [n % 4 > 1 for n in range(COUNT)]

@@ -113,9 +113,9 @@ async fn writes_that_hang_pin_an_eighth_of_the_host_memory_that_there_is_now() {
 async fn a_store_that_answers_in_time_brings_all_of_a_call_that_takes_longer() {
     let store = MemoryStore::new(BLOCK_BYTES as u64);
     write_chain(&store).await;
-    let cache = reader(&store, |config| config.remote_interval_s(3600)).await;
-    // Four at a time: five times 200 ms for all, of the 500 ms that a request may take.
-    store.set(Trouble::Slow(Duration::from_millis(200)));
+    let cache = reader(&store, |config| config.remote_interval_s(3600).remote_deadline_ms(4_000)).await;
+    // Four at a time: five times a second for all, of the 4 s that a request may take.
+    store.set(Trouble::Slow(Duration::from_secs(1)));
     for (n, block) in cache.fetch_many(&keys()).await.into_iter().enumerate() {
         let block = block.expect("no error").expect("brought");
         assert_eq!(block[..], payload(n as u64, BLOCK_BYTES));
@@ -173,7 +173,7 @@ async fn the_end_of_a_prefetch_does_not_end_the_wait_for_a_block_that_is_brought
 async fn a_wait_for_host_memory_is_no_failure_of_the_store() {
     let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
     write_chain(&store).await;
-    let cache = reader(&store, |config| config.host_blocks(4).remote_interval_s(3600).remote_deadline_ms(100)).await;
+    let cache = reader(&store, |config| config.host_blocks(4).remote_interval_s(3600).remote_deadline_ms(3_000)).await;
     let mut held = Vec::new();
     for n in 100..104 {
         cache.store(&key(n), None, &payload(n, BLOCK_BYTES)).await.expect("stored");
@@ -184,7 +184,7 @@ async fn a_wait_for_host_memory_is_no_failure_of_the_store() {
         async move { cache.fetch(&key(0)).await }
     });
     // Longer than a request may take.
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    tokio::time::sleep(Duration::from_millis(3_500)).await;
     held.pop();
     let block = fetch.await.expect("ended").expect("no error").expect("brought");
     assert_eq!(block[..], payload(0, BLOCK_BYTES));

@@ -10,6 +10,7 @@ use std::{
     io::{BufRead, BufReader},
     os::unix::{fs::FileExt, process::ExitStatusExt},
     process::{Command, Stdio},
+    sync::mpsc::{self, TryRecvError},
     time::{Duration, Instant},
 };
 
@@ -141,14 +142,21 @@ fn copies_taken_under_load_serve_only_right_bytes() {
     let dir = directory();
     let cache = block_on(Cache::open(config(&dir, StorageKind::Auto, 8, SLOTS))).expect("open");
     block_on(store(&cache, 0));
+    let (copied, is_copied) = mpsc::channel();
     let writer = {
         let cache = cache.clone();
-        std::thread::spawn(move || (1..600).for_each(|n| block_on(store(&cache, n))))
+        // Goes on until a copy was taken, however late the thread that takes it runs.
+        std::thread::spawn(move || {
+            while is_copied.try_recv() == Err(TryRecvError::Empty) {
+                (1..600).for_each(|n| block_on(store(&cache, n)));
+            }
+        })
     };
     let mut copies = 0;
     while !writer.is_finished() {
         let copy = directory();
         std::fs::copy(store_file(&dir), store_file(&copy)).expect("copy");
+        _ = copied.send(());
         let crashed = block_on(Cache::open(config(&copy, StorageKind::Auto, 8, SLOTS))).expect("open the copy");
         for n in 0..600 {
             // A torn block is a miss; `fetch_verified` panics on a wrong byte.

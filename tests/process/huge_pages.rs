@@ -8,6 +8,7 @@ use std::{
     ops::Range,
     sync::atomic::{AtomicBool, Ordering},
     thread,
+    time::{Duration, Instant},
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
@@ -131,11 +132,21 @@ fn a_pinned_region_lies_in_huge_pages_and_holds_what_it_held() {
         let before: Vec<u8> = pool.bytes(0..BLOCKS).iter().enumerate().map(|(n, _)| (n / 4096 * 7) as u8).collect();
         before.chunks(BLOCK).enumerate().for_each(|(n, bytes)| pool.fill(n, bytes));
         assert_eq!(pool.huge(), 0, "small pages were asked for");
-        // SAFETY: the pool outlives the cache.
-        let memory = unsafe { Memory::host(pool.start, POOL) };
-        block_on(cache.register(memory.pinned(true))).expect("registered");
-        assert_eq!(pool.huge(), (POOL - BLOCK / 2) / HUGE * HUGE, "all that is wholly its own, and no more");
-        assert!(pool.bytes(0..BLOCKS) == before, "no byte has changed");
+        let (all, begun) = ((POOL - BLOCK / 2) / HUGE * HUGE, Instant::now());
+        loop {
+            // SAFETY: the pool outlives the cache.
+            let memory = unsafe { Memory::host(pool.start, POOL) };
+            let region = block_on(cache.register(memory.pinned(true))).expect("registered");
+            let huge = pool.huge();
+            assert!(pool.bytes(0..BLOCKS) == before, "no byte has changed");
+            assert!(huge <= all, "no more than is wholly its own");
+            if huge == all {
+                break;
+            }
+            // A page that the kernel has in use elsewhere, or has no huge page for, is moved another time.
+            assert!(begun.elapsed() < Duration::from_secs(60), "{huge} bytes are in huge pages, expected {all}");
+            block_on(cache.unregister(&region)).expect("its own region");
+        }
         block_on(cache.close()).expect("closed");
     }
 }

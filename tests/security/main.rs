@@ -273,7 +273,7 @@ fn peak_bytes() -> u64 {
 fn blocks_that_are_their_own_ancestors_can_be_evicted() {
     for ring in [1, 2, 4] {
         let dir = directory();
-        let settings = config(&dir, StorageKind::Auto, 4, 4).deadline_ms(2_000);
+        let settings = config(&dir, StorageKind::Auto, 4, 4).deadline_ms(60_000);
         let cache = block_on(Cache::open(settings.clone())).expect("open");
         (0..4).for_each(|n| block_on(common::store(&cache, n)));
         block_on(cache.close()).expect("close");

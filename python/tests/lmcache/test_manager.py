@@ -20,6 +20,7 @@ if why:
 lm.boot()
 
 from lm import Alone, Server, adapter_config, bytes_of, keys_of  # noqa: E402
+from nodes import await_unlocked  # noqa: E402
 
 import kvhoist.lmcache.adapter  # noqa: E402
 import kvhoist.lmcache.unread  # noqa: E402
@@ -247,6 +248,7 @@ def test_a_killed_process_leaves_what_was_acknowledged_and_nothing_wrong(store_d
         acknowledged = int(line) if line.strip().isdigit() else acknowledged
     process.send_signal(signal.SIGKILL)
     process.wait()
+    await_unlocked(store_dir)
     with Server(adapter_config(store_dir, capacity="256MiB")) as server:
         for prompt in range(acknowledged + 1):
             assert server.get(keys_of(prompt, 8)) == "H" * 8, prompt

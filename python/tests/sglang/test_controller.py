@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sgl
+from nodes import await_unlocked
 
 why = sgl.missing()
 if why:
@@ -186,6 +187,7 @@ def test_a_process_killed_in_mid_backup_leaves_whole_pages_or_none(store_dir, se
         child.wait()
         child.stdout.close()
         child.stderr.close()
+        await_unlocked(store_dir)
         backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
         for salt in range(max(0, salts - 2), salts + 2):
             keys = keys_for(sgl.MHA, 64, salt)

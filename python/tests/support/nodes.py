@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -30,6 +31,13 @@ def await_(condition, what):
     while not condition():
         assert time.monotonic() < give_up, f"waited {PATIENCE_S} s for {what}"
         time.sleep(0.002)
+
+
+def await_unlocked(folder):
+    """Waits until nobody has the stores in a folder: the kernel ends the writes of a killed process, then its locks."""
+    for store in Path(folder).rglob("kvhoist.store"):
+        with open(store, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
 
 
 class Node:

@@ -16,6 +16,7 @@ if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
+from nodes import await_unlocked  # noqa: E402
 from tiny_prefixes import answer, blocks, computed, generated, opened  # noqa: E402
 from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
 
@@ -222,6 +223,7 @@ def test_after_a_kill_the_states_are_there_and_right(store_dir):
         [sys.executable, "-c", KILLED, here, str(store_dir)], capture_output=True, text=True, check=False
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
+    await_unlocked(store_dir)
     model, ids = tiny.model("qwen-next"), tiny.prompt(150)
     with opened(model, store_dir) as prefixes:
         past = prefixes(ids)

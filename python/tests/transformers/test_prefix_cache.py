@@ -20,6 +20,7 @@ if os.environ.get("KVHOIST_TRANSFORMERS") != "ready":
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
+from nodes import await_unlocked  # noqa: E402
 from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # noqa: E402
 
 from kvhoist import ArgumentError, ConfigError, DeadlineError, StoreError  # noqa: E402
@@ -169,6 +170,7 @@ def test_after_a_kill_the_prefix_is_there_and_right(store_dir):
         [sys.executable, "-c", KILLED, here, str(store_dir)], capture_output=True, text=True, check=False
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
+    await_unlocked(store_dir)
     model, ids = tiny.model("gemma"), tiny.prompt(150)
     with opened(model, store_dir) as prefixes:
         logits, loaded = answer(model, prefixes, ids)
