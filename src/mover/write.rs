@@ -97,8 +97,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let class = self.shared.lock().flights.class(key, Tier::Disk);
         match self.obtain_host(key, class).await {
             Ok(Some(host)) if host.id() == id => self.write_block(key, &Arc::new(host), Taken::default()).await,
-            // It was removed. The write of a block that was stored under its key since follows this one.
-            Ok(_) => (None, Ok(())),
+            Ok(_) => {
+                let state = self.shared.lock();
+                // It was removed, and the write of a block that was stored under its key since follows this one. Or the
+                // device went out of service, and the block with it.
+                let is_lost = state.index.find(key) == Some(id);
+                (None, if is_lost { state.check_service(Tier::Device) } else { Ok(()) })
+            }
             Err(error) => (None, Err(error)),
         }
     }

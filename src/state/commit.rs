@@ -291,8 +291,10 @@ impl Locked<'_> {
             Err(error) => return waiters.into_iter().map(|waiter| (waiter, Err(error.clone()))).collect(),
         };
         let (id, route, mut first) = (pin.id(), pin.route(), Some(pin));
+        // Since it arrived, it may have been removed, and others may wait for what was stored under its key after that.
+        let is_there = self.index.slot(id, tier).is_some();
         let answers = waiters.into_iter().map(|waiter| {
-            let pin = first.take().or_else(|| self.pin(id, tier, route));
+            let pin = if is_there { first.take().or_else(|| self.pin(id, tier, route)) } else { None };
             (waiter, Ok(pin))
         });
         let answers = answers.collect();

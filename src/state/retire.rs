@@ -127,7 +127,10 @@ mod tests {
         config::{Config, DiskPath, WritePolicy},
         error::Error,
         index::EntryId,
-        state::{BegunStore, Class, Committed, DiskWrite, Few, Filling, Pin, Shared, locks_taken, verify::Fault},
+        state::{
+            BegunStore, Class, Committed, DiskWrite, Few, Filling, Pin, Shared, flights::Joined, locks_taken,
+            verify::Fault,
+        },
     };
 
     #[test]
@@ -149,6 +152,27 @@ mod tests {
         assert!(locks_taken() - before > 3, "no lock is held for all blocks");
         assert_eq!(shared.lock().free_slots(Tier::Device), BLOCKS);
     }
+
+    #[test]
+    fn a_movement_gives_no_waiter_a_block_that_was_removed_before_it_ended() {
+        let shared = Shared::of_test(Config::default().block_bytes(4096).host_blocks(2).device_blocks(2));
+        let key = BlockKey::new([7; 32]);
+        let mut state = shared.lock();
+        let id = state.index.insert(key, None);
+        let slot = state.pop_free(Tier::Device).expect("a slot");
+        assert!(state.index.begin_fill(id, Tier::Device) && state.index.complete_fill(id, Tier::Device, slot));
+        state.flights.begin((&key, Tier::Device), id, Class::Awaited, Few::default(), true);
+        let pin = state.pin(id, Tier::Device, Route::HostToDevice).expect("it has arrived");
+        state.index.remove(id);
+        // Who waits from here on wants what is stored after that.
+        assert!(matches!(state.flights.join(&key, Tier::Device, 1), Joined::Waiting(_)));
+        let (answers, _) = state.end_flight(&key, Tier::Device, Ok(Some(pin)));
+        let outcomes: Vec<_> = answers.into_iter().map(|(_, outcome)| outcome).collect();
+        assert!(matches!(outcomes[..], [Ok(None)]));
+        drop(state);
+        assert_eq!(shared.lock().free_slots(Tier::Device), 2);
+    }
+
     fn with_disk(write_policy: WritePolicy) -> Arc<Shared> {
         let disks = vec![DiskPath::with_blocks("nowhere", 8)];
         Shared::of_test(Config::default().block_bytes(4096).host_blocks(4).disks(disks).write_policy(write_policy))
