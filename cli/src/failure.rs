@@ -10,7 +10,7 @@ Exit status:
   0    success
   1    failure, damage, or a missing feature that --want names
   2    wrong or missing flag, input or store: correct it and try again
-  130  interrupted (Ctrl-C, SIGTERM, SIGHUP), after printing the results so far";
+  130  interrupted (Ctrl-C; what takes long also by SIGTERM and SIGHUP, after printing the results so far)";
 
 /// What the command's flags are called for settings of the engine.
 const FLAGS: [(&str, &str); 26] = [

@@ -1,7 +1,11 @@
 //! `kvhoist remote`: what a store beyond the node has, whether it is right, and deletion from it.
 
 use std::{
-    sync::Arc,
+    ops::ControlFlow,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, SystemTime},
 };
 
@@ -16,6 +20,7 @@ use serde_json::json;
 use crate::{
     columns::columns,
     failure::{EXIT_STATUS, Failure},
+    interrupt,
     output::{emit, emit_part},
     progress::Progress,
     shown::plain,
@@ -42,7 +47,7 @@ enum Command {
     Gc(Gc),
     /// Read every object, and check the checksums of its table and its blocks. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
-    Verify(Ls),
+    Verify(Verify),
 }
 
 /// The store. Credentials come from the environment and from files.
@@ -53,7 +58,7 @@ struct Place {
     url: String,
 }
 
-/// Flags of `kvhoist remote ls` and `verify`.
+/// Flags of `kvhoist remote ls`.
 #[derive(ClapArgs)]
 struct Ls {
     #[command(flatten)]
@@ -64,6 +69,16 @@ struct Ls {
     /// Print one JSON object a line instead of text.
     #[arg(long)]
     json: bool,
+}
+
+/// Flags of `kvhoist remote verify`.
+#[derive(ClapArgs)]
+struct Verify {
+    #[command(flatten)]
+    objects: Ls,
+    /// Print no progress.
+    #[arg(long)]
+    quiet: bool,
 }
 
 /// Flags of `kvhoist remote du`.
@@ -203,9 +218,21 @@ fn gc(args: &Gc) -> Result<(), Failure> {
         )));
     }
     if !args.dry_run {
-        let mut progress = Progress::new(found.names.len(), "objects", args.quiet);
-        let told = |done| progress.update(done, || "deleted".into());
-        block_on(maintenance::delete(&*store, &found.names, told)).map_err(failed)?;
+        let interrupted = interrupt::catch()?;
+        let (count, mut deleted) = (found.names.len(), 0);
+        let mut progress = Progress::new(count, "objects", args.quiet);
+        let ended = block_on(maintenance::delete(&*store, &found.names, |done| {
+            deleted = done;
+            progress.update(done, || "deleted".into());
+            go_on(&interrupted)
+        }));
+        progress.finish();
+        let ended =
+            ended.map_err(failed).and_then(|()| if deleted < count { Err(Failure::interrupted()) } else { Ok(()) });
+        ended.map_err(|failure| {
+            let text = format!("{failure}; {deleted} of {count} objects are deleted");
+            failure.saying(text)
+        })?;
     }
     let (count, kept) = (found.names.len(), &found.kept);
     if args.json {
@@ -223,39 +250,58 @@ fn gc(args: &Gc) -> Result<(), Failure> {
     emit(&format!("{did} {count} objects ({bytes}); {} are left ({left})\n", kept.objects))
 }
 
-fn verify(args: &Ls) -> Result<(), Failure> {
+fn verify(Verify { objects: args, quiet }: &Verify) -> Result<(), Failure> {
     let (prefix, store) = (prefix(args.namespace.as_deref())?, args.place.open()?);
+    let interrupted = interrupt::catch()?;
     let (mut right, mut blocks, mut wrong, mut printed) = (0, 0, 0, Ok(()));
-    let read = block_on(maintenance::verify(&*store, &prefix, |object, found| {
-        let what = match found {
-            Ok(count) => {
-                (right, blocks) = (right + 1, blocks + count);
-                return;
+    let (mut progress, mut is_complete) = (None, true);
+    let read = block_on(maintenance::verify(&*store, &prefix, |total, object, found| {
+        match found {
+            Ok(count) => (right, blocks) = (right + 1, blocks + count),
+            Err(error) => {
+                wrong += 1;
+                let line = if args.json {
+                    format!("{}\n", json!({ "name": object.name, "wrong": error.to_string() }))
+                } else {
+                    format!("{}: {}\n", plain(&object.name), plain(&error.to_string()))
+                };
+                printed = emit(&line);
             }
-            Err(error) => error.to_string(),
-        };
-        wrong += 1;
-        let line = if args.json {
-            format!("{}\n", json!({ "name": object.name, "wrong": what }))
-        } else {
-            format!("{}: {}\n", plain(&object.name), plain(&what))
-        };
-        if printed.is_ok() {
-            printed = emit(&line);
         }
+        let progress = progress.get_or_insert_with(|| Progress::new(total, "objects", *quiet));
+        progress.update(right + wrong, || format!("{wrong} wrong"));
+        let next = if printed.is_err() { ControlFlow::Break(()) } else { go_on(&interrupted) };
+        is_complete = next.is_continue() || right + wrong == total;
+        next
     }));
-    read.map_err(|error| args.place.failed(&error)).and(printed)?;
+    drop(progress);
+    printed?;
+    is_complete &= read.is_ok();
     emit(&if args.json {
-        format!("{}\n", json!({ "right_objects": right, "blocks": blocks, "wrong_objects": wrong }))
+        let object = json!({
+            "right_objects": right,
+            "blocks": blocks,
+            "wrong_objects": wrong,
+            "complete": is_complete,
+        });
+        format!("{object}\n")
     } else {
-        format!("{right} objects are right, with {blocks} blocks; {wrong} are wrong\n")
+        let so_far = if is_complete { "" } else { "so far " };
+        format!("{so_far}{right} objects are right, with {blocks} blocks; {wrong} are wrong\n")
     })?;
+    read.map_err(|error| args.place.failed(&error))?;
     match wrong {
+        _ if !is_complete => Err(Failure::interrupted()),
         0 => Ok(()),
         _ => {
             Err(Failure::run(format!("{wrong} wrong objects found: readers pass them over, `gc` deletes them in time")))
         }
     }
+}
+
+/// Whether a signal has ended the command.
+fn go_on(interrupted: &AtomicBool) -> ControlFlow<()> {
+    if interrupted.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
 }
 
 fn seconds(time: SystemTime) -> u64 {

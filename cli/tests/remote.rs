@@ -142,6 +142,12 @@ fn a_store_is_listed_counted_verified_and_emptied() {
 
     let report = printed(&["verify", &url]);
     assert_eq!(report, format!("{} objects are right, with {BLOCKS} blocks; 0 are wrong\n", objects.len()));
+    let verified = remote(&["verify", &url, "--json"]);
+    let report: Value = serde_json::from_slice(&verified.stdout).expect("JSON");
+    assert_eq!((&report["right_objects"], &report["complete"]), (&objects.len().into(), &true.into()));
+    let progress = format!("{0}/{0} objects", objects.len());
+    assert!(text(&verified.stderr).contains(&progress), "{}", text(&verified.stderr));
+    assert_eq!(text(&remote(&["verify", &url, "--quiet"]).stderr), "");
     let first = objects.keys().next().expect("objects").clone();
     let flip = |at: usize| double.state.objects.lock().expect("no panic").get_mut(&first).expect("an object")[at] ^= 1;
     for at in [objects[&first].len() - 1, 140] {

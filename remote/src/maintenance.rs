@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ops::ControlFlow,
     thread,
     time::{Duration, SystemTime},
 };
@@ -111,15 +112,15 @@ pub async fn usage(store: &dyn RemoteStore) -> Result<BTreeMap<String, Usage>, R
 }
 
 /// Reads each object whose name begins with a prefix, and holds its table and its blocks against their checksums, some
-/// objects at a time. `see` gets each object with the number of its blocks, or what is wrong with it. One that is
-/// deleted meanwhile is left out.
+/// objects at a time. `see` gets how many there are, and each with the number of its blocks, or what is wrong with it;
+/// it may end the pass. One that is deleted meanwhile is left out.
 ///
 /// # Errors
 /// Of the store: one that was not read is not wrong.
 pub async fn verify(
     store: &dyn RemoteStore,
     prefix: &str,
-    mut see: impl FnMut(&Object, Result<usize, RemoteError>),
+    mut see: impl FnMut(usize, &Object, Result<usize, RemoteError>) -> ControlFlow<()>,
 ) -> Result<(), RemoteError> {
     let mut objects = Vec::new();
     let keep = |object| {
@@ -133,7 +134,11 @@ pub async fn verify(
     while let Some((object, found)) = checks.next().await {
         match found {
             Err(RemoteError::NotFound) => {}
-            Ok(_) | Err(RemoteError::Invalid { .. }) => see(object, found),
+            Ok(_) | Err(RemoteError::Invalid { .. }) => {
+                if see(objects.len(), object, found).is_break() {
+                    break;
+                }
+            }
             Err(error) => return Err(error),
         }
     }
@@ -230,14 +235,20 @@ pub async fn plan(
     Ok(collection)
 }
 
-/// Deletes objects; `done` gets how many are deleted so far, after each request.
+/// Deletes objects; `done` gets how many are deleted so far, after each request, and may end it.
 ///
 /// # Errors
 /// Of the store. What was deleted before stays deleted.
-pub async fn delete(store: &dyn RemoteStore, names: &[String], mut done: impl FnMut(usize)) -> Result<(), RemoteError> {
+pub async fn delete(
+    store: &dyn RemoteStore,
+    names: &[String],
+    mut done: impl FnMut(usize) -> ControlFlow<()>,
+) -> Result<(), RemoteError> {
     for (at, some) in names.chunks(DELETED_PER_REQUEST).enumerate() {
         repeated(|| store.delete(some)).await?;
-        done(at * DELETED_PER_REQUEST + some.len());
+        if done(at * DELETED_PER_REQUEST + some.len()).is_break() {
+            break;
+        }
     }
     Ok(())
 }
@@ -341,7 +352,7 @@ mod tests {
         throttle(2);
         assert_eq!(block_on(usage(&store)).expect("counted").len(), 2);
         throttle(2);
-        block_on(delete(&store, &[name(0, 9)], |_| {})).expect("deleted");
+        block_on(delete(&store, &[name(0, 9)], |_| ControlFlow::Continue(()))).expect("deleted");
         throttle(2);
         let bytes = Object { name: name(1, 8), bytes: 10, modified: None };
         let wrong = block_on(check(&store, &bytes)).expect_err("no object of kvhoist");
@@ -362,8 +373,16 @@ mod tests {
         assert_eq!(names(by_bytes(0)).len(), 5);
         assert_eq!(names(Limits { age_max: Some(Duration::from_secs(8)), bytes_max: Some(20) }).len(), 3);
         let mut told = Vec::new();
-        block_on(delete(&store, &names(by_bytes(0)), |done| told.push(done))).expect("deleted");
-        assert_eq!((store.0.lock().expect("no panic").len(), told), (4, vec![5]));
+        let mut tell = |done| {
+            told.push(done);
+            ControlFlow::Break(())
+        };
+        block_on(delete(&store, &names(by_bytes(0)), &mut tell)).expect("deleted");
+        assert_eq!(store.0.lock().expect("no panic").len(), 4);
+        // An end is between two requests.
+        let many: Vec<String> = (0..2 * DELETED_PER_REQUEST).map(|n| format!("{PREFIX}gone/{n}")).collect();
+        block_on(delete(&store, &many, tell)).expect("deleted");
+        assert_eq!(told, [5, DELETED_PER_REQUEST]);
     }
 
     #[test]
