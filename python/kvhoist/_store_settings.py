@@ -23,8 +23,7 @@ STORAGE = ("auto", "uring", "blocking")
 
 
 def _paths(value: Any) -> list[str]:
-    # A list in the environment is written as a search path is.
-    paths = value.split(os.pathsep) if isinstance(value, str) else value
+    paths = [value] if isinstance(value, str) else value
     expected = "an absolute path of a directory, or a list of them"
     if not isinstance(paths, (list, tuple)) or not paths:
         raise config_error("path", value, expected)
@@ -103,12 +102,14 @@ class StoreSettings:
             if name in _OF_A_SERVICE:
                 expected = "nothing: write it into the file of `kvhoist serve --config`, and its socket into `service` here"
             raise config_error(name, given.get(name), expected)
-        of_environment, found = {}, {}
+        of_environment: dict[str, str] = {}
+        found: dict[str, Any] = {}
         for name in cls.__dataclass_fields__:
             variable = "KVHOIST_METRICS" if name == "metrics_port" else "KVHOIST_" + name.upper()
             value = environ.get(variable)
             if value and name not in given and name != "pool_shares" and not _is_overruled(name, value, given):
-                found[name] = value
+                # A list in the environment is written as a search path is.
+                found[name] = value.split(os.pathsep) if name == "path" else value
                 of_environment[name] = variable
         given.update(found)
         try:
@@ -119,6 +120,14 @@ class StoreSettings:
                 named.field = variable
                 raise named from None
             raise
+
+
+def refuse_total_of_environment(given: Mapping[str, Any], why: str) -> None:
+    """Refuses `KVHOIST_CAPACITY_TOTAL` for an engine that has one store: nothing divides it there."""
+    total = os.environ.get("KVHOIST_CAPACITY_TOTAL")
+    if total and not _is_overruled("capacity_total", total, given):
+        expected = f"nothing, and `capacity`, or KVHOIST_CAPACITY, in its place: {why}"
+        raise config_error("KVHOIST_CAPACITY_TOTAL", total, expected)
 
 
 def _is_overruled(name: str, value: str, given: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Iterable, Mapping
 
 from . import _figures
 from ._folders import make_store_folder
-from ._store_settings import DEFAULT_HOST_BYTES, StoreSettings
+from ._store_settings import DEFAULT_HOST_BYTES, StoreSettings, refuse_total_of_environment
 from ._values import config_error
 from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .errors import Error
@@ -23,11 +23,11 @@ STRAIGHT_HOST_BYTES = 64 << 20
 def tier_settings(given: Mapping[str, Any]) -> StoreSettings:
     """Settings of a tier, checked: those of the HiCache backend without those of its pools."""
     given = dict(given)
-    for name, why in (
-        ("pool_shares", "the engine's memory is one pool"), ("capacity_total", "one store for all ranks has capacity"),
-    ):  # fmt: skip
+    of_total = "one store for all ranks has capacity"
+    for name, why in (("pool_shares", "the engine's memory is one pool"), ("capacity_total", of_total)):
         if name in given:
             raise config_error(name, given[name], f"nothing: {why}")
+    refuse_total_of_environment(given, of_total)
     if "service" not in given and not os.environ.get("KVHOIST_SERVICE"):
         given["service"] = "off"
     said = "host_bytes" in given or os.environ.get("KVHOIST_HOST_BYTES")
@@ -39,7 +39,8 @@ def tier_settings(given: Mapping[str, Any]) -> StoreSettings:
     config = StoreSettings.load(given)
     if config.keep_in_host and config.service == "off":
         expected = "nothing, or a `service`: without one the engine's memory is the only tier of host memory"
-        raise config_error("keep_in_host", given.get("keep_in_host", True), expected)
+        name = "keep_in_host" if "keep_in_host" in given else "KVHOIST_KEEP_IN_HOST"
+        raise config_error(name, kept, expected)
     return config
 
 

@@ -60,6 +60,10 @@ class Supported:
         """Whether its number says little of its interfaces."""
         return not self._number or bool(_FROM_SOURCE.search(self.found))
 
+    def is_before(self, version: tuple[int, int]) -> bool:
+        """Whether its number is that of an earlier version. Of a build from source nobody knows."""
+        return not self.is_from_source and self._number < version
+
     def layout(self) -> str:
         """What the layout of stored bytes depends on: major and minor, or all that is known of a build from source."""
         return self.found if self.is_from_source else ".".join(map(str, self._number))

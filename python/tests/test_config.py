@@ -206,10 +206,37 @@ def test_weights_that_differ_have_stores_of_their_own():
     ]
     folders = [_folder(**server) for server in servers]
     assert len(set(folders)) == len(servers)
-    # The same at the next start, when SGLang has drawn other ids, and in whatever order adapters were given.
+    # The same at the next start, whatever ids the adapters have, and in whatever order they were given.
     assert folders == [_folder(**server) for server in servers]
     swapped = dict(model_path="meta/tiny", lora_paths=[adapter("code", "/l/3"), adapter("law", "/l/1")])
     assert _folder(**swapped) == folders[-1]
+
+
+def test_arguments_that_change_kv_have_stores_of_their_own():
+    kt = dict(kt_weight_path="/kt/a", kt_method="AMXINT4")
+    hook = {"name": "scale", "target_modules": ["model.layers.0"]}
+    servers = [
+        dict(),
+        dict(load_format="dummy"),
+        dict(load_format="flash_rl"),
+        kt,
+        {**kt, "kt_weight_path": "/kt/b"},
+        {**kt, "kt_method": "AMXINT8"},
+        {**kt, "kt_num_gpu_experts": 8},
+        {**kt, "kt_max_deferred_experts_per_token": 2},
+        dict(forward_hooks=[hook]),
+        dict(forward_hooks=[hook, {**hook, "name": "shift"}]),
+        dict(enable_precise_embedding_interpolation=True),
+    ]
+    folders = [_folder(model_path="meta/tiny", **server) for server in servers]
+    assert len(set(folders)) == len(servers)
+    assert folders == [_folder(model_path="meta/tiny", **server) for server in servers]
+    # What changes nothing: another order of a hook's names, what has no effect without `kt_weight_path`, other formats.
+    hooked = folders[servers.index(dict(forward_hooks=[hook]))]
+    assert _folder(model_path="meta/tiny", forward_hooks=[dict(reversed(hook.items()))]) == hooked
+    unused = dict(kt_method="AMXINT8", kt_num_gpu_experts=8, kt_max_deferred_experts_per_token=2)
+    for same in (unused, dict(load_format="auto"), dict(load_format="safetensors")):
+        assert _folder(model_path="meta/tiny", **same) == folders[0]
 
 
 def test_draft_models_that_differ_have_stores_of_their_own():
@@ -229,6 +256,7 @@ def test_draft_models_that_differ_have_stores_of_their_own():
         {**same, "speculative_draft_kv_cache_dtype": "fp8_e4m3"},
         {**same, "speculative_draft_kv_cache_dtype": "fp8_e5m2"},
         {**same, "speculative_draft_load_format": "dummy"},
+        {**same, "speculative_draft_load_format": "flash_rl"},
     ]
     # Pools of the draft's own, and pools of the target with the draft's layers behind its own.
     for pool in (dict(pool="draft"), dict(pool="draft_swa"), dict(draft_layers=1), dict(pool="mamba", draft_states=1)):
@@ -251,6 +279,14 @@ def test_stores_of_earlier_versions_are_found():
     assert plain == "meta-tiny/tp0of1-pp0of1-cp0of1-dp0/kv/95dce8752012293fafdc98bb370364a6"
     defaults = dict(quantization=None, json_model_override_args="{}", lora_paths=None)
     assert _folder(model_path="meta/tiny", **defaults) == plain
+    unset = dict(kt_weight_path=None, kt_method="AMXINT4", kt_num_gpu_experts=None, load_format="auto")
+    unset |= dict(forward_hooks=None, enable_precise_embedding_interpolation=False)
+    assert _folder(model_path="meta/tiny", **defaults, **unset) == plain
+    random = _folder(model_path="meta/tiny", load_format="dummy")
+    assert random == "meta-tiny/tp0of1-pp0of1-cp0of1-dp0/kv/88607bdf78b7dad4f6c0ca7436cf8b94"
+    draft = dict(speculative_draft_model_path="meta/tiny", speculative_draft_load_format="dummy")
+    random = _folder(model_path="meta/tiny", draft_layers=1, **draft)
+    assert random == "meta-tiny/tp0of1-pp0of1-cp0of1-dp0/kv/2b3df83ecfe801dd9beecd0c3f3e3696"
     # A draft in the target's checkpoint.
     bundled = dict(speculative_draft_model_path="meta/tiny", speculative_draft_model_revision=None)
     assert _folder(model_path="meta/tiny", draft_layers=1, **bundled) == plain
@@ -268,6 +304,15 @@ def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
     config = backend_settings(extra, environ)
     assert (config.path, config.capacity, config.deadline_ms) == (["/a", "/b"], 1 << 30, 5000)
     assert config.write_policy == "write_through"
+
+
+def test_only_the_environment_writes_paths_as_a_search_path(tmp_path):
+    """A folder's name may have a colon."""
+    for path in ("/a:/b", ["/a:/b"]):
+        assert StoreSettings.load({"path": path, "capacity": 7}, {}).path == ["/a:/b"]
+    assert StoreSettings.load({"capacity": 7}, {"KVHOIST_PATH": "/a:/b"}).path == ["/a", "/b"]
+    with pytest.raises(ConfigError, match="^KVHOIST_PATH: found 'b', expected an absolute path"):
+        StoreSettings.load({"capacity": 7}, {"KVHOIST_PATH": "/a:b"})
 
 
 def test_reads_under_sglang_end_before_its_flush_gives_up():
@@ -296,6 +341,35 @@ def test_the_total_is_divided_by_the_ranks():
             StoreSettings.load({"path": "/a", **wrong}, {})
     with pytest.raises(ConfigError, match="^capacity_total: found 7, expected bytes for 8 ranks"):
         StoreSettings.load({"path": "/a", "capacity_total": 7}, {}).for_ranks(8)
+
+
+def test_the_total_is_divided_by_all_ranks_of_a_server_whatever_its_attention_groups_are():
+    """And the doctor divides it as the ranks do."""
+    from types import SimpleNamespace
+
+    from kvhoist import doctor
+    from kvhoist.sglang.identity import Identity
+
+    def parts(in_service, is_mla=False, tp=8, cp=1, **server):
+        rank = SimpleNamespace(model_name="m", tp_rank=0, tp_size=tp, attn_cp_size=cp, is_mla_model=is_mla)
+        return Identity.of(rank).parts_of_total(SimpleNamespace(**server) if server else None, in_service)
+
+    server = dict(tp_size=8, pp_size=1)
+    attention = dict(server, dp_size=8, enable_dp_attention=True)
+    assert parts(False) == parts(False, **server) == 8
+    assert parts(False, tp=1, **attention) == parts(False, tp=1, is_mla=True, **attention) == 8
+    assert parts(False, tp=2, **dict(attention, dp_size=4)) == 8
+    assert parts(False, **dict(server, pp_size=2)) == 16
+    given = {"path": "/a", "capacity_total": "8GiB", "service": "off"}
+    of_doctor, _ = doctor._settings("sglang", given, 8, None)
+    of_a_rank = StoreSettings.load(given, {}).for_ranks(parts(False, tp=1, **attention))
+    assert of_doctor.capacity == of_a_rank.capacity == 1 << 30
+    # Groups of ranks whose pages differ.
+    assert (parts(True, **server), parts(True, is_mla=True, **server)) == (8, 1)
+    assert (parts(True, tp=2, **attention), parts(True, tp=2, is_mla=True, **attention)) == (2, 1)
+    # SGLang's `tp_size` counts the ranks of context parallelism, but under data-parallel attention.
+    assert (parts(True, tp=8, cp=2, **server), parts(True, tp=8, cp=2, is_mla=True, **server)) == (8, 2)
+    assert parts(True, tp=2, cp=2, **dict(attention, dp_size=2)) == 4
 
 
 def test_a_write_budget_is_divided_as_the_disk_is():
@@ -487,6 +561,27 @@ def test_folders_that_are_made_are_private_at_every_level_whatever_the_umask(tmp
         os.umask(before)
     modes = [stat.S_IMODE(os.stat(there / folder).st_mode) for folder in ["a", "a/b", "a/b/c", "."]]
     assert modes == [0o700, 0o700, 0o700, 0o755]
+
+
+def test_what_the_environment_says_is_refused_by_the_variable_s_name(monkeypatch):
+    """The operator of a tier may have written none of the settings that other engines of the node take."""
+    from kvhoist.vllm.device_settings import DeviceSettings
+
+    for load in (tier_settings, DeviceSettings.load):
+        monkeypatch.setenv("KVHOIST_CAPACITY_TOTAL", "8GiB")
+        with pytest.raises(ConfigError, match="^KVHOIST_CAPACITY_TOTAL: found '8GiB', expected nothing, and") as raised:
+            load({"path": "/a"})
+        assert raised.value.field == "KVHOIST_CAPACITY_TOTAL"
+        store = load({"path": "/a", "capacity": "1GiB"})
+        assert getattr(store, "store", store).capacity == 1 << 30, "what is given is the engine's own"
+        monkeypatch.delenv("KVHOIST_CAPACITY_TOTAL")
+    given = {"path": "/a", "capacity": "1GiB"}
+    for kept in ("true", "8GiB"):
+        monkeypatch.setenv("KVHOIST_KEEP_IN_HOST", kept)
+        with pytest.raises(ConfigError, match=f"^KVHOIST_KEEP_IN_HOST: found '{kept}', expected nothing, or a"):
+            tier_settings(given)
+        assert tier_settings({**given, "service": "auto"}).keep_in_host
+        assert not tier_settings({**given, "keep_in_host": False}).keep_in_host
 
 
 def test_settings_that_would_do_nothing_for_an_engine_are_refused(monkeypatch):

@@ -138,6 +138,19 @@ def keeper(monkeypatch, store_dir):
     return supervisor.ServiceSupervisor(config), clock, tries
 
 
+@pytest.mark.parametrize("service", ["auto", "/run/a.sock"])
+def test_a_policy_that_a_service_does_not_have_is_warned_of(monkeypatch, store_dir, caplog, service):
+    monkeypatch.setattr(supervisor, "find_or_start", lambda _settings: "socket")
+    given = {"path": str(store_dir), "capacity": "1MiB", "service": service}
+    for policy in ("write_through", "by_value"):
+        supervisor.ServiceSupervisor(StoreSettings.load({**given, "write_policy": policy}, {}))
+    assert "write_policy" not in caplog.text
+    supervisor.ServiceSupervisor(StoreSettings.load({**given, "write_policy": "write_back"}, {}))
+    (record,) = (record for record in caplog.records if "write_policy" in record.getMessage())
+    assert record.levelname == "WARNING"
+    assert "write_policy: found 'write_back', expected 'write_through' or 'by_value' beside" in record.getMessage()
+
+
 def test_a_service_is_started_again_when_threads_are_to_be_had_again(monkeypatch, store_dir, caplog):
     kept, clock, tries = keeper(monkeypatch, store_dir)
     with monkeypatch.context() as none_to_be_had:

@@ -20,6 +20,12 @@ def test_a_supported_version_is_taken_without_a_word(version, caplog):
     assert not caplog.text and supported(version).layout() == version[:4]
 
 
+@pytest.mark.parametrize("version, before", [("0.28.0", True), ("0.28.9", True), ("0.29.0rc1", False), ("0.33", False)])
+def test_a_version_is_before_a_later_one(version, before):
+    assert supported(version).is_before((0, 29)) == before
+    assert not supported(f"{version}.dev7").is_before((0, 29)), "a build from source"
+
+
 @pytest.mark.parametrize("version", ["0.27.9", "0.27.0+cu129", "0.1.0"])
 def test_an_older_version_is_refused(version):
     with pytest.raises(ImportError, match="expected 0.28 to 0.33"):

@@ -10,6 +10,7 @@ import time
 from .. import _native
 from .._folders import make_folder
 from .._store_settings import SERVICE_WRITE_POLICIES, StoreSettings
+from .._values import config_error
 from .launch import ServiceSettings, find_or_start
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ class ServiceSupervisor:
     """Finds or starts the service of some settings, and starts it again when it has gone."""
 
     def __init__(self, config: StoreSettings) -> None:
+        if config.write_policy not in SERVICE_WRITE_POLICIES:
+            expected = f"{' or '.join(map(repr, SERVICE_WRITE_POLICIES))} beside a service"
+            instead = "one that is started here has 'write_through'" if config.service == "auto" else "it has its own"
+            logger.warning("kvhoist: %s: %s", config_error("write_policy", config.write_policy, expected), instead)
         self._settings = service_settings(config) if config.service == "auto" else None
         self._lock = threading.Lock()
         self._starting = False

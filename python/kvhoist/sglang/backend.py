@@ -27,12 +27,14 @@ from .pool_service import is_writer, wants_service
 from .pools import PoolStore, prefix_parent, split_capacity
 from .refusals import (
     refuse_adapters_without_keys,
+    refuse_copies_of_chunks,
     refuse_replicas,
     refuse_unknown_shares,
     refuse_what_is_not_kept,
     server_args,
     warn_of_copies,
     warn_of_images,
+    warn_of_long_rope,
     warn_of_salts,
 )
 from .settings import backend_settings, key_scheme
@@ -67,14 +69,14 @@ class HiCacheKvhoist(HiCacheStorage):
         refuse_adapters_without_keys(args)
         warn_of_salts()
         warn_of_images(args)
+        warn_of_long_rope(args)
+        if self._scheme.unified:
+            refuse_copies_of_chunks(storage_config.extra_config)
         warn_of_copies(storage_config.extra_config)
         in_service = wants_service(self.config, storage_config, args)
         refuse_what_is_not_kept(storage_config, in_service)
         refuse_replicas(args, in_service)
-        if in_service:
-            self.config = self.config.for_ranks(self.identity.shared().groups())
-        else:
-            self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
+        self.config = self.config.for_ranks(self.identity.parts_of_total(args, in_service))
         #: Finds or starts the node's service, if that has the pages.
         self._keeper = ServiceSupervisor(self.config) if in_service else None
         if self._keeper is None:

@@ -88,6 +88,16 @@ class Identity:
         """The number of groups of ranks. Ranks of different groups share no page."""
         return self.tp_size * self.pp_size * self.attn_cp_size
 
+    def parts_of_total(self, server_args: Any, in_service: bool) -> int:
+        """Into how many parts `capacity_total` is divided: one for each rank, or in a service one for each group."""
+        # Under data-parallel attention the identity's `tp_size` is that of an attention group; 0 without a server.
+        ranks = (getattr(server_args, "tp_size", 0) or 0) * (getattr(server_args, "pp_size", 0) or 0)
+        if not in_service:
+            return ranks or self.tp_size * self.pp_size
+        # Without data-parallel attention `tp_size` counts the ranks of context parallelism, as `attn_cp_size` does.
+        groups = self.shared().groups()
+        return min(groups, ranks or groups)
+
     def number(self) -> int:
         """The number of this rank among all of the model, from 0. No two ranks have the same."""
         group = (self.dp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
@@ -107,8 +117,12 @@ class Identity:
 #: floats have bytes for their dtype, so `kv_cache_dtype` is among them.
 _WEIGHTS_ARGS = (
     "revision", "quantization", "json_model_override_args", "kv_cache_dtype", "quantization_param_path", "torchao_config",
-    "modelopt_quant", "modelopt_checkpoint_restore_path", "rl_quant_profile", "weight_version",
+    "modelopt_quant", "modelopt_checkpoint_restore_path", "rl_quant_profile", "weight_version", "kt_weight_path",
+    "enable_precise_embedding_interpolation",
 )  # fmt: skip
+
+#: Those of ktransformers that change values only beside `kt_weight_path`, without which they have defaults too.
+_KT_ARGS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
 
 #: Dtypes by the names of `kv_cache_dtype`, where a pool's own dtype does not tell.
 _STORED_AS_BYTES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -155,11 +169,16 @@ def _draft(server_args: Any) -> tuple[tuple[str, str], ...]:
         if name in _DRAFT_AS_TARGET and value is None:
             continue
         if target == "load_format":
-            # Random weights; the other formats load the same ones.
-            value, of_target = value == "dummy", of_target == "dummy"
+            value, of_target = _loaded_as(value), _loaded_as(of_target)
         if value != of_target:
             found.append((name, str(value)))
     return tuple(found)
+
+
+def _loaded_as(load_format: Any) -> str | bool:
+    """What the weights of a format are: True for random ones, the format's name where it quantizes them to 8 bits, and
+    False for all formats that load the files' own."""
+    return "flash_rl" if load_format == "flash_rl" else load_format == "dummy"
 
 
 def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:
@@ -172,8 +191,12 @@ def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[t
     for name, default in defaults:
         if found[name] == default:
             del found[name]
-    # Random weights; the other formats load the same ones.
-    found["load_format"] = "dummy" if getattr(server_args, "load_format", None) == "dummy" else None
+    load_format = getattr(server_args, "load_format", None)
+    found["load_format"] = load_format if _loaded_as(load_format) else None
+    if found["kt_weight_path"]:
+        found.update((name, getattr(server_args, name, None)) for name in _KT_ARGS)
+    hooks = getattr(server_args, "forward_hooks", None)
+    found["forward_hooks"] = json.dumps(hooks, sort_keys=True, default=str) if hooks else None
     found["quantization_params"] = _file_digest(found["quantization_param_path"])
     adapters = getattr(server_args, "lora_paths", None) or ()
     if isinstance(adapters, dict):
@@ -199,6 +222,6 @@ def _file_digest(path: str | None) -> str | None:
 
 
 def _adapter(adapter: Any) -> str:
-    """An adapter's name and path. Its id is left out: SGLang draws a new one at every start."""
+    """An adapter's name and path. Its id is left out: of `--lora-paths` SGLang derives it from these two (`uuid5`)."""
     name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None)
     return str(adapter) if name is None and path is None else f"{name}={path}"

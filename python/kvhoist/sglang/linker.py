@@ -24,7 +24,13 @@ from .linker_pages import Batch, Figures, Held, Offloads, Part
 from .linker_rank import identity_of, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
-from .refusals import refuse_adapters_without_keys, refuse_memory_saver, refuse_replicas, refuse_stages
+from .refusals import (
+    refuse_adapters_without_keys,
+    refuse_memory_saver,
+    refuse_replicas,
+    refuse_stages,
+    warn_of_long_rope,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +91,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         refuse_replicas(server_args, self.settings.in_service)
         refuse_memory_saver(server_args)
         refuse_stages(params.pp_size)
+        warn_of_long_rope(server_args)
         self.forward_stream = forward_stream
         self._figures, self._failures = Figures(), Failures(logger, "pages")
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
@@ -113,7 +120,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         self._secret, self._resets = secret_of(params, shares), 0
         #: Prefix of every key since the last `reset`: what was stored before is not found by this process.
         self._salt = ""
-        self._pages = open_pages(self.settings, identity, group, self._entries, self._device)
+        self._pages = open_pages(self.settings, identity, server_args, group, self._entries, self._device)
         #: Whether this rank stores pages: the first of the ranks that share them.
         self._writes = not (self.settings.in_service and group.rank_replicated) or identity.tp_rank == 0
         self._offloads = Offloads("kvhoist-offload", self._failures)

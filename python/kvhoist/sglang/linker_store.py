@@ -23,16 +23,16 @@ FORMAT = "sglang-linker-v1"
 
 
 def open_pages(
-    settings: LinkerSettings, identity: Identity, group: Any, entries: Mapping[str, list], device: int | None
-) -> dict[str, Pages]:
+    settings: LinkerSettings, identity: Identity, server_args: Any, group: Any, entries: Mapping[str, list],
+    device: int | None,
+) -> dict[str, Pages]:  # fmt: skip
     """Opens each component's store, and registers its device memory.
 
     In a service ranks with the same pages share them: those of a model whose pools are replicated (MLA), and replicas.
     """
+    config = settings.store.for_ranks(identity.parts_of_total(server_args, settings.in_service))
     if settings.in_service:
         identity = identity.shared()
-    ranks = identity.groups() if settings.in_service else identity.tp_size * identity.pp_size
-    config = settings.store.for_ranks(ranks)
     refuse_unknown_shares(config.pool_shares, entries)
     opened: dict[str, Pages] = {}
     try:

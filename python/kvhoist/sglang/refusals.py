@@ -7,6 +7,7 @@ import sys
 from typing import Any, Iterable
 
 from .. import _native
+from .._ropes import LONG_ROPE, settings_of
 from .._values import config_error, nearest
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,43 @@ def warn_of_images(args: Any) -> None:
 def _is_multimodal(args: Any) -> bool:
     """Whether a server's model takes images, videos or sounds."""
     try:
-        return bool(args.get_model_config().is_multimodal)
+        return bool(_model_config(args).is_multimodal)
     except Exception as error:
         logger.debug("kvhoist: the server's arguments do not say whether its model is multimodal: %s", error)
         return False
+
+
+def _model_config(args: Any) -> Any:
+    """SGLang's configuration of a server's model: of the arguments, or where these have none, as 0.5.23 finds it."""
+    if hasattr(args, "get_model_config"):
+        return args.get_model_config()
+    return sys.modules["sglang.srt.arg_groups.model_override_base"].model_config_of(args)
+
+
+def warn_of_long_rope(args: Any) -> None:
+    """Warns of models with LongRoPE, whose factors SGLang chooses for all tokens of a batch together."""
+    if args is None:
+        return
+    try:
+        model = _model_config(args)
+        settings = list(settings_of(model.hf_config.to_dict()))
+    except Exception as error:
+        logger.debug("kvhoist: the server's arguments do not say the rope of its model: %s", error)
+        return
+    kinds = {value for name, value in settings if name in ("rope_type", "type") and isinstance(value, str)}
+    found = sorted(kinds & LONG_ROPE)
+    short = [value for name, value in settings if name == "original_max_position_embeddings" and isinstance(value, int)]
+    longest = getattr(model, "context_len", None)
+    # No request is so long that any would get the long factors.
+    if not found or (short and longest and longest <= min(short)):
+        return
+    logger.warning(
+        "kvhoist: found rope_scaling of type %r, expected a rope whose angles depend on a token's position only: where "
+        "one request of a batch is longer than original_max_position_embeddings (%s), SGLang computes all of the batch "
+        "with the long factors, and later requests get these pages; set --context-length to that number, or use "
+        "neither storage backend nor linker",
+        found[0], min(short, default="not said"),
+    )  # fmt: skip
 
 
 def warn_of_copies(extra_config: Any) -> None:
@@ -80,6 +114,14 @@ def warn_of_copies(extra_config: Any) -> None:
             "kvhoist: %s: without it SGLang copies each page once more",
             config_error("interface_v1", extra_config.get("interface_v1"), "1"),
         )
+
+
+def refuse_copies_of_chunks(extra_config: Any) -> None:
+    """Refuses settings by which SGLang hands the backend copies of pages beside unified keys, which cut it in place."""
+    named = isinstance(extra_config, dict) and "class_name" in extra_config
+    if named and not extra_config.get("interface_v1"):
+        expected = "1 beside key_scheme 'unified': without it SGLang copies pages, which cannot be cut into chunks"
+        raise config_error("interface_v1", extra_config.get("interface_v1"), expected)
 
 
 def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:

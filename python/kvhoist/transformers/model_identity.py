@@ -7,6 +7,7 @@ from typing import Any, Iterable, Iterator
 
 import torch
 
+from .._ropes import LONG_ROPE, settings_of
 from .._values import config_error
 
 #: Settings of a model that change no KV.
@@ -16,7 +17,7 @@ _NO_MATTER = frozenset(
 )
 
 #: Kinds of rope whose angles depend on how long the sequence is, so that one token has several KVs.
-_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
+_ROPE_BY_LENGTH = LONG_ROPE | {"dynamic"}
 
 #: Settings of attention that chooses among all tokens, later ones too, where the sequence is longer than they say.
 _CHOICE_BY_LENGTH = frozenset({"keep_window_size"})
@@ -33,22 +34,13 @@ _MIX = ((-7046029254386353131, -4658895280553007687), (-49064778989728563, -4265
 
 def refuse_kv_by_length(config: Any) -> None:
     """Raises ConfigError for a model whose KV depends on the length of the sequence that it is computed in."""
-    for name, value in _settings(config.to_dict()):
+    for name, value in settings_of(config.to_dict()):
         if name in ("rope_type", "type") and isinstance(value, str) and value in _ROPE_BY_LENGTH:
             expected = "a rope whose angles do not depend on the sequence's length: no stored key fits another length"
             raise config_error("rope_type", value, expected)
         if name in _CHOICE_BY_LENGTH and value is not None:
             expected = "attention that depends on the tokens before only: in longer prompts it depends on those behind"
             raise config_error(name, value, expected)
-
-
-def _settings(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if isinstance(inner, dict):
-                yield from _settings(inner)
-            else:
-                yield name, inner
 
 
 def model_identity(model: Any, revision: str | None) -> dict[str, Any]:

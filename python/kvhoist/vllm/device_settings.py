@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from .._store_settings import StoreSettings
+from .._store_settings import StoreSettings, refuse_total_of_environment
 from .._values import config_error, parse_bytes, whole
 
 #: What `route` may be.
@@ -57,6 +57,7 @@ class DeviceSettings:
         given = dict(given)
         if "pool_shares" in given:
             raise config_error("pool_shares", given["pool_shares"], "nothing: the KV cache is one pool")
+        refuse_total_of_environment(given, "an engine of one GPU has a store of its own")
         for name, otherwise, expected in (
             ("service", "off", "'off': a service cannot map a GPU's memory, so the engine has a store of its own"),
             ("keep_in_host", False, "nothing: `host_bytes` keeps the hottest chunks in any case"),

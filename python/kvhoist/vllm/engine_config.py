@@ -106,6 +106,10 @@ def weights_of(vllm_config: Any) -> dict[str, Any]:
     if found["video_pruning_rate"]:
         # It has a default, which alone prunes nothing.
         found["video_pruning_method"] = getattr(media, "video_pruning_method", None)
+    # What any adapter may change; the keys have adapters' names. In any order, some of them twice.
+    lora = getattr(vllm_config, "lora_config", None)
+    found["lora_target_modules"] = sorted(set(getattr(lora, "target_modules", None) or ()))
+    found["enable_tower_connector_lora"] = bool(getattr(lora, "enable_tower_connector_lora", False))
     # Layers whose blocks have the model's dtype beside a cache of another: in any order, some of them twice.
     found["kv_cache_dtype_skip_layers"] = sorted(set(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ()))
     if cache_config.cache_dtype != "auto":

@@ -9,20 +9,18 @@ import logging
 import os
 from typing import Any
 
+from .._ropes import LONG_ROPE, settings_of
+
 logger = logging.getLogger(__name__)
 
-#: What configurations call LongRoPE, and Llama 4.
-_LONG_ROPE = frozenset({"longrope", "su"})
-_SETTINGS = {"rope_type": _LONG_ROPE, "type": _LONG_ROPE, "model_type": frozenset({"llama4", "llama4_text"})}
+#: Of what configurations call LongRoPE, and Llama 4.
+_SETTINGS = {"rope_type": LONG_ROPE, "type": LONG_ROPE, "model_type": frozenset({"llama4", "llama4_text"})}
 
 
 def depends_on_longest_request(config: Any) -> bool:
     """Whether a model's configuration, as JSON has it, says so."""
-    if not isinstance(config, dict):
-        return False
     return any(
-        value in _SETTINGS[name] if name in _SETTINGS and isinstance(value, str) else depends_on_longest_request(value)
-        for name, value in config.items()
+        isinstance(value, str) and name in _SETTINGS and value in _SETTINGS[name] for name, value in settings_of(config)
     )
 
 

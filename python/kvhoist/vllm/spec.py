@@ -28,6 +28,7 @@ from .device_chunks import ABSENT, DeviceChunks, Group, Page
 from .device_settings import DeviceSettings, vllm_settings
 from .engine_config import page_layout
 from .figures import Figures, metric_definitions
+from .hash_seed import warn_of_random_seed
 from .hints import give_hint
 from .prefix import Prefix, positions
 from .tier import VERSION, place_of
@@ -77,6 +78,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         VERSION.warn()
+        warn_of_random_seed(VERSION)
         parallel = config.parallel
         if parallel.world_size != 1:
             raise config_error(

@@ -46,6 +46,7 @@ from .._values import config_error, warn_of_keywords  # noqa: E402
 from .chunks import ChunkStore  # noqa: E402
 from .engine_config import page_layout, seen_weights  # noqa: E402
 from .figures import Figures, metric_definitions  # noqa: E402
+from .hash_seed import warn_of_random_seed  # noqa: E402
 from .hints import give_hint  # noqa: E402
 from .longest_request import is_independent_of_longest_request  # noqa: E402
 from .prefix import Prefix, positions  # noqa: E402
@@ -86,6 +87,7 @@ class KvhoistTier(SecondaryTierManager):
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         VERSION.warn()
+        warn_of_random_seed(VERSION)
         if not _HOLDS_PROMOTIONS and not getattr(offloading_spec, "offload_prompt_only", True):
             expected = "true: before 0.33 vLLM offloads the last token of an answer, whose KV it has not computed"
             raise config_error("offload_prompt_only", False, expected)

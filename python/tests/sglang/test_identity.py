@@ -161,6 +161,50 @@ def test_other_scales_of_an_8_bit_cache_share_nothing(store_dir, monkeypatch):
         backend.close()
 
 
+def test_attention_groups_divide_the_total_as_all_ranks_of_the_server_do(store_dir, monkeypatch):
+    """Under data-parallel attention SGLang's storage configuration has the size of an attention group."""
+    server = dict(model_path="meta/tiny", tp_size=8, pp_size=1, dp_size=8, enable_dp_attention=True)
+    _serve_with(monkeypatch, **server)
+    extra = sgl.extra_config(store_dir, service="off", capacity_total="64MiB")
+    del extra["capacity"]
+    backend = sgl.backend(sgl.MHA, filled(sgl.MHA), extra)
+    assert backend.config.capacity == 8 << 20
+    backend.close()
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_a_model_whose_pages_depend_on_their_batch_is_warned_of(store_dir, monkeypatch, caplog, where):
+    """SGLang takes the long factors of LongRoPE for a whole batch where one of its requests is long."""
+    pool = filled(sgl.MHA)
+
+    def said(rope, way, **model):
+        config = SimpleNamespace(to_dict=lambda: {"text_config": {where: rope}, **model}, context_len=131_072)
+        config.hf_config = config
+        if "longest" in model:
+            config.context_len = model["longest"]
+        if way == "arguments":
+            _serve_with(monkeypatch, model_path="meta/tiny", get_model_config=lambda: config)
+        else:
+            _serve_with(monkeypatch, model_path="meta/tiny")
+            module = SimpleNamespace(model_config_of=lambda _args: config)
+            monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.model_override_base", module)
+        caplog.clear()
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+        return "long factors" in caplog.text
+
+    for way in ("arguments", "module"):
+        assert said({"type": "longrope"}, way) and said({"rope_type": "longrope"}, way) and said({"type": "su"}, way)
+        assert said({"type": "longrope"}, way, original_max_position_embeddings=4096)
+        # No request is longer than the short factors are for.
+        assert not said({"type": "longrope"}, way, original_max_position_embeddings=4096, longest=4096)
+        assert not said({"type": "yarn"}, way) and not said(None, way)
+    caplog.clear()
+    _serve_with(monkeypatch, model_path="meta/tiny")
+    monkeypatch.delitem(sys.modules, "sglang.srt.arg_groups.model_override_base", raising=False)
+    sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+    assert "long factors" not in caplog.text, "a server that does not say it"
+
+
 def test_adapters_whose_pages_have_the_same_keys_are_refused(store_dir, monkeypatch):
     pool = filled(sgl.MHA)
     _serve_with(monkeypatch, model_path="meta/tiny", enable_lora=True)

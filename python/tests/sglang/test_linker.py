@@ -401,6 +401,18 @@ def test_replicas_need_a_service(store_dir, args):
         refuse_replicas(args, own.in_service)
 
 
+def test_a_model_whose_pages_depend_on_their_batch_is_warned_of(store_dir, caplog):
+    """As under the storage backend: SGLang takes the long factors of LongRoPE for a whole batch."""
+    from types import SimpleNamespace
+
+    for rope, is_warned_of in (("longrope", True), ("default", False)):
+        caplog.clear()
+        config = SimpleNamespace(to_dict=lambda rope=rope: {"rope_parameters": {"rope_type": rope}})
+        model = SimpleNamespace(hf_config=config, context_len=131_072)
+        Rank(sgl.MHA, extra_config(store_dir), get_model_config=lambda model=model: model).close()
+        assert ("long factors" in caplog.text) == is_warned_of
+
+
 def test_memory_that_is_unmapped_under_offloads_is_refused():
     from types import SimpleNamespace
 

@@ -155,3 +155,16 @@ def lookups(rank, tokens) -> list:
     keys = sgl.page_keys(tokens, rank.page)
     components = rank.tree._components_tuple
     return [one.build_external_linker_transfer(LinkerTransferPhase.LOOKUP, None, keys) for one in components]
+
+
+def test_the_total_is_divided_by_all_ranks_of_the_server(store_dir, monkeypatch):
+    """Under data-parallel attention a rank's group, whose prefix tree it shares, is a part of them."""
+    from kvhoist._store_settings import StoreSettings
+
+    divided, divide = [], StoreSettings.for_ranks
+    monkeypatch.setattr(StoreSettings, "for_ranks", lambda self, ranks: (divided.append(ranks), divide(self, ranks))[1])
+    extra = extra_config(store_dir, capacity_total="64MiB")
+    del extra["capacity"]
+    server = dict(tp_size=8, pp_size=1, dp_size=8, enable_dp_attention=True)
+    Serving(MODELS["mha"], extra, **server).close()
+    assert divided == [8]

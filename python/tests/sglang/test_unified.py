@@ -235,6 +235,18 @@ def test_what_sglang_cannot_name_is_refused_in_its_words(store_dir):
 
 
 @has_keys
+@pytest.mark.parametrize("interface, found", [(None, "nothing"), (0, "0")])
+def test_copies_of_pages_are_refused_beside_unified_keys(store_dir, interface, found):
+    """SGLang would hand the backend tensors of pages, each of which would fail."""
+    extra = extra_config(store_dir, interface_v1=interface)
+    if interface is None:
+        del extra["interface_v1"]
+    with pytest.raises(ConfigError, match=f"^interface_v1: found {found}, expected 1 beside key_scheme"):
+        Rank(extra, (0, 2), (0, 1), "page_first_direct")
+    assert [path for path in store_dir.rglob("*") if path.is_file()] == []
+
+
+@has_keys
 def test_pages_that_lie_otherwise_on_the_device_are_refused(store_dir, monkeypatch):
     """SGLang copies them to the host as they are: heads and tokens would change places."""
     make = sgl.device_pool

@@ -15,7 +15,7 @@ from vgpu import FINISHED, TOKENS, Gate, Gpu, Served, files, names_of, on_gpu, s
 
 from kvhoist import _figures  # noqa: E402
 from kvhoist._stores import Place  # noqa: E402
-from kvhoist.vllm import device_chunks, device_settings, spec  # noqa: E402
+from kvhoist.vllm import device_chunks, device_settings, hash_seed, spec  # noqa: E402
 
 NEW = vtier.version() >= (0, 33)
 
@@ -85,6 +85,15 @@ def test_engines_with_other_dtypes_or_factors_of_a_rope_share_nothing(store_dir)
         ):
             with Served(settings(store_dir), weights=weights, cache=cache) as served:
                 assert served.serve(names) == (4 if round_ or shared else 0), (cache, weights)
+
+
+def test_a_seed_that_is_drawn_at_each_start_is_warned_of(store_dir, monkeypatch, caplog):
+    monkeypatch.setattr(hash_seed, "_has_warned", False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with Served(settings(store_dir)):
+        pass
+    said = [record.getMessage() for record in caplog.records if record.name == hash_seed.__name__]
+    assert len(said) == (vtier.version() < (0, 29)) and all("set PYTHONHASHSEED=0" in line for line in said)
 
 
 @pytest.mark.skipif(not NEW, reason="before 0.33 a failed load of such a model could not be told")

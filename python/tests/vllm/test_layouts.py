@@ -117,6 +117,24 @@ def test_random_weights_are_another_model():
     assert "load_format" not in weights_of(config)
 
 
+def test_what_adapters_may_change_is_another_model():
+    """The keys of a request have its adapter's name, and not which modules of it the engine takes."""
+
+    def found(**lora):
+        config = vllm_config({})
+        config.lora_config = SimpleNamespace(**lora)
+        return weights_of(config)
+
+    assert found() == found(target_modules=None, enable_tower_connector_lora=False) == weights_of(vllm_config({})) == {}
+    config = vllm_config({})
+    config.lora_config = None
+    assert weights_of(config) == {}
+    modules = [["q_proj"], ["q_proj", "k_proj"], ["k_proj", "q_proj", "k_proj"]]
+    one, two, same = (found(target_modules=some, enable_tower_connector_lora=False) for some in modules)
+    assert two == same != one != found(target_modules=["q_proj"], enable_tower_connector_lora=True) != {}
+    assert found(enable_tower_connector_lora=True) == {"enable_tower_connector_lora": True}
+
+
 def test_settings_of_media_that_their_hashes_lack_are_another_model():
     """vLLM hashes an image with what its request says of the processor, and not with what the engine says."""
 

@@ -500,3 +500,31 @@ def test_a_build_from_source_is_tried_with_a_warning(monkeypatch, caplog, store_
     with Engine([tier_config(store_dir)]) as engine:
         assert stored(engine, "a", 2)
     assert "found version 0.1.dev1+gabcdef123" in caplog.text
+
+
+def test_seeds_that_are_drawn_at_each_start_are_warned_of(store_dir, monkeypatch, caplog):
+    """As this version of vLLM has it: its code, with names of its own, so that the engine's seed stays as it is."""
+    from types import FunctionType
+
+    from kvhoist.vllm import hash_seed
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    def seed():
+        names = dict(vars(kv_cache_utils))
+        FunctionType(kv_cache_utils.init_none_hash.__code__, names)(sha256)
+        return names["NONE_HASH"]
+
+    def said():
+        caplog.clear()
+        monkeypatch.setattr(hash_seed, "_has_warned", False)
+        for replica in (0, 1):
+            with Engine([tier_config(store_dir)], replica=replica):
+                pass
+        return sum(record.name == hash_seed.__name__ for record in caplog.records)
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert said() == (1 if seed() != seed() else 0)
+    assert (seed() != seed()) == (vtier.version() < (0, 29))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert said() == 0 and seed() == seed()
