@@ -22,7 +22,7 @@ impl Index {
         let mask = self.map.num_buckets().wrapping_sub(1);
         for key in keys {
             let hash = self.hasher.hash(key);
-            // Most ids that this passes are those of the key's own entry, a parent's above all.
+            // The ids that it is shown are nearly all the key's own: a parent's, or that of another record of the key.
             let pass = |&id: &u32| {
                 entries.iter().for_each(|start| prefetch(start.wrapping_add(id as usize)));
                 false
@@ -54,7 +54,7 @@ impl Index {
     pub fn reserved(&mut self) -> [(usize, usize); 2] {
         // Any entry tells where the others are.
         let id = self.find_or_create(BlockKey::new([0; 32]));
-        let entries = std::ptr::from_ref(self.entry(id)).wrapping_sub(id.0 as usize).addr();
+        let entries = self.entries_start().map_or(0, <*const Entry>::addr);
         let buckets = self.map.num_buckets();
         let map = self.map_values().map_or(0, |end| end.wrapping_sub(buckets).addr());
         self.collect(id);

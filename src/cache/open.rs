@@ -263,7 +263,7 @@ struct Decoding<'a> {
 }
 
 impl Threads for Decoding<'_> {
-    fn take(&self, _bytes: u64) -> bool {
+    fn any(&self) -> bool {
         self.workers.any()
     }
 

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use super::mapping::HUGE_PAGE_BYTES;
 
-/// Of the advice on small pages.
+/// The unit of [`Prefault`]. A system with larger pages refuses it.
 const PAGE_BYTES: usize = 4096;
 
 /// Bytes per system call. A call cannot be interrupted, and takes about a second for several gigabytes.

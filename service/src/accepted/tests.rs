@@ -5,11 +5,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
 
-/// A connection of this user is over, with a descriptor in it that was not received: the other end of the pipe.
-fn end_with_descriptor(aside: &Arc<Aside>, uid: u32) -> io::PipeReader {
+/// The service's end of a connection, and its client's.
+fn connection() -> (UnixStream, StdStream) {
     let (ours, theirs) = StdStream::pair().expect("a pair");
     ours.set_nonblocking(true).expect("set");
-    let ours = UnixStream::from_std(ours).expect("in a runtime");
+    (UnixStream::from_std(ours).expect("in a runtime"), theirs)
+}
+
+/// A connection of this user is over, with a descriptor in it that was not received: the other end of the pipe.
+fn end_with_descriptor(aside: &Arc<Aside>, uid: u32) -> io::PipeReader {
+    let (ours, theirs) = connection();
     let (reader, writer) = io::pipe().expect("a pipe");
     socket::send(theirs.as_fd(), b"not received", &[writer.as_fd()]).expect("room");
     drop(Accepted::new(ours, uid, Arc::clone(aside)).expect("set"));
@@ -27,9 +32,7 @@ async fn a_close_that_never_ends_is_waited_for_by_its_user_alone() {
     assert_eq!(of_other.read(&mut [0]).expect("closed"), 0);
     tokio::time::timeout(Duration::from_secs(60), aside.room()).await.expect("others are accepted");
     for uid in [1, 2] {
-        let (end, _theirs) = StdStream::pair().expect("a pair");
-        end.set_nonblocking(true).expect("set");
-        let end = UnixStream::from_std(end).expect("in a runtime");
+        let (end, _theirs) = connection();
         let accepted = Accepted::new(end, uid, Arc::clone(&aside)).expect("set");
         let refused = accepted.take_descriptors().err().map(|error| error.to_string());
         let is_told = refused.as_ref().is_some_and(|text| text.contains("user 1 has ended 12"));
@@ -53,9 +56,7 @@ async fn a_close_that_never_ends_is_waited_for_by_its_user_alone() {
 #[tokio::test]
 async fn memory_of_a_user_is_received_while_connections_of_that_user_are_closed() {
     let aside = Aside::start().expect("threads");
-    let (ours, theirs) = StdStream::pair().expect("a pair");
-    ours.set_nonblocking(true).expect("set");
-    let ours = UnixStream::from_std(ours).expect("in a runtime");
+    let (ours, theirs) = connection();
     let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
     let ((other, _writer), (end, ends)) = (io::pipe().expect("a pipe"), mpsc::channel::<()>());
     aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
@@ -97,9 +98,7 @@ async fn the_closes_of_one_user_hold_up_no_other_users_connection() {
 #[tokio::test]
 async fn descriptors_that_no_frame_wants_are_closed_by_the_thread_of_their_user() {
     let aside = Aside::start().expect("threads");
-    let (ours, theirs) = StdStream::pair().expect("a pair");
-    ours.set_nonblocking(true).expect("set");
-    let ours = UnixStream::from_std(ours).expect("in a runtime");
+    let (ours, theirs) = connection();
     let (end, ends) = mpsc::channel::<()>();
     aside.discard(1, Discard::Received, move || _ = ends.recv());
     let (mut reader, writer) = io::pipe().expect("a pipe");

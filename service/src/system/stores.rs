@@ -3,19 +3,18 @@
 use std::{
     fs,
     io::{self, ErrorKind},
-    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
 use kvhoist::{
     Config,
     internals::disk::{
-        FILE_NAME,
+        FILE_NAME, ReadOnlyFile,
         format::{
-            HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS,
-            pair::{SuperblockPair, UNREADABLE_COPY},
+            HEAD_BYTES,
             survey::{Found, survey},
         },
+        open_read_only,
     },
 };
 
@@ -40,44 +39,27 @@ pub(super) fn find(path: &Path) -> io::Result<Option<u64>> {
     }
 }
 
-/// Whether the files in the folders of a space would be opened as its store, by their superblocks. It takes no lock, so
-/// that no open waits for it.
+/// Whether the files in the folders of a space would be opened as its store, by their superblocks.
 ///
 /// # Errors
-/// As an open's, for settings that are right; none for a shortage, which passes.
+/// As an open's, for settings that are right; none for a shortage of descriptors, which passes.
 pub(super) fn look(config: &Config) -> Result<()> {
     let mut stores = Vec::with_capacity(config.disk.paths.len());
     for disk in &config.disk.paths {
         let path = disk.path.join(FILE_NAME);
-        match read_head(&path) {
-            Ok((bytes, head)) => stores.push((path, bytes, head)),
+        let store = match fs::symlink_metadata(&path) {
             // An open makes it.
-            Err(error) if error.kind() == ErrorKind::NotFound => stores.push((path, 0, Box::new([0; HEAD_BYTES]))),
-            Err(error) if SHORTAGES.map(Some).contains(&error.raw_os_error()) => return Ok(()),
-            Err(error) => return Err(Error::io("read", &path, error)),
-        }
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
+            _ => match open_read_only(&path, config.disk.direct_io, true) {
+                Err(Error::Io { source, .. }) if SHORTAGES.map(Some).contains(&source.raw_os_error()) => return Ok(()),
+                opened => Some(opened?),
+            },
+        };
+        stores.push((path, store));
     }
-    let found = stores.iter().map(|(path, bytes, head)| Found { path, bytes: *bytes, device: false, head });
+    let new = |path| Found { path, bytes: 0, device: false, head: &[0; HEAD_BYTES] };
+    let found = stores.iter().map(|(path, store)| store.as_ref().map_or_else(|| new(path), ReadOnlyFile::found));
     survey(&found.collect::<Vec<_>>(), config).map(drop)
 }
 
-const SHORTAGES: [i32; 3] = [libc::EMFILE, libc::ENFILE, libc::ENOMEM];
-
-/// The size of a store, and its superblocks, of which the drive may not return one.
-fn read_head(path: &Path) -> io::Result<(u64, Box<[u8; HEAD_BYTES]>)> {
-    // No link, as of an open; a pipe would wait for a writer.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-    let (mut head, mut failed) = (Box::new([0; HEAD_BYTES]), None);
-    for (copy, offset) in head.chunks_exact_mut(PAGE_BYTES).zip(SUPERBLOCK_OFFSETS) {
-        if let Err(error) = file.read_at(copy, offset)
-            && failed.replace(error).is_none()
-        {
-            copy.copy_from_slice(&UNREADABLE_COPY);
-        }
-    }
-    match failed {
-        Some(error) if !matches!(SuperblockPair::decode(&head), SuperblockPair::Valid { .. }) => Err(error),
-        _ => Ok((file.metadata()?.len(), head)),
-    }
-}
+const SHORTAGES: [i32; 2] = [libc::EMFILE, libc::ENFILE];

@@ -101,7 +101,7 @@ impl ReadOnlyFile {
     }
 
     /// The file, as the survey needs it.
-    pub(crate) fn found(&self) -> Found<'_> {
+    pub fn found(&self) -> Found<'_> {
         Found { path: &self.path, bytes: self.bytes, device: self.device, head: self.head() }
     }
 

@@ -52,8 +52,8 @@ pub struct Counts {
 
 /// Pure work may run beside its caller: on the workers of a cache.
 pub trait Threads {
-    /// True if there is a thread and this many bytes are worth handing over.
-    fn take(&self, bytes: u64) -> bool;
+    /// True if there is a thread.
+    fn any(&self) -> bool;
 
     /// Runs `work`; `bytes` is its size. `None` if no thread did: it has been dropped, or is about to be.
     fn run<T: Send + 'static>(
@@ -70,7 +70,7 @@ pub trait Threads {
 
 /// No threads: the caller does the work.
 impl Threads for () {
-    fn take(&self, _bytes: u64) -> bool {
+    fn any(&self) -> bool {
         false
     }
 
@@ -113,7 +113,7 @@ impl Decoder {
         pages: AlignedBuf,
     ) -> (Option<Decoded>, AlignedBuf) {
         let bytes = pages.len() as u64;
-        if !threads.take(bytes) {
+        if !threads.any() {
             return (None, pages);
         }
         let pages = Arc::new(pages);

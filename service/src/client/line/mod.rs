@@ -79,16 +79,16 @@ enum Phase {
 
 /// Calls, and the bytes of their frames.
 #[derive(Clone, Copy)]
-struct Sent {
+struct Amount {
     calls: usize,
     bytes: usize,
 }
 
-impl Sent {
-    const NONE: Self = Sent { calls: 0, bytes: 0 };
+impl Amount {
+    const NONE: Self = Amount { calls: 0, bytes: 0 };
 
     fn half(self) -> Self {
-        Sent { calls: self.calls.div_ceil(2), bytes: self.bytes / 2 }
+        Amount { calls: self.calls.div_ceil(2), bytes: self.bytes / 2 }
     }
 
     /// Whether a call with so many bytes goes beside these. One goes, whatever its size.
@@ -97,11 +97,11 @@ impl Sent {
     }
 
     fn add(&mut self, bytes: usize) {
-        *self = Sent { calls: self.calls + 1, bytes: self.bytes + bytes };
+        *self = Amount { calls: self.calls + 1, bytes: self.bytes + bytes };
     }
 
     fn remove(&mut self, bytes: usize) {
-        *self = Sent { calls: self.calls.saturating_sub(1), bytes: self.bytes.saturating_sub(bytes) };
+        *self = Amount { calls: self.calls.saturating_sub(1), bytes: self.bytes.saturating_sub(bytes) };
     }
 }
 
@@ -115,15 +115,15 @@ struct State {
     /// Calls that are not sent yet, in order.
     waiting: VecDeque<u64>,
     /// Writes, in order, that were first in line while writes had their half: they are older than what waits.
-    passed: VecDeque<u64>,
+    overtaken: VecDeque<u64>,
     /// When each call without a reply is late.
     deadlines: BTreeSet<(Instant, u64)>,
     /// When the thread wakes up by itself.
     timer: Option<Instant>,
     /// What the service has, and the writes among it: half of `sent_max` at most, as no load waits for writes.
-    sent: Sent,
-    sent_writes: Sent,
-    sent_max: Sent,
+    sent: Amount,
+    sent_writes: Amount,
+    sent_max: Amount,
     /// The id of the last request that no caller has made. Callers' ids are even.
     own_id: u64,
     /// Who waits for the close, once it has begun.
@@ -146,9 +146,9 @@ impl State {
 
     /// Has a call wait to be sent. Calls that were dropped meanwhile leave the line once they are most of it.
     fn wait(&mut self, id: u64) {
-        let State { waiting, passed, pending, .. } = self;
-        if waiting.len() + passed.len() > 2 * pending.len() {
-            [&mut *waiting, passed].into_iter().for_each(|line| line.retain(|id| pending.contains_key(id)));
+        let State { waiting, overtaken, pending, .. } = self;
+        if waiting.len() + overtaken.len() > 2 * pending.len() {
+            [&mut *waiting, overtaken].into_iter().for_each(|line| line.retain(|id| pending.contains_key(id)));
         }
         waiting.push_back(id);
     }
@@ -156,10 +156,10 @@ impl State {
     /// Takes the next call out of the line that the service has room for. Calls pass no others, but for writes beyond
     /// their half.
     fn next(&mut self) -> Option<&mut Pending> {
-        let State { waiting, passed, pending, sent, sent_writes, sent_max, .. } = self;
+        let State { waiting, overtaken, pending, sent, sent_writes, sent_max, .. } = self;
         let mut writes_wait = false;
         loop {
-            let line = if writes_wait || passed.is_empty() { &mut *waiting } else { &mut *passed };
+            let line = if writes_wait || overtaken.is_empty() { &mut *waiting } else { &mut *overtaken };
             let id = *line.front()?;
             let found = pending.get(&id).filter(|pending| pending.frame.is_some());
             let Some((bytes, is_write)) = found.map(|pending| (pending.frame_bytes, pending.is_write)) else {
@@ -167,9 +167,9 @@ impl State {
                 continue;
             };
             if is_write && (writes_wait || !sent_writes.has_room(bytes, sent_max.half())) {
-                if writes_wait || passed.is_empty() {
+                if writes_wait || overtaken.is_empty() {
                     waiting.pop_front();
-                    passed.push_back(id);
+                    overtaken.push_back(id);
                 }
                 writes_wait = true;
                 continue;
@@ -222,12 +222,12 @@ impl Line {
             lent: BTreeMap::new(),
             pending: BTreeMap::new(),
             waiting: VecDeque::new(),
-            passed: VecDeque::new(),
+            overtaken: VecDeque::new(),
             deadlines: BTreeSet::new(),
             timer: None,
-            sent: Sent::NONE,
-            sent_writes: Sent::NONE,
-            sent_max: Sent { calls: 1, bytes: 0 },
+            sent: Amount::NONE,
+            sent_writes: Amount::NONE,
+            sent_max: Amount { calls: 1, bytes: 0 },
             own_id: 1,
             closing: None,
             closed_by: None,

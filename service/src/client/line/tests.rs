@@ -21,7 +21,7 @@ use tokio::{
     time::{Duration, Instant, timeout},
 };
 
-use super::{Line, Sent};
+use super::{Amount, Line};
 use crate::{
     client::{
         order::{Answer, Call, Counted, What},
@@ -297,7 +297,7 @@ fn a_load_does_not_wait_for_stores_that_are_queued() {
     let blocks = || Blocks { keys: vec![BlockKey::new([7; 32])], places: [[]; 1].iter().collect::<BlockPlaces>() };
     let store = Request::Store { parent: None, blocks: blocks() };
     let bytes = store.encode(2).len();
-    for most in [Sent { calls: 8, bytes: 1 << 20 }, Sent { calls: 1000, bytes: 8 * bytes }] {
+    for most in [Amount { calls: 8, bytes: 1 << 20 }, Amount { calls: 1000, bytes: 8 * bytes }] {
         let wire = Arc::new(Narrow { room: AtomicUsize::new(1 << 20), ..Narrow::default() });
         let Link { sender, .. } = Link::new(Arc::clone(&wire) as Arc<dyn Wire>);
         let line = Line::new("a socket".into(), PATIENCE, None);
@@ -324,7 +324,7 @@ fn a_load_does_not_wait_for_stores_that_are_queued() {
         assert_eq!(sent(&wire), [16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42], "no store has left its half");
         done(42);
         let state = line.lock();
-        assert!(state.pending.is_empty() && state.waiting.is_empty() && state.passed.is_empty());
+        assert!(state.pending.is_empty() && state.waiting.is_empty() && state.overtaken.is_empty());
         assert_eq!((state.sent.calls, state.sent.bytes, state.sent_writes.calls), (0, 0, 0));
     }
 }

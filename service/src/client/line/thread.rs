@@ -4,7 +4,7 @@ use std::mem;
 
 use tokio::time::Instant;
 
-use super::{Answers, Line, Pending, Phase, Sent};
+use super::{Amount, Answers, Line, Pending, Phase};
 use crate::{
     client::{
         order::{Answer, What},
@@ -36,7 +36,7 @@ impl Line {
     /// The service has admitted the client, and has all of its regions.
     pub(in crate::client) fn connected(&self, sender: Sender, limits: &Limits) {
         let mut state = self.lock();
-        state.sent_max = Sent { calls: (limits.requests as usize).max(1), bytes: limits.request_bytes as usize };
+        state.sent_max = Amount { calls: (limits.requests as usize).max(1), bytes: limits.request_bytes as usize };
         if state.closing.is_some() {
             sender.end();
         }
@@ -78,7 +78,7 @@ impl Line {
             // Before the caller knows, who may take it back at once.
             state.lent.insert(lent.number, lent.clone());
         }
-        if !(state.waiting.is_empty() && state.passed.is_empty()) {
+        if !(state.waiting.is_empty() && state.overtaken.is_empty()) {
             self.send(&mut state);
         }
         drop(state);
@@ -207,9 +207,9 @@ impl Line {
             answers.add(pending, result);
         }
         state.waiting.clear();
-        state.passed.clear();
+        state.overtaken.clear();
         state.deadlines.clear();
-        (state.sent, state.sent_writes, state.timer) = (Sent::NONE, Sent::NONE, None);
+        (state.sent, state.sent_writes, state.timer) = (Amount::NONE, Amount::NONE, None);
         let closing = state.closing.is_some();
         drop(state);
         drop(sender);
