@@ -46,6 +46,7 @@ use kvhoist::{
     },
 };
 use kvhoist_bench_kit::{
+    cuda,
     drive::{key, measured, other},
     measure::{Entrant, Sample, Series, Spread, interleave, ratio, table},
     pattern::{shuffled, stamp, verify},
@@ -204,7 +205,8 @@ impl Array {
         }
         println!("{}", table(&format!("{name}, {}", self.title), &series));
         let (ours, peers): (Vec<_>, Vec<_>) = series.iter().partition(|series| series.name.starts_with("kvhoist"));
-        let is_ceiling = |name: &str| name.contains("the pool") || name.starts_with("rings");
+        let is_ceiling =
+            |name: &str| name.contains("the pool") || name.contains("cuMemcpy") || name.starts_with("rings");
         let ceilings = peers.iter().enumerate().filter(|(at, peer)| *at == 0 || is_ceiling(&peer.name));
         for (_, ceiling) in ceilings {
             for ours in &ours {
@@ -276,11 +278,14 @@ impl Array {
         // SAFETY: the buffer outlives the cache's use of it (`unregister` below), and nothing else knows it.
         let memory = unsafe { kvhoist::Memory::device(buffer.base().as_ptr(), buffer.bytes()) };
         let region = block_on(self.cache.register(memory)).map_err(other)?;
-        let base = buffer.base().as_ptr().expose_provenance();
-        let turn = &AtomicU64::new(0);
+        let (base, turn) = (buffer.base().as_ptr().expose_provenance(), &AtomicU64::new(0));
         let threads = *THREADS.last().expect("some");
         let mut entrants = vec![self.threads("pread", threads, Peer::default())];
         entrants.push(self.threads("pread into the pool", threads, Peer { into_pool: true, ..Peer::default() }));
+        let place = |n: u64| (&self.files[self.places[n as usize].0], self.places[n as usize].1);
+        for sums in [false, true] {
+            entrants.push(cuda::pread_and_copy_of((self.blocks, self.block_bytes), sums, place)?);
+        }
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist load_into the device, {callers} callers"), move |round| {
                 let order: Vec<u64> = shuffled(!round, self.blocks).collect();

@@ -1,6 +1,6 @@
 //! What a build without the cargo feature `cuda` has in place of `cuda`: errors.
 
-use std::io;
+use std::{fs::File, io};
 
 use kvhoist::internals::{gpu::Gpu, memory::DeviceMemory};
 
@@ -11,6 +11,14 @@ pub fn memory(_bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
 }
 
 pub fn pread_and_copy(_places: Places<'_>) -> io::Result<Entrant<'_>> {
+    Err(absent())
+}
+
+pub fn pread_and_copy_of<'a>(
+    _blocks: (u64, usize),
+    _sums: bool,
+    _place: impl Fn(u64) -> (&'a File, u64) + Sync + 'a,
+) -> io::Result<Entrant<'a>> {
     Err(absent())
 }
 

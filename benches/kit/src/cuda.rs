@@ -1,6 +1,7 @@
 //! What needs a CUDA device: memory for pools, and blocks from disk to the device without the cache.
 
 use std::{
+    fs::File,
     io,
     os::unix::fs::FileExt,
     ptr::NonNull,
@@ -12,6 +13,7 @@ use std::{
 
 use cudarc::driver::sys;
 use kvhoist::internals::{
+    checksum::checksum,
     gpu::{DeviceBuffer, Gpu, HostPin},
     memory::DeviceMemory,
 };
@@ -51,12 +53,15 @@ impl Lane {
         Ok(Lane { _pin: pin.map_err(other)?, buffer, slab })
     }
 
-    /// Reads a block and copies it to the device.
-    fn bring(&self, places: Places<'_>, block: u64) -> io::Result<()> {
+    /// Reads a block and copies it to the device, if it likes with its checksum.
+    fn bring(&self, (file, at): (&File, u64), sums: bool) -> io::Result<()> {
         let mut slab = self.slab.lock().map_err(other)?;
         let host = slab.block(0);
-        places.file.read_exact_at(host, places.data_offset + block * places.block_bytes as u64)?;
+        file.read_exact_at(host, at)?;
         check_stamped(host)?;
+        if sums {
+            std::hint::black_box(checksum(host));
+        }
         let device = self.buffer.base().as_ptr().expose_provenance() as u64;
         // SAFETY: two ranges of that length that only this thread uses, and a context made current by it.
         let copied = unsafe { sys::cuMemcpyHtoD_v2(device, host.as_ptr().cast(), host.len()) };
@@ -69,11 +74,25 @@ impl Lane {
 /// # Errors
 /// Without a CUDA device, or without memory.
 pub fn pread_and_copy(places: Places<'_>) -> io::Result<Entrant<'_>> {
+    let place = move |block| (places.file, places.data_offset + block * places.block_bytes as u64);
+    pread_and_copy_of((places.blocks, places.block_bytes), false, place)
+}
+
+/// As [`pread_and_copy`], of so many blocks, which lie anywhere. With `sums`, they also take the checksum.
+///
+/// # Errors
+/// As of [`pread_and_copy`].
+pub fn pread_and_copy_of<'a>(
+    blocks: (u64, usize),
+    sums: bool,
+    place: impl Fn(u64) -> (&'a File, u64) + Sync + 'a,
+) -> io::Result<Entrant<'a>> {
     let gpu = Gpu::open(0).map_err(other)?;
-    let lanes = (0..THREADS).map(|_| Lane::new(&gpu, places.block_bytes)).collect::<io::Result<Vec<_>>>()?;
-    let one = move |lane: &Lane, block: u64| lane.bring(places, block);
+    let lanes = (0..THREADS).map(|_| Lane::new(&gpu, blocks.1)).collect::<io::Result<Vec<_>>>()?;
+    let one = move |lane: &Lane, block: u64| lane.bring(place(block), sums);
     let look = |lane: &Lane| check_on_device(&lane.buffer);
-    Ok(threads(format!("pread + cuMemcpy, {THREADS} threads"), gpu, places, lanes, one, look))
+    let summed = if sums { " + checksum" } else { "" };
+    Ok(threads(format!("pread{summed} + cuMemcpy, {THREADS} threads"), gpu, blocks, lanes, one, look))
 }
 
 /// Reads a block back from the device and checks that it is one. The context is current.
@@ -96,14 +115,14 @@ pub fn check_on_device(buffer: &DeviceBuffer) -> io::Result<()> {
 pub fn threads<'a, L: Sync + 'a>(
     name: String,
     gpu: Arc<Gpu>,
-    places: Places<'a>,
+    (blocks, block_bytes): (u64, usize),
     lanes: Vec<L>,
     one: impl Fn(&L, u64) -> io::Result<()> + Sync + 'a,
     look: impl Fn(&L) -> io::Result<()> + 'a,
 ) -> Entrant<'a> {
     Entrant::new(name, move |round| {
         // An order of its own, as the cache's.
-        let order: Vec<u64> = shuffled(round ^ (1 << 32), places.blocks).collect();
+        let order: Vec<u64> = shuffled(round ^ (1 << 32), blocks).collect();
         let next = AtomicUsize::new(0);
         let run = |lane: &L| {
             gpu.make_current().map_err(other)?;
@@ -112,7 +131,7 @@ pub fn threads<'a, L: Sync + 'a>(
             }
             Ok(())
         };
-        let sample = measured(places.blocks * places.block_bytes as u64, || {
+        let sample = measured(blocks * block_bytes as u64, || {
             std::thread::scope(|scope| {
                 let threads: Vec<_> = lanes.iter().map(|lane| scope.spawn(|| run(lane))).collect();
                 threads.into_iter().try_for_each(|thread| thread.join().expect("a peer does not panic"))

@@ -132,7 +132,7 @@ pub fn read(places: Places<'_>) -> io::Result<Entrant<'_>> {
         handle.read(&lane.buffer, (places.data_offset + block * places.block_bytes as u64) as i64)
     };
     let look = |lane: &Lane| check_on_device(&lane.buffer);
-    Ok(threads(format!("cuFileRead, {THREADS} threads"), gpu, places, lanes, one, look))
+    Ok(threads(format!("cuFileRead, {THREADS} threads"), gpu, (places.blocks, places.block_bytes), lanes, one, look))
 }
 
 fn handle(places: Places<'_>) -> io::Result<Handle> {

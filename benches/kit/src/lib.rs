@@ -6,7 +6,7 @@
 //! `kvhoist bench` and the benches of the library are thin on top of it. Not for use elsewhere.
 
 #[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
-mod cuda;
+pub mod cuda;
 #[cfg(feature = "cufile")]
 mod cufile;
 pub mod drive;
