@@ -87,7 +87,7 @@ pub struct CopyBatch {
 }
 
 impl CopyBatch {
-    /// A batch of copies whose ranges do not overlap.
+    /// A batch of copies. Where destinations overlap, any of their bytes may be there in the end.
     ///
     /// # Safety
     /// Until the batch is dropped every `src` range must stay readable and unwritten, every `dst`

@@ -25,7 +25,7 @@ use crate::{
     machine,
     memory::{Arena, huge::Prefault},
     metrics::Metrics,
-    mover::{Mover, QueuedCommand, Submitter, Urgent},
+    mover::{Ends, Mover, QueuedCommand, Submitter, Urgent},
     runtime::{Reactor, refuse_size_signal},
     shield::{log, shield},
     state::Shared,
@@ -237,8 +237,9 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let submitter = submitter.map(|(pool, files)| {
-        let (shared, to_reactor) = (Arc::clone(&shared), (urgent.clone(), sender.clone()));
-        Submitter::new(shared, pool, files, to_reactor, memory_align_bytes)
+        let ends = Ends::new(Arc::clone(&shared), urgent.clone());
+        mover.submit_reads(&ends);
+        Submitter::new(ends, pool, files, sender.clone(), memory_align_bytes)
     });
     let inner = OpenCache {
         shared,

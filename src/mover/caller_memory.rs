@@ -1,7 +1,6 @@
 //! Blocks to and from memory that is not ours: an engine's host pool, a device's KV pool.
 
 use std::{
-    future::Future,
     ptr::NonNull,
     rc::Rc,
     sync::{Arc, atomic::Ordering},
@@ -12,25 +11,20 @@ use tokio::time::Instant;
 use super::{
     Mover,
     load::Numbered,
-    plan::{Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
-    results::{CallResults, joined},
-    route::Shape,
+    results::joined,
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
 use crate::{
-    block::{BlockKey, Route, Tier},
+    block::{Route, Tier},
     device::CopyEngine,
     error::Result,
     io::Storage,
     state::{Class, Committed, Locked, Purpose},
 };
 
-/// A load, and its first step.
-pub(super) type BegunLoad = (Trip, Result<Step>);
-
 /// Jobs begun in one turn of the reactor: about 20 us of work.
-const BEGUN_PER_TURN: usize = 32;
+pub(super) const BEGUN_PER_TURN: usize = 32;
 
 /// Jobs begun under one lock, for which callers wait: some microseconds.
 const BEGUN_PER_LOCK: usize = 8;
@@ -77,36 +71,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.registered.store(self.storage.registered(), Ordering::Release);
     }
 
-    /// Copies blocks of a call into their segments; `false` for a block that is resident nowhere.
-    pub(super) async fn load(self: Rc<Self>, jobs: Vec<Numbered>, results: Arc<CallResults>) {
-        let begin = |state: &mut Locked<'_>, job: &Job| self.begin_load(state, job);
-        let run = |this: Rc<Self>, (_, job): Numbered, begun| this.load_begun(Box::new(job), begun);
-        results.settle(self.each(jobs, begin, run).await);
-    }
-
-    /// Stores blocks of a call from their segments.
+    /// Stores blocks of a call from their segments, all at once: the byte budget, not the number of jobs, bounds what
+    /// is in flight. Stores begin under one lock, a few at a time.
     pub(super) async fn store_from(self: Rc<Self>, jobs: Vec<Numbered>, call: Arc<StoreCall>) {
-        let begin = |state: &mut Locked<'_>, job: &Job| self.begin_store(state, job);
-        let run = |this: Rc<Self>, (number, job): Numbered, step| {
-            this.store_begun(Arc::clone(&call), (number, Box::new(job)), step)
-        };
-        let results = self.each(jobs, begin, run).await;
-        // I/O threads have the others.
-        let is_ended = |(_, result): &(usize, Result<bool>)| !matches!(result, Ok(false));
-        call.results.settle(results.into_iter().filter(is_ended));
-    }
-
-    /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight. Jobs begin under one
-    /// lock, a few at a time.
-    async fn each<B, F>(
-        self: &Rc<Self>,
-        jobs: Vec<Numbered>,
-        begin: impl Fn(&mut Locked<'_>, &Job) -> B,
-        run: impl Fn(Rc<Self>, Numbered, B) -> F,
-    ) -> Vec<(usize, Result<bool>)>
-    where
-        F: Future<Output = Result<bool>> + 'static,
-    {
         let mut tasks = Vec::with_capacity(jobs.len());
         let mut jobs = jobs.into_iter();
         while jobs.len() > 0 {
@@ -117,78 +84,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let mut begun = Vec::with_capacity(turn.len());
             for jobs in turn.chunks(BEGUN_PER_LOCK) {
                 let mut state = self.shared.lock();
-                begun.extend(jobs.iter().map(|(_, job)| begin(&mut state, job)));
+                begun.extend(jobs.iter().map(|(_, job)| self.begin_store(&mut state, job)));
             }
-            let run = |(job, begun): (Numbered, B)| (job.0, self.spawn_part(run(Rc::clone(self), job, begun)));
+            let run = |((number, job), step): (Numbered, Result<StoreStep>)| {
+                let store = Rc::clone(&self).store_begun(Arc::clone(&call), (number, Box::new(job)), step);
+                (number, self.spawn_part(store))
+            };
             tasks.extend(turn.into_iter().zip(begun).map(run));
         }
         let mut results = Vec::with_capacity(tasks.len());
         for (number, task) in tasks {
-            results.push((number, joined(task).await));
+            let result = joined(task).await;
+            // I/O threads have the others.
+            if !matches!(result, Ok(false)) {
+                results.push((number, result));
+            }
         }
-        results
-    }
-
-    /// Plans a load.
-    pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job) -> BegunLoad {
-        let is_in_place =
-            self.shared.config.host.bypass && !job.through_host && job.may_bypass_host(self.memory_align_bytes);
-        // One that several callers want goes through host memory once.
-        let is_device = job.memory() == RegionMemory::Device && !job.through_host;
-        let mut trip = Trip::load(&job.key, Shape { is_device, is_in_place });
-        let step = self.plan(state, &mut trip);
-        (trip, step)
-    }
-
-    /// The job is boxed, and what seldom happens: every block has a future, which is the smaller for it.
-    pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad) -> Result<bool> {
-        let started = Instant::now();
-        let (mut job, mut step) = (job, step);
-        loop {
-            let block = match self.ready(&mut trip, step).await? {
-                Step::OnDisk(block) => block,
-                step => return Box::pin(self.load_through_host(job, &trip, step, started)).await,
-            };
-            let left = match trip.route() {
-                Route::DiskToRegion => self.read_in_place(&mut trip, block, job, started).await?,
-                _ => Box::pin(self.load_by_cufile(&mut trip, block, job, started)).await?,
-            };
-            let Some(again) = left else { return Ok(true) };
-            job = again;
-            trip.rule_out();
-            step = self.plan(&mut self.shared.lock(), &mut trip);
-        }
-    }
-
-    async fn load_through_host(
-        self: &Rc<Self>,
-        job: Box<Job>,
-        trip: &Trip,
-        step: Step,
-        started: Instant,
-    ) -> Result<bool> {
-        let key = &trip.key;
-        let is_resident = matches!(step, Step::Pinned(_));
-        let Some(pin) = self.to_host(key, Class::Awaited, step, None).await? else { return Ok(false) };
-        // Blocks that come from disk leave as they come: those that end together reach the disk together.
-        let copied = if is_resident { self.copy(pin, job).await } else { self.copy_promptly(pin, job).await };
-        copied?.0?;
-        self.loaded(key, started);
-        if trip.is_suspect {
-            self.blame_cufile();
-        }
-        Ok(true)
-    }
-
-    /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by
-    /// now.
-    pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
-        self.shared.metrics.moved(Route::HostToCaller, started.elapsed());
-        if self.shared.config.selects_for_disk()
-            && let Some(write) = self.shared.selected_for_disk(key)
-        {
-            self.spawn(Rc::clone(self).write(write));
-        }
+        call.results.settle(results);
     }
 
     fn begin_store(&self, state: &mut Locked<'_>, job: &Job) -> Result<StoreStep> {

@@ -7,6 +7,7 @@ use tokio::sync::oneshot;
 use super::{
     Mover,
     load::Numbered,
+    load_call::Coming,
     progress::LayerJobs,
     region::RegionUse,
     results::CallResults,
@@ -59,6 +60,8 @@ pub(crate) enum Urgent {
     EndStores { call: Arc<StoreCall>, group: usize },
     /// End a store whose write by an I/O thread has failed, or was lost.
     EndStore { call: Arc<StoreCall>, store: Box<FailedStore> },
+    /// Copy blocks of a call, which I/O threads read to host slots, as they arrive there.
+    Arriving { blocks: Vec<Coming>, results: Arc<CallResults> },
     /// Load blocks whose reads to their caller's memory have failed.
     Load { jobs: Vec<Numbered>, results: Arc<CallResults> },
     /// Copy a device block into `buf`, which is resized to fit.
@@ -88,7 +91,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Promote { key, to: Tier::Host } => self.spawn(this.promote_to_host(key)),
             Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
             Command::Promote { to: Tier::Disk | Tier::Remote, .. } => unreachable!("copies to disk are writes"),
-            Command::Load { jobs, results } => self.spawn(this.load(jobs, results)),
+            Command::Load { jobs, results } => self.load(jobs, results),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, call } => self.spawn(this.store_from(jobs, call)),
             // If its caller is gone, the memory may be unmapped.
@@ -126,7 +129,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(room);
                 drop(reply.send(result));
             }),
-            Urgent::Load { jobs, results } => self.spawn(this.load(jobs, results)),
+            Urgent::Arriving { blocks, results } => self.load_arriving(blocks, results),
+            Urgent::Load { jobs, results } => self.load(jobs, results),
             Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
             Urgent::EndStores { call, group } => self.spawn(this.end_stores(call, group)),
             Urgent::EndStore { call, store } => self.spawn(this.end_store(call, store)),

@@ -5,12 +5,12 @@ use super::{
     block_memory::{BlockMemory, FilledMemory},
 };
 use crate::{
-    block::{Direction, Segment},
+    block::{Direction, Route, Segment},
     device::{CopyEngine, DevicePool, OwnedBatch, pair_segments},
     error::{Error, Result},
     io::Storage,
     shield::caught_future,
-    state::Shared,
+    state::{Pin, Shared},
 };
 
 impl Shared {
@@ -38,6 +38,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// As [`copy`](Self::copy), in a small group of copies: those that end together would reach the disk together.
     pub(super) async fn copy_promptly<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T) -> Result<Copied<F, T>> {
         self.copy_as(from, to, true).await
+    }
+
+    /// Copies a block from a host slot on its way elsewhere. Blocks that come from disk leave as they come.
+    pub(super) async fn copy_onward<T: FilledMemory>(&self, from: Pin, to: T) -> Result<Copied<Pin, T>> {
+        let is_resident = from.route() == Route::HostHit;
+        self.copy_as(from, to, !is_resident).await
     }
 
     async fn copy_as<F: BlockMemory, T: FilledMemory>(&self, from: F, to: T, is_prompt: bool) -> Result<Copied<F, T>> {

@@ -10,7 +10,7 @@ use tokio::{task::JoinHandle, time::Instant};
 use super::{
     Mover,
     caller_memory::in_turns,
-    plan::Step,
+    plan::{Read, Step},
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
 };
@@ -18,7 +18,7 @@ use crate::{
     block::{CopyOp, Direction},
     device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
-    state::Pin,
+    state::{Pin, Use},
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -68,7 +68,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let LayerJobs { jobs, layers, board } = load;
         let board = Rc::new(RefCell::new(board));
         let (mut resident, mut away) = (Vec::new(), Vec::new());
-        let sort = |(at, job): (usize, Job)| match self.begin_load(&mut self.shared.lock(), &job) {
+        let sort = |(at, job): (usize, Job)| match self.begin_load(&mut self.shared.lock(), &job, Use::Now, Read::Waits)
+        {
             (_, Ok(Step::Pinned(pin))) => resident.push((at, pin, job)),
             begun => away.push((at, Box::new(job), begun)),
         };

@@ -2,21 +2,22 @@
 //!
 //! A block that the disk alone has, and that direct I/O reads to its caller's memory, needs nothing of the reactor.
 //! Whoever loads such blocks plans them under the lock, a few at a time, and queues their reads for the I/O threads,
-//! which checksum them, give the disk slots back and answer the call. The reactor loads the others of the call, and
-//! those whose read has failed.
+//! which checksum them, give the disk slots back and answer the call. Where they go by way of host memory, the threads
+//! publish them, and the reactor copies what arrives. It loads the others of the call, and those whose read has failed.
 
 use std::{ptr::NonNull, sync::Arc};
 
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     Command, Urgent,
     command::Reply,
+    load_call::Coming,
     plan::{OnDisk, Step, Trip},
     region::Job,
     results::CallResults,
     route::Shape,
-    submit::{Ends, Submitter},
+    submit::{Ends, Submission, Submitter},
 };
 use crate::{
     block::{OpKind, Route, Tier},
@@ -24,21 +25,24 @@ use crate::{
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
     shield::log,
-    state::{Locked, Permit},
+    state::{Class, Locked, Outcome, Permit, Use},
     sync::Mutex,
     urgency::Urgency,
 };
 
 /// Blocks planned under one lock, for which other callers wait: some microseconds.
-const PLANNED_PER_LOCK: usize = 8;
+pub(super) const PLANNED_PER_LOCK: usize = 8;
 
 /// Blocks that a caller plans in one poll: some milliseconds. The reactor plans the others of its call, in turns.
 const PLANNED_PER_CALL: usize = 1024;
 
 /// Blocks whose slots are given back under one lock.
-const ENDED_PER_LOCK: usize = 16;
+pub(super) const ENDED_PER_LOCK: usize = 16;
 
-/// A call, some of whose blocks the I/O threads read.
+/// Blocks on their way to host memory that the reactor is told of together.
+const TOLD_TOGETHER: usize = 32;
+
+/// A call, some of whose blocks the I/O threads read in place.
 struct Load {
     ends: Arc<Ends>,
     results: Arc<CallResults>,
@@ -69,10 +73,10 @@ pub(crate) type Numbered = (usize, Job);
 /// Begins the blocks of a call, a few at a time, for as long as `begin` says so, and no more than its caller has time
 /// for. Returns those that it does not take.
 pub(super) fn begin_in_parts(
-    jobs: Vec<Job>,
+    mut jobs: impl ExactSizeIterator<Item = Numbered>,
     mut begin: impl FnMut(Vec<Numbered>, &mut Vec<Numbered>) -> bool,
 ) -> Vec<Numbered> {
-    let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
+    let mut rest = Vec::new();
     for _ in 0..PLANNED_PER_CALL / PLANNED_PER_LOCK {
         if jobs.len() == 0 || !begin(jobs.by_ref().take(PLANNED_PER_LOCK).collect(), &mut rest) {
             break;
@@ -86,30 +90,79 @@ impl Submitter {
     /// Begins a load. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
         let results = Arc::new(CallResults::new(jobs.len(), reply));
+        if jobs.is_empty() {
+            results.settle([]);
+            return None;
+        }
         let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Read)) else {
             return Some(Command::Load { jobs: jobs.into_iter().enumerate().collect(), results });
         };
-        let (ends, progress) = (Arc::clone(&this.ends), Mutex::new(Progress::default()));
-        let load = Arc::new(Load { ends, results: Arc::clone(&results), progress });
-        let rest = begin_in_parts(jobs, |part, rest| {
-            let planned = this.plan_loads(part, rest);
+        let rest = match this.reach_in_place(&jobs) {
+            true => this.begin_in_place(jobs, &results),
+            false => this.begin_to_slots(jobs, &results),
+        };
+        (!rest.is_empty()).then_some(Command::Load { jobs: rest, results })
+    }
+
+    /// Has I/O threads read blocks to their places. Returns the others.
+    fn begin_in_place(&self, jobs: Vec<Job>, results: &Arc<CallResults>) -> Vec<Numbered> {
+        let (ends, progress) = (Arc::clone(&self.ends), Mutex::new(Progress::default()));
+        let load = Arc::new(Load { ends, results: Arc::clone(results), progress });
+        begin_in_parts(jobs.into_iter().enumerate(), |part, rest| {
+            let planned = self.plan_loads(part, rest);
             load.progress.lock().reading += planned.len();
             // Of a call whose blocks are elsewhere, the first few say so.
             let is_going_on = !planned.is_empty();
             for (planned, permit, file) in planned {
-                this.queue_load(&load, planned, permit, file);
+                self.queue_load(&load, planned, permit, file);
+            }
+            is_going_on
+        })
+    }
+
+    /// Has I/O threads read blocks to host slots, and the reactor copy them from there. Returns the others.
+    fn begin_to_slots(&self, jobs: Vec<Job>, results: &Arc<CallResults>) -> Vec<Numbered> {
+        // Of a chain, the first ones are in host memory.
+        let resident = {
+            let state = self.ends.shared.lock();
+            let is_resident =
+                |job: &Job| state.index.find(&job.key).is_some_and(|id| state.held(id)[Tier::Host as usize]);
+            jobs.partition_point(is_resident)
+        };
+        let mut jobs = jobs.into_iter().enumerate();
+        let mut rest: Vec<Numbered> = jobs.by_ref().take(resident).collect();
+        let mut coming = Vec::new();
+        // Where the reactor is gone, the call ends as closed.
+        let tell = |blocks| drop(self.ends.urgent.send(Urgent::Arriving { blocks, results: Arc::clone(results) }));
+        let others = begin_in_parts(jobs, |part, rest| {
+            let begun = self.plan_to_slots(part, rest);
+            let is_going_on = !begun.is_empty();
+            for (block, read) in begun {
+                self.wake(self.submit(read));
+                coming.push(block);
+            }
+            if coming.len() >= TOLD_TOGETHER {
+                tell(std::mem::take(&mut coming));
             }
             is_going_on
         });
-        (!rest.is_empty()).then_some(Command::Load { jobs: rest, results })
+        if !coming.is_empty() {
+            tell(coming);
+        }
+        rest.extend(others);
+        rest
     }
 
-    /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over, and may have blocks
-    /// that they read or write.
+    /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over.
     pub(super) fn is_worth_waking(&self, jobs: &[Job], kind: OpKind) -> bool {
         let shared = &self.ends.shared;
         let bytes = jobs.len() as u64 * shared.config.slot_bytes() as u64 + shared.in_flight.bytes(kind);
-        self.pool.is_worth_waking(jobs.len(), bytes) && jobs.first().is_some_and(|job| self.reaches_in_place(job))
+        self.pool.is_worth_waking(jobs.len(), bytes)
+    }
+
+    /// Whether blocks of a call may be read or written in place: as its first, which most of them are like.
+    pub(super) fn reach_in_place(&self, jobs: &[Job]) -> bool {
+        jobs.first().is_some_and(|job| self.reaches_in_place(job))
     }
 
     /// Whether direct I/O reads or writes the block in its place by one operation.
@@ -137,13 +190,44 @@ impl Submitter {
             return None;
         }
         let id = state.index.find(&job.key)?;
-        let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true });
+        let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true }, Use::Now);
         let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToRegion)?;
         let Step::OnDisk(block) = trip.begin(state, route) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.
         state.flights.begin_load();
         Some((block, trip.taken.permit(), file))
+    }
+
+    /// Plans the reads of some blocks of a call to host slots. Those that must wait for something, or take another way,
+    /// join the `rest`.
+    fn plan_to_slots(&self, jobs: Vec<Numbered>, rest: &mut Vec<Numbered>) -> Vec<(Coming, Submission)> {
+        let mut begun = Vec::with_capacity(jobs.len());
+        // Made here: an allocation under the lock would hold all callers up.
+        let channels: Vec<_> = jobs.iter().map(|_| oneshot::channel()).collect();
+        let mut state = self.ends.shared.lock();
+        for ((number, job), (waiter, outcome)) in jobs.into_iter().zip(channels) {
+            match self.plan_to_slot(&mut state, &job, waiter) {
+                Some(read) => begun.push((Coming::new(number, job, outcome), read)),
+                None => rest.push((number, job)),
+            }
+        }
+        begun
+    }
+
+    fn plan_to_slot(&self, state: &mut Locked<'_>, job: &Job, waiter: oneshot::Sender<Outcome>) -> Option<Submission> {
+        let id = state.index.find(&job.key).filter(|_| state.check_open().is_ok())?;
+        let shape = job.shape(self.ends.shared.config.host.bypass, self.memory_align_bytes);
+        let has_cufile = state.cufile.reads() && state.device_service.reads();
+        let route = Trip::load(&job.key, shape, Use::Now).choose(state, Some(id), has_cufile)?;
+        if route != Route::HostToCaller || state.flights.contains(&job.key, Tier::Host) {
+            return None;
+        }
+        let read = self.plan(state, (&job.key, id), Class::Awaited)?;
+        let source = state.served_tier(id);
+        state.count_use(id);
+        state.count(self.ends.shared.metrics.look_ups(source), 1);
+        Some(self.begin_read(state, id, Class::Awaited, waiter, read))
     }
 
     fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {
@@ -244,7 +328,7 @@ mod tests {
         };
         for (blocks, parts, planned) in [(5000, 1000, 1024), (20, 1000, 20), (5000, 2, 16), (0, 1000, 0)] {
             let mut begun = 0;
-            let rest = begin_in_parts(std::iter::repeat_with(job).take(blocks).collect(), |part, _| {
+            let rest = begin_in_parts(vec![(); blocks].into_iter().map(|()| job()).enumerate(), |part, _| {
                 assert!(part.len() <= PLANNED_PER_LOCK);
                 begun += part.len();
                 begun < parts * PLANNED_PER_LOCK

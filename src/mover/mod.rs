@@ -22,6 +22,7 @@ mod invariants;
 mod layer_reports;
 mod layers;
 mod load;
+mod load_call;
 mod offload;
 mod pages;
 mod plan;
@@ -51,7 +52,7 @@ pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 pub(crate) use region::COMPARED;
 pub(crate) use region::{CallerMemory, Job, RegionMemory, RegionUse};
 pub(crate) use store::StoreCall;
-pub(crate) use submit::{Begun, Submitter};
+pub(crate) use submit::{Begun, Ends, Submitter};
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -91,6 +92,8 @@ pub(crate) struct Mover<S, C> {
     copy: C,
     /// libcufile, where it is in use.
     cufile: OnceCell<CufileRoute>,
+    /// What ends reads that I/O threads make for a movement; they make none without it.
+    ends: OnceCell<Arc<Ends>>,
     /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
     /// What may be written to the disk tier, where that is limited.
@@ -110,6 +113,8 @@ pub(crate) struct Mover<S, C> {
     /// Write-backs in flight without a waiter.
     demoting: Cell<u32>,
     active: Cell<u32>,
+    /// Blocks of calls that are not in host memory yet.
+    loading: Cell<usize>,
     /// Commands started or refused so far.
     taken: Cell<u64>,
     /// A movement is overdue, or commands are: what cannot be started is refused.
@@ -175,6 +180,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),
+            loading: Cell::new(0),
             taken: Cell::new(0),
             overdue: Cell::new(false),
             record_failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
@@ -183,11 +189,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             begun: Notify::new(),
             defect: Notify::new(),
             cufile: OnceCell::new(),
+            ends: OnceCell::new(),
             memory_align_bytes,
             shared,
             storage,
             copy,
         })
+    }
+
+    /// Has I/O threads end reads to host slots by themselves from now on.
+    pub(crate) fn submit_reads(&self, ends: &Arc<Ends>) {
+        assert!(self.ends.set(Arc::clone(ends)).is_ok(), "once");
     }
 
     /// Serves commands until the cache is closed or its last handle is gone, then drains. Every caller that closes the
@@ -238,7 +250,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut is_closing = false;
         // The drain serves those that have room by then, and are sent later.
         while !(is_closing && commands.is_empty()) {
-            let may_start = self.active.get() < self.shared.config.limits.movements_max;
+            let movements = self.active.get() as usize + self.loading.get();
+            let may_start = movements < self.shared.config.limits.movements_max as usize;
             let may_take = may_start || self.overdue.get();
             let mut settled = pin!(self.settled.notified());
             let next = poll_fn(|cx| {

@@ -92,8 +92,8 @@ impl Trip {
     }
 
     /// The load of a block to a caller's memory.
-    pub(super) fn load(key: &BlockKey, shape: Shape) -> Self {
-        Trip::new(key, None, shape, Use::Now)
+    pub(super) fn load(key: &BlockKey, shape: Shape, usage: Use) -> Self {
+        Trip::new(key, None, shape, usage)
     }
 
     fn new(key: &BlockKey, flight: Option<Tier>, shape: Shape, usage: Use) -> Self {
@@ -179,13 +179,47 @@ fn purpose(key: &BlockKey, flight: Option<Tier>) -> Purpose<'_> {
     flight.map_or(Purpose::Call, |tier| Purpose::Movement(key, tier))
 }
 
+/// Who waits for what a read to a host slot needs.
+pub(super) enum Read<'a> {
+    /// Its movement, which begins.
+    Waits,
+    /// A call, which has this much of it: the movement begins if the rest is to be had now.
+    Now(&'a mut Taken),
+    /// A call, which waits already.
+    Later,
+}
+
+/// Plans the read of a block to a host slot for a call; `None` if it does not come from disk. What it cannot use yet
+/// stays taken.
+fn plan_read(state: &mut Locked<'_>, key: &BlockKey, id: EntryId, read: Read<'_>) -> (Trip, Option<Step>) {
+    let mut trip = Trip::to_slot(key, Tier::Host);
+    let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost);
+    let step = route.map(|route| match read {
+        Read::Now(taken) => {
+            trip.taken = std::mem::take(taken);
+            let step = trip.begin_for(state, route, Purpose::Call);
+            if matches!(step, Step::Wait(_)) {
+                *taken = std::mem::take(&mut trip.taken);
+            }
+            step
+        }
+        _ => Step::Wait(READ),
+    });
+    (trip, step)
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Chooses the way of a block that is read or promoted, takes what its first transfer needs, and pins its source.
     pub(super) fn plan(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip) -> Result<Step> {
+        self.plan_with(state, trip, Read::Waits)
+    }
+
+    /// As [`plan`](Self::plan), with who waits for what a read to a host slot needs.
+    pub(super) fn plan_with(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip, read: Read<'_>) -> Result<Step> {
         let Some(route) = self.choose(state, trip) else { return Ok(Step::Gone) };
         if is_through_host(route) {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
-            return self.begin_to_host(state, &trip.key, Class::Awaited, usage);
+            return self.begin_to_host(state, &trip.key, (Class::Awaited, usage), read);
         }
         Ok(trip.begin(state, route))
     }
@@ -220,11 +254,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self: &Rc<Self>,
         state: &mut Locked<'_>,
         key: &BlockKey,
-        class: Class,
-        usage: Use,
+        (class, usage): (Class, Use),
+        read: Read<'_>,
     ) -> Result<Step> {
+        let (mut planned, mut missing) = (None, None);
         let begin = |state: &mut Locked<'_>, id, waiter| {
-            state.flights.begin((key, Tier::Host), id, class, Few::from([waiter]), false);
+            if !matches!(read, Read::Waits) {
+                let (trip, step) = plan_read(state, key, id, read);
+                match step {
+                    Some(Step::Wait(need)) => {
+                        missing = Some(need);
+                        state.drop_after_unlock(waiter);
+                        return None;
+                    }
+                    step => planned = step.map(|step| Fill { trip, step: Ok(step) }),
+                }
+            }
+            state.flights.begin((key, Tier::Host), id, class, Few::from([waiter]), planned.is_some());
             Some(())
         };
         let (promotion, source) = state.promote(key, Tier::Host, (class, usage), begin)?;
@@ -237,13 +283,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let (outcome, is_joined) = match promotion {
             Promotion::Hit(pin) => return Ok(Step::Pinned(pin)),
-            Promotion::Miss | Promotion::NotStarted => return Ok(Step::Gone),
+            Promotion::Miss | Promotion::NotStarted => return Ok(missing.map_or(Step::Gone, Step::Wait)),
             Promotion::Joined(outcome) => (outcome, true),
             Promotion::Started(outcome, ()) => (outcome, false),
         };
         // Also a flight that a caller began: its command may be queued behind movements like this one. A movement in
         // flight to a block that was stored since is carried out by its command.
-        let begun = self.take_on(state, key, Tier::Host).map(Box::new);
+        let begun = planned.or_else(|| self.take_on(state, key, Tier::Host)).map(Box::new);
         Ok(Step::Flight(Flight { outcome, is_joined, begun }))
     }
 
@@ -280,7 +326,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Waits for something that a transfer needs.
-    async fn wait_for(&self, missing: Need, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
+    pub(super) async fn wait_for(&self, missing: Need, taken: &mut Taken, purpose: Purpose<'_>) -> Result<()> {
         match missing {
             Need::Slot(tier) => taken.slot = Some(self.shared.acquire(tier, purpose).await?),
             Need::Permit(kind) => {

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     block_memory::Buffer,
-    plan::{Fill, Flight, Step, Trip},
+    plan::{Fill, Flight, Read, Step, Trip},
     read::Verifier,
     speculative_copy::Offer,
 };
@@ -105,27 +105,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     }
                     was_asked = true;
                     let usage = Box::pin(self.shared.bring(key, usage)).await?;
-                    step = self.begin_to_host(&mut self.shared.lock(), key, class, usage)?;
+                    step = self.begin_to_host(&mut self.shared.lock(), key, (class, usage), Read::Waits)?;
                     continue;
                 }
                 _ => return Ok(None),
             };
             if let Some(fill) = begun {
-                // A task of its own: if the movement becomes overdue, this one continues without it.
-                self.spawn(Rc::clone(self).fill_host(*fill, verifier.clone()));
+                self.begin_fill(fill, verifier.clone());
             }
             match outcome.await.unwrap_or(Err(Error::Closed)) {
                 // The joined flight may have begun before the block was removed and stored again: look it up again.
                 Ok(None) if is_joined => {}
                 outcome => return outcome,
             }
-            step = self.begin_to_host(&mut self.shared.lock(), key, class, Use::Counted)?;
+            step = self.begin_to_host(&mut self.shared.lock(), key, (class, Use::Counted), Read::Waits)?;
         }
     }
 
     /// As [`to_host`](Self::to_host), from its beginning, for a step of another movement.
     pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
-        let step = self.begin_to_host(&mut self.shared.lock(), key, class, Use::Counted)?;
+        let step = self.begin_to_host(&mut self.shared.lock(), key, (class, Use::Counted), Read::Waits)?;
         self.to_host(key, class, step, None).await
     }
 

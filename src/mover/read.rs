@@ -4,7 +4,7 @@
 //! host slot proves anything about the disk. A block that is wrong after a read to a device slot or to a caller's
 //! memory is read again to a host slot.
 
-use std::rc::Rc;
+use std::{rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
@@ -13,14 +13,15 @@ use super::{
     block_memory::BlockMemory,
     plan::{Fill, OnDisk, Step, Trip},
     speculative_copy::SpeculativeCopy,
-    submit::PlannedRead,
+    submit::{Ends, PlannedRead, Submission},
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
     device::CopyEngine,
     error::{Error, Result},
-    io::{Storage, Summed, Transferred},
+    io::{OpenFile, Storage, Summed, Transferred},
     state::{Filling, Outcome, Pin, Unverified, blames_disk, verify::Fault},
+    urgency::Urgency,
 };
 
 /// The copy to the device that verifies a block there, where one is offered; otherwise the thread that reads it does,
@@ -35,6 +36,33 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Some(fill) = fill {
             self.fill_host(fill, None).await;
         }
+    }
+
+    /// Fills a host slot, and ends its flight: a read that has all that it needs is an I/O thread's, if waking one is
+    /// worth it and that is to verify the block, and otherwise a movement of its own, which goes on if its caller's
+    /// becomes overdue.
+    pub(super) fn begin_fill(self: &Rc<Self>, fill: Box<Fill>, verifier: Verifier) {
+        let is_for_thread = verifier.is_none() || !self.copy.checksums();
+        let thread = if is_for_thread { self.file_for_thread(&fill) } else { None };
+        match (thread, *fill) {
+            (Some((ends, file)), Fill { trip, step: Ok(Step::OnDisk(block)) }) => {
+                self.shared.metrics.movements.add(1.0);
+                let pool = self.workers.pool().expect("its threads end reads");
+                Submission::new(ends, (trip, block), file).submit(pool).wake();
+            }
+            (_, fill) => self.spawn(Rc::clone(self).fill_host(fill, verifier)),
+        }
+    }
+
+    /// The file that an I/O thread is to read for a movement, and what ends the read.
+    fn file_for_thread(&self, fill: &Fill) -> Option<(&Arc<Ends>, OpenFile)> {
+        let (Some(ends), Ok(Step::OnDisk(block))) = (self.ends.get(), &fill.step) else { return None };
+        // One that nobody awaits would have to be queued under the lock of its plan, to be raised there.
+        let is_awaited = fill.trip.taken.of_read().1 == Urgency::Awaited;
+        let bytes = self.shared.config.slot_bytes() as u64;
+        let is_worth_it = |by_calls| by_calls || self.is_worth_a_transfer(bytes, self.bytes_in_flight());
+        let file = self.storage.file(block.file)?;
+        (is_awaited && is_worth_it(file.by_calls)).then_some((ends, file))
     }
 
     /// Fills a host slot, and ends its flight.

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-use super::offload::Place;
+use super::{offload::Place, route::Shape};
 use crate::{
     block::{BlockKey, FIXED_BYTES_MAX, IO_ALIGN, Segment},
     device::CopyRegion,
@@ -228,6 +228,16 @@ impl Job {
     /// Its regions, as copy engines know them.
     pub(crate) fn copy_regions(&self) -> Vec<CopyRegion> {
         self.regions.iter().filter_map(|region| region.lasting).collect()
+    }
+
+    /// What the choice of a load's way depends on. `bypasses`: the settings want transfers in place.
+    pub(super) fn shape(&self, bypasses: bool, memory_align_bytes: usize) -> Shape {
+        // One that several callers want goes through host memory once.
+        let is_shared = self.through_host;
+        Shape {
+            is_device: self.memory() == RegionMemory::Device && !is_shared,
+            is_in_place: bypasses && !is_shared && self.may_bypass_host(memory_align_bytes),
+        }
     }
 
     /// True where direct I/O can read and write all segments, and is not slower for it. Their lengths add up to offsets

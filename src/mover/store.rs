@@ -235,12 +235,14 @@ impl TransferHandler for QueuedStore {
 impl Submitter {
     /// Begins a store. What is left of it to the reactor, which the caller sends there.
     pub(crate) fn begin_store(this: Option<&Self>, jobs: Vec<Job>, call: Arc<StoreCall>) -> Option<Command> {
-        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Write)) else {
+        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Write) && this.reach_in_place(&jobs))
+        else {
             return Some(Command::StoreFrom { jobs: jobs.into_iter().enumerate().collect(), call });
         };
         let mut known = Vec::new();
         call.pages.lock().hold();
-        let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
+        let rest =
+            begin_in_parts(jobs.into_iter().enumerate(), |part, rest| this.begin_stores(&call, part, &mut known, rest));
         let complete = call.pages.lock().release();
         complete.into_iter().for_each(|group| call.hand_over(group));
         call.results.settle(known);

@@ -36,7 +36,7 @@ pub(crate) struct Submitter {
 }
 
 /// What the end of a read needs. The pool's queue owns the reads, so that they do not own the pool.
-pub(super) struct Ends {
+pub(crate) struct Ends {
     pub(super) shared: Arc<Shared>,
     pub(super) urgent: mpsc::UnboundedSender<Urgent>,
 }
@@ -92,14 +92,14 @@ pub(crate) struct Submission(Option<(Arc<Ends>, PlannedRead, OpenFile)>);
 
 impl Submitter {
     pub(crate) fn new(
-        shared: Arc<Shared>,
+        ends: Arc<Ends>,
         pool: Arc<Pool>,
         files: Vec<OpenFile>,
-        (urgent, commands): (mpsc::UnboundedSender<Urgent>, mpsc::UnboundedSender<QueuedCommand>),
+        commands: mpsc::UnboundedSender<QueuedCommand>,
         memory_align_bytes: usize,
     ) -> Arc<Self> {
-        shared.lock().files = files;
-        Arc::new(Submitter { pool, ends: Arc::new(Ends { shared, urgent }), commands, memory_align_bytes })
+        ends.shared.lock().files = files;
+        Arc::new(Submitter { pool, ends, commands, memory_align_bytes })
     }
 
     /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be
@@ -126,7 +126,12 @@ impl Submitter {
 
     /// Plans the read of a block to a host slot. `None` where something must be waited for, or the block takes another
     /// way.
-    fn plan(&self, state: &mut Locked<'_>, (key, id): (&BlockKey, EntryId), class: Class) -> Option<(Trip, OnDisk)> {
+    pub(super) fn plan(
+        &self,
+        state: &mut Locked<'_>,
+        (key, id): (&BlockKey, EntryId),
+        class: Class,
+    ) -> Option<(Trip, OnDisk)> {
         let mut trip = Trip::to_slot(key, Tier::Host);
         let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost)?;
         if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
@@ -139,7 +144,8 @@ impl Submitter {
         }
     }
 
-    fn begin_read(
+    /// Begins the flight of a planned read, with its first waiter.
+    pub(super) fn begin_read(
         &self,
         state: &mut Locked<'_>,
         id: EntryId,
@@ -154,24 +160,13 @@ impl Submitter {
         state.watch();
         trip.taken.set_urgency(urgency);
         let file = state.files[usize::from(block.file.0)].clone();
-        let read = PlannedRead { trip, block, began: Instant::now() };
-        Submission(Some((Arc::clone(&self.ends), read, file)))
+        Submission::new(&self.ends, (trip, block), file)
     }
 
     /// Queues a read for the I/O threads. The caller [wakes](Self::wake) the one that it must. A read that nobody
     /// awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
-    pub(crate) fn submit(&self, mut submission: Submission) -> Pushed {
-        let (ends, read, file) = submission.0.take().expect("it is submitted once");
-        let shared = &self.ends.shared;
-        let (slot, urgency) = read.trip.taken.of_read();
-        // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
-        // waiter, which whoever transfers drops or calls after the memory.
-        let buf = unsafe {
-            Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
-        };
-        let transfer = Transfer { kind: OpKind::Read, file, offset: read.block.offset, buf };
-        let waiter = Waiter::calling(shared.config.block_bytes, move |result| ends.end(read, result));
-        self.pool.push_transfer(urgency, transfer, waiter)
+    pub(crate) fn submit(&self, submission: Submission) -> Pushed {
+        submission.submit(&self.pool)
     }
 
     /// Counts a read that is queued, and wakes the thread that it needs: outside of its caller's locks.
@@ -181,7 +176,33 @@ impl Submitter {
     }
 }
 
+impl Submission {
+    /// A read whose flight has begun, from this file.
+    pub(super) fn new(ends: &Arc<Ends>, (trip, block): (Trip, OnDisk), file: OpenFile) -> Self {
+        Submission(Some((Arc::clone(ends), PlannedRead { trip, block, began: Instant::now() }, file)))
+    }
+
+    /// Queues it for the I/O threads.
+    pub(super) fn submit(mut self, pool: &Pool) -> Pushed {
+        let (ends, read, file) = self.0.take().expect("it is submitted once");
+        let shared = &ends.shared;
+        let (slot, urgency) = read.trip.taken.of_read();
+        // SAFETY: the arena keeps the range mapped. It is an unpublished slot, which the read owns: it is in the
+        // waiter, which whoever transfers drops or calls after the memory.
+        let buf = unsafe {
+            Lent::new(shared.host_ptr(slot), shared.config.slot_bytes(), None, Arc::clone(&shared.arena) as _)
+        };
+        let transfer = Transfer { kind: OpKind::Read, file, offset: read.block.offset, buf };
+        let waiter = Waiter::calling(shared.config.block_bytes, move |result| ends.end(read, result));
+        pool.push_transfer(urgency, transfer, waiter)
+    }
+}
+
 impl Ends {
+    pub(crate) fn new(shared: Arc<Shared>, urgent: mpsc::UnboundedSender<Urgent>) -> Arc<Self> {
+        Arc::new(Ends { shared, urgent })
+    }
+
     /// The end of a read, on the thread that has made it. One that was lost is made again: the kernel is done with its
     /// memory.
     fn end(self: Arc<Self>, read: PlannedRead, result: Summed) {

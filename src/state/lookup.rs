@@ -225,6 +225,13 @@ impl Locked<'_> {
         shared.metrics.hit_locked(tier, hit_route(tier), self);
     }
 
+    /// Counts a use of a block by a caller.
+    pub(crate) fn count_use(&mut self, id: EntryId) {
+        self.index.touch(id);
+        self.index.hit(id);
+        self.reconsider(id);
+    }
+
     /// Looks `key` up for a fetch to `tier`, and pins it if it is resident there. Counts the use, the hit and the
     /// lease, or the miss.
     #[inline(always)] // each hit pays for it
@@ -309,11 +316,7 @@ impl Locked<'_> {
     ) -> Result<Promotion<P, R>> {
         if source.is_some() {
             match usage {
-                Use::Now => {
-                    self.index.touch(id);
-                    self.index.hit(id);
-                    self.reconsider(id);
-                }
+                Use::Now => self.count_use(id),
                 Use::Announced => self.index.announce(id),
                 Use::Counted => {}
             }

@@ -44,7 +44,7 @@ use crate::{
     },
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
-    mover::{Mover, Submitter},
+    mover::{Ends, Mover, Submitter},
     state::Shared,
 };
 
@@ -293,8 +293,8 @@ async fn serve(
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
-    let to_reactor = || (urgent.clone(), commands.clone());
-    let submitter = io_thread.map(|(pool, _)| Submitter::new(Arc::clone(&shared), pool, vec![file()], to_reactor(), 1));
+    let ends = || Ends::new(Arc::clone(&shared), urgent.clone());
+    let submitter = io_thread.map(|(pool, _)| Submitter::new(ends(), pool, vec![file()], commands.clone(), 1));
     let inner = OpenCache {
         shared,
         commands,

@@ -2,6 +2,7 @@
 
 mod closes;
 mod flights;
+mod loads;
 mod records;
 mod removals;
 #[path = "../scene/mod.rs"]
