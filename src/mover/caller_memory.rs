@@ -11,17 +11,21 @@ use tokio::time::Instant;
 use super::{
     Mover,
     load::Numbered,
+    plan::{Read, Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::joined,
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
 use crate::{
-    block::{Route, Tier},
+    block::{BlockKey, Route, Tier},
     device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Class, Committed, Locked, Purpose},
+    state::{Class, Committed, Locked, Purpose, Use},
 };
+
+/// A load, and its first step.
+pub(super) type BegunLoad = (Trip, Result<Step>);
 
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 pub(super) const BEGUN_PER_TURN: usize = 32;
@@ -101,6 +105,67 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         call.results.settle(results);
+    }
+
+    /// Plans a load.
+    pub(super) fn begin_load(
+        self: &Rc<Self>,
+        state: &mut Locked<'_>,
+        job: &Job,
+        usage: Use,
+        read: Read<'_>,
+    ) -> BegunLoad {
+        let shape = job.shape(self.shared.config.host.bypass, self.memory_align_bytes);
+        let mut trip = Trip::load(&job.key, shape, usage);
+        let step = self.plan_with(state, &mut trip, read);
+        (trip, step)
+    }
+
+    /// The job is boxed, and what seldom happens: the future of every such block is the smaller for it.
+    pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad) -> Result<bool> {
+        let started = Instant::now();
+        let (mut job, mut step) = (job, step);
+        loop {
+            let block = match self.ready(&mut trip, step).await? {
+                Step::OnDisk(block) => block,
+                step => return Box::pin(self.load_through_host(job, &trip, step, started)).await,
+            };
+            let left = match trip.route() {
+                Route::DiskToRegion => self.read_in_place(&mut trip, block, job, started).await?,
+                _ => Box::pin(self.load_by_cufile(&mut trip, block, job, started)).await?,
+            };
+            let Some(again) = left else { return Ok(true) };
+            job = again;
+            trip.rule_out();
+            step = self.plan(&mut self.shared.lock(), &mut trip);
+        }
+    }
+
+    async fn load_through_host(
+        self: &Rc<Self>,
+        job: Box<Job>,
+        trip: &Trip,
+        step: Step,
+        started: Instant,
+    ) -> Result<bool> {
+        let Some(pin) = self.to_host(&trip.key, Class::Awaited, step, None).await? else { return Ok(false) };
+        self.copy_onward(pin, job).await?.0?;
+        self.loaded(&trip.key, started);
+        if trip.is_suspect {
+            self.blame_cufile();
+        }
+        Ok(true)
+    }
+
+    /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by
+    /// now.
+    pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
+        self.shared.metrics.moved(Route::HostToCaller, started.elapsed());
+        if self.shared.config.selects_for_disk()
+            && let Some(write) = self.shared.selected_for_disk(key)
+        {
+            self.spawn(Rc::clone(self).write(write));
+        }
     }
 
     fn begin_store(&self, state: &mut Locked<'_>, job: &Job) -> Result<StoreStep> {

@@ -22,30 +22,20 @@ use tokio::{
 
 use super::{
     Active, Mover,
-    caller_memory::BEGUN_PER_TURN,
-    load::{ENDED_PER_LOCK, Numbered, PLANNED_PER_LOCK},
-    plan::{Flight, Read, Step, Trip},
-    region::{Job, RegionMemory},
+    caller_memory::{BEGUN_PER_TURN, BegunLoad},
+    load::{Numbered, PLANNED_PER_LOCK},
+    load_copies::Arrived,
+    plan::{Flight, Read, Step},
+    region::Job,
     results::CallResults,
     route::is_through_host,
 };
 use crate::{
-    block::{BlockKey, CopyOp, Route},
-    device::{CopyEngine, OwnedBatch, pair_segments},
+    device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    state::{Class, Locked, Need, Outcome, Pin, Purpose, Taken, Use},
+    state::{Need, Outcome, Purpose, Taken, Use},
 };
-
-/// A load, and its first step.
-pub(super) type BegunLoad = (Trip, Result<Step>);
-
-/// Bytes that are copied to a device together: 40 us on the bus. With more, many slots would become free at once, and
-/// the disk would idle before.
-const COPY_BYTES: usize = 2 << 20;
-
-/// Copies of a block or of some together: one block may have more.
-const COPIES_MAX: usize = 1024;
 
 /// A block that is to be planned.
 pub(crate) struct Unplanned {
@@ -53,9 +43,6 @@ pub(crate) struct Unplanned {
     job: Job,
     usage: Use,
 }
-
-/// A block in host memory, pinned, and where it goes.
-type Arrived = (usize, Pin, Job);
 
 /// A block on its way to host memory, by a movement that another one may have begun.
 pub(crate) struct Coming {
@@ -85,11 +72,11 @@ impl Future for Coming {
 type Wait = LocalBoxFuture<'static, (Taken, Result<()>)>;
 
 /// What a call has come to.
-struct LoadCall<A> {
-    results: Arc<CallResults>,
+pub(super) struct LoadCall<A> {
+    pub(super) results: Arc<CallResults>,
     /// One movement, until all of its parts have ended.
-    active: Rc<A>,
-    began: Instant,
+    pub(super) active: Rc<A>,
+    pub(super) began: Instant,
     /// Not looked at yet.
     unplanned: VecDeque<Unplanned>,
     /// Blocks that have to be read, as soon as one of them has what that needs.
@@ -102,7 +89,7 @@ struct LoadCall<A> {
     /// Why a wait failed: what would have to wait fails too.
     refused: Option<Error>,
     coming: FuturesUnordered<Coming>,
-    arrived: Vec<Arrived>,
+    pub(super) arrived: Vec<Arrived>,
     ended: Vec<(usize, Result<bool>)>,
     /// More blocks may have arrived than there was time for.
     is_behind: bool,
@@ -192,12 +179,14 @@ impl<A> LoadCall<A> {
         (self.wait, self.refused) = (None, Some(error));
     }
 
-    /// Has a block wait for its read, with the others.
+    /// Has a block wait for its read, with the others: behind them, or as the next one, whose plan was tried.
     fn set_aside(&mut self, mut block: Unplanned, is_next: bool) {
-        block.usage = Use::Counted;
         match &self.refused {
             Some(error) => self.ended.push((block.number, Err(error.clone()))),
-            None if is_next => self.waiting.push_front(block),
+            None if is_next => {
+                block.usage = Use::Counted;
+                self.waiting.push_front(block);
+            }
             None => self.waiting.push_back(block),
         }
     }
@@ -333,143 +322,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             results.settle([(number, result)]);
             drop(active);
         });
-    }
-
-    /// Has blocks copied that have arrived in host memory.
-    fn copy_arrived(self: &Rc<Self>, call: &mut LoadCall<Active<S, C>>) {
-        let (mut together, mut copies): (Vec<Arrived>, _) = (Vec::new(), 0);
-        let most = (COPY_BYTES / self.shared.config.block_bytes).min(BEGUN_PER_TURN);
-        let copy = |blocks| {
-            let (copied, active) = (Rc::clone(self).copy_together(blocks, call.began), Rc::clone(&call.active));
-            let results = Arc::clone(&call.results);
-            self.spawn_part(async move {
-                results.settle(copied.await);
-                drop(active);
-            });
-        };
-        for (number, pin, job) in call.arrived.drain(..) {
-            let joins = |(_, last, other): &Arrived| {
-                let is_device = job.memory() == RegionMemory::Device;
-                is_device && Arc::ptr_eq(&job.regions, &other.regions) && pin.route() == last.route()
-            };
-            let is_full = together.len() >= most || copies + job.segments.len() > COPIES_MAX;
-            if !together.is_empty() && (is_full || !together.last().is_some_and(joins)) {
-                copy(std::mem::take(&mut together));
-                copies = 0;
-            }
-            copies += job.segments.len();
-            together.push((number, pin, job));
-        }
-        if !together.is_empty() {
-            copy(together);
-        }
-    }
-
-    /// Copies blocks from host memory to one caller's memory. Their results, with their numbers.
-    async fn copy_together(self: Rc<Self>, blocks: Vec<Arrived>, began: Instant) -> Vec<(usize, Result<bool>)> {
-        let numbers: Vec<usize> = blocks.iter().map(|(number, ..)| *number).collect();
-        let copied = match self.copies_of(&blocks) {
-            Ok(ops) => {
-                let (_, pin, job) = &blocks[0];
-                let (regions, is_resident) = (job.copy_regions(), pin.route() == Route::HostHit);
-                let direction = self.direction(false, job.memory() == RegionMemory::Device);
-                // SAFETY: as of `BlockMemory` of the pins and of `FilledMemory` of the jobs, which travel with it.
-                let batch = unsafe { OwnedBatch::new(ops, direction, blocks) };
-                // SAFETY: the owner of the regions keeps them mapped until `Cache::unregister` has resolved, which
-                // tells the engine.
-                let batch = unsafe { batch.within(regions) };
-                self.copied(if is_resident { batch } else { batch.prompt() }).await
-            }
-            Err(error) => Ok((Err(error), blocks)),
-        };
-        let result = match copied {
-            Ok((result, blocks)) => {
-                self.unpin_loaded(blocks, result.is_ok().then_some(began));
-                result
-            }
-            Err(lost) => Err(lost),
-        };
-        numbers.into_iter().map(|number| (number, result.clone().map(|()| true))).collect()
-    }
-
-    fn copies_of(&self, blocks: &[Arrived]) -> Result<Vec<CopyOp>> {
-        let mut ops = Vec::with_capacity(blocks.len());
-        for (_, pin, job) in blocks {
-            ops.extend(pair_segments([self.shared.host_segment(pin.slot())], &job.segments)?);
-        }
-        Ok(ops)
-    }
-
-    /// Unpins blocks that were copied from host memory, and counts them if they are in place.
-    fn unpin_loaded(self: &Rc<Self>, blocks: Vec<Arrived>, began: Option<Instant>) {
-        let (mut pins, jobs): (Vec<Pin>, Vec<Job>) = blocks.into_iter().map(|(_, pin, job)| (pin, job)).unzip();
-        while !pins.is_empty() {
-            let mut state = self.shared.lock();
-            pins.drain(pins.len().saturating_sub(ENDED_PER_LOCK)..).for_each(|pin| pin.release(&mut state));
-        }
-        if let Some(began) = began {
-            jobs.iter().for_each(|job| self.loaded(&job.key, began));
-        }
-    }
-
-    /// Plans a load.
-    pub(super) fn begin_load(
-        self: &Rc<Self>,
-        state: &mut Locked<'_>,
-        job: &Job,
-        usage: Use,
-        read: Read<'_>,
-    ) -> BegunLoad {
-        let shape = job.shape(self.shared.config.host.bypass, self.memory_align_bytes);
-        let mut trip = Trip::load(&job.key, shape, usage);
-        let step = self.plan_with(state, &mut trip, read);
-        (trip, step)
-    }
-
-    /// The job is boxed, and what seldom happens: the future of every such block is the smaller for it.
-    pub(super) async fn load_begun(self: Rc<Self>, job: Box<Job>, (mut trip, step): BegunLoad) -> Result<bool> {
-        let started = Instant::now();
-        let (mut job, mut step) = (job, step);
-        loop {
-            let block = match self.ready(&mut trip, step).await? {
-                Step::OnDisk(block) => block,
-                step => return Box::pin(self.load_through_host(job, &trip, step, started)).await,
-            };
-            let left = match trip.route() {
-                Route::DiskToRegion => self.read_in_place(&mut trip, block, job, started).await?,
-                _ => Box::pin(self.load_by_cufile(&mut trip, block, job, started)).await?,
-            };
-            let Some(again) = left else { return Ok(true) };
-            job = again;
-            trip.rule_out();
-            step = self.plan(&mut self.shared.lock(), &mut trip);
-        }
-    }
-
-    async fn load_through_host(
-        self: &Rc<Self>,
-        job: Box<Job>,
-        trip: &Trip,
-        step: Step,
-        started: Instant,
-    ) -> Result<bool> {
-        let Some(pin) = self.to_host(&trip.key, Class::Awaited, step, None).await? else { return Ok(false) };
-        self.copy_onward(pin, job).await?.0?;
-        self.loaded(&trip.key, started);
-        if trip.is_suspect {
-            self.blame_cufile();
-        }
-        Ok(true)
-    }
-
-    /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by
-    /// now.
-    pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
-        self.shared.metrics.moved(Route::HostToCaller, started.elapsed());
-        if self.shared.config.selects_for_disk()
-            && let Some(write) = self.shared.selected_for_disk(key)
-        {
-            self.spawn(Rc::clone(self).write(write));
-        }
     }
 }

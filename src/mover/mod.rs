@@ -23,6 +23,7 @@ mod layer_reports;
 mod layers;
 mod load;
 mod load_call;
+mod load_copies;
 mod offload;
 mod pages;
 mod plan;
@@ -195,11 +196,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             storage,
             copy,
         })
-    }
-
-    /// Has I/O threads end reads to host slots by themselves from now on.
-    pub(crate) fn submit_reads(&self, ends: &Arc<Ends>) {
-        assert!(self.ends.set(Arc::clone(ends)).is_ok(), "once");
     }
 
     /// Serves commands until the cache is closed or its last handle is gone, then drains. Every caller that closes the

@@ -159,6 +159,13 @@ impl Trip {
         }
     }
 
+    /// Whether its block has to be read to a host slot: the disk has it, and it is not there or on its way.
+    fn needs_read(&self, state: &Locked<'_>) -> bool {
+        let held = self.id.map(|id| state.held(id)).unwrap_or_default();
+        let is_near = held[Tier::Host as usize] || state.flights.contains(&self.key, Tier::Host);
+        held[Tier::Disk as usize] && !is_near
+    }
+
     /// Has the next plan take the next way.
     pub(super) fn rule_out(&mut self) {
         assert!(!is_through_host(self.route()), "the last way is not ruled out");
@@ -185,25 +192,22 @@ pub(super) enum Read<'a> {
     Waits,
     /// A call, which has this much of it: the movement begins if the rest is to be had now.
     Now(&'a mut Taken),
-    /// A call, which waits already.
+    /// A call, which waits already: the block is only to be looked at.
     Later,
 }
 
-/// Plans the read of a block to a host slot for a call; `None` if it does not come from disk. What it cannot use yet
-/// stays taken.
-fn plan_read(state: &mut Locked<'_>, key: &BlockKey, id: EntryId, read: Read<'_>) -> (Trip, Option<Step>) {
+/// Plans the read of a block to a host slot, for a call that has `taken` this much of what it needs; `None` if it does
+/// not come from disk. What it cannot use yet stays taken.
+fn plan_read(state: &mut Locked<'_>, key: &BlockKey, id: EntryId, taken: &mut Taken) -> (Trip, Option<Step>) {
     let mut trip = Trip::to_slot(key, Tier::Host);
     let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost);
-    let step = route.map(|route| match read {
-        Read::Now(taken) => {
-            trip.taken = std::mem::take(taken);
-            let step = trip.begin_for(state, route, Purpose::Call);
-            if matches!(step, Step::Wait(_)) {
-                *taken = std::mem::take(&mut trip.taken);
-            }
-            step
+    let step = route.map(|route| {
+        trip.taken = std::mem::take(taken);
+        let step = trip.begin_for(state, route, Purpose::Call);
+        if matches!(step, Step::Wait(_)) {
+            *taken = std::mem::take(&mut trip.taken);
         }
-        _ => Step::Wait(READ),
+        step
     });
     (trip, step)
 }
@@ -218,6 +222,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn plan_with(self: &Rc<Self>, state: &mut Locked<'_>, trip: &mut Trip, read: Read<'_>) -> Result<Step> {
         let Some(route) = self.choose(state, trip) else { return Ok(Step::Gone) };
         if is_through_host(route) {
+            if matches!(read, Read::Later) && trip.needs_read(state) {
+                return Ok(Step::Wait(READ));
+            }
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
             return self.begin_to_host(state, &trip.key, (Class::Awaited, usage), read);
         }
@@ -259,8 +266,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<Step> {
         let (mut planned, mut missing) = (None, None);
         let begin = |state: &mut Locked<'_>, id, waiter| {
-            if !matches!(read, Read::Waits) {
-                let (trip, step) = plan_read(state, key, id, read);
+            if let Read::Now(taken) = read {
+                let (trip, step) = plan_read(state, key, id, taken);
                 match step {
                     Some(Step::Wait(need)) => {
                         missing = Some(need);

@@ -29,6 +29,11 @@ use crate::{
 pub(super) type Verifier = Option<Rc<SpeculativeCopy>>;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Has I/O threads end reads to host slots by themselves from now on.
+    pub(crate) fn submit_reads(&self, ends: &Arc<Ends>) {
+        assert!(self.ends.set(Arc::clone(ends)).is_ok(), "once");
+    }
+
     /// Fills a host slot for the waiters of a flight.
     pub(super) async fn promote_to_host(self: Rc<Self>, key: BlockKey) {
         let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Host);
