@@ -1,8 +1,9 @@
 //! Deadlines. A movement takes as long as the disk takes, and holds its slots until then; its waiters do not wait that
 //! long. When it has been in flight for longer than [`Config::deadline_ms`](crate::Config::deadline_ms), its waiters
 //! get an error, and so does, at once, every later caller for the same block until it ends. Calls that move blocks
-//! between disk and their own memory get an error if they wait for bytes in flight while none were given for as long.
-//! Who waits as long for the remote tier has a miss.
+//! between disk and their own memory get an error if they wait for bytes in flight while none were given for as long;
+//! those that load by way of host memory, if they wait as long in all, a quarter more. Who waits as long for the remote
+//! tier has a miss.
 
 use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering};
 
