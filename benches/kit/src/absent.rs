@@ -6,14 +6,26 @@ use kvhoist::internals::{gpu::Gpu, memory::DeviceMemory};
 
 use crate::{drive::other, measure::Entrant, peers::Places};
 
+/// As with the feature.
+///
+/// # Errors
+/// Always.
 pub fn memory(_bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
     Err(absent())
 }
 
+/// As with the feature.
+///
+/// # Errors
+/// Always.
 pub fn pread_and_copy(_places: Places<'_>) -> io::Result<Entrant<'_>> {
     Err(absent())
 }
 
+/// As with the feature.
+///
+/// # Errors
+/// Always.
 pub fn pread_and_copy_of<'a>(
     _blocks: (u64, usize),
     _sums: bool,

@@ -1,6 +1,6 @@
 //! What benches measure with: [`ring`], the bare loop that is the machine's ceiling; [`measure`], rounds that are
 //! fair on a noisy machine; [`pattern`], which blocks are touched and what is in them; [`routes`], the ways of blocks
-//! through the cache as contenders beside that loop; [`peers`], other ways to the device;
+//! through the cache as contenders beside that loop; [`peers`], other ways to the device, and [`cuda`], what they need;
 //! [`drive`], what the contenders are driven by; [`syscalls`], how many system calls all of it makes.
 //!
 //! `kvhoist bench` and the benches of the library are thin on top of it. Not for use elsewhere.
