@@ -153,7 +153,8 @@ impl Cache {
         let mut jobs = Vec::with_capacity(keys.len());
         let held = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
         for ((key, segments), regions) in keys.iter().zip(segments).zip(held) {
-            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions, through_host: false });
+            let segments = segments.clone();
+            jobs.push(Job { key: *key, parent, segments, regions, through_host: false, is_counted: false });
             if chain.is_some() {
                 parent = Some(*key);
             }

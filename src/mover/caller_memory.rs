@@ -108,14 +108,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Plans a load.
-    pub(super) fn begin_load(
-        self: &Rc<Self>,
-        state: &mut Locked<'_>,
-        job: &Job,
-        usage: Use,
-        read: Read<'_>,
-    ) -> BegunLoad {
+    pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job, read: Read<'_>) -> BegunLoad {
         let shape = job.shape(self.shared.config.host.bypass, self.memory_align_bytes);
+        let usage = if job.is_counted { Use::Counted } else { Use::Now };
         let mut trip = Trip::load(&job.key, shape, usage);
         let step = self.plan_with(state, &mut trip, read);
         (trip, step)

@@ -124,6 +124,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let pages = self.records.borrow().len();
         ensure!(pages == 0, "{pages} record pages are being written");
         ensure!(self.answers.borrow().is_empty(), "{} answers are on their way", self.answers.borrow().len());
+        ensure!(self.waiting.get() == 0, "{} blocks of calls are counted as waiting", self.waiting.get());
         let (active, demoting) = (self.active.get(), self.demoting.get());
         ensure!(active == 0 && demoting == 0, "{active} movements are under way, {demoting} of them write-backs");
         self.shared.check_idle()

@@ -18,7 +18,7 @@ use crate::{
     block::{CopyOp, Direction},
     device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
-    state::{Pin, Use},
+    state::Pin,
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -68,8 +68,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let LayerJobs { jobs, layers, board } = load;
         let board = Rc::new(RefCell::new(board));
         let (mut resident, mut away) = (Vec::new(), Vec::new());
-        let sort = |(at, job): (usize, Job)| match self.begin_load(&mut self.shared.lock(), &job, Use::Now, Read::Waits)
-        {
+        let sort = |(at, job): (usize, Job)| match self.begin_load(&mut self.shared.lock(), &job, Read::Waits) {
             (_, Ok(Step::Pinned(pin))) => resident.push((at, pin, job)),
             begun => away.push((at, Box::new(job), begun)),
         };

@@ -120,25 +120,17 @@ impl Submitter {
         })
     }
 
-    /// Has I/O threads read blocks to host slots, and the reactor copy them from there. Returns the others.
+    /// Pins blocks in host memory, has I/O threads read others to host slots, and the reactor copy them from there.
+    /// Returns those that must wait for something, or take another way.
     fn begin_to_slots(&self, jobs: Vec<Job>, results: &Arc<CallResults>) -> Vec<Numbered> {
-        // Of a chain, the first ones are in host memory.
-        let resident = {
-            let state = self.ends.shared.lock();
-            let is_resident =
-                |job: &Job| state.index.find(&job.key).is_some_and(|id| state.held(id)[Tier::Host as usize]);
-            jobs.partition_point(is_resident)
-        };
-        let mut jobs = jobs.into_iter().enumerate();
-        let mut rest: Vec<Numbered> = jobs.by_ref().take(resident).collect();
         let mut coming = Vec::new();
-        // Where the reactor is gone, the call ends as closed.
+        // Where the reactor has ended, or ends before it is told, the call ends as closed.
         let tell = |blocks| drop(self.ends.urgent.send(Urgent::Arriving { blocks, results: Arc::clone(results) }));
-        let others = begin_in_parts(jobs, |part, rest| {
+        let rest = begin_in_parts(jobs.into_iter().enumerate(), |part, rest| {
             let begun = self.plan_to_slots(part, rest);
             let is_going_on = !begun.is_empty();
             for (block, read) in begun {
-                self.wake(self.submit(read));
+                read.into_iter().for_each(|read| self.wake(self.submit(read)));
                 coming.push(block);
             }
             if coming.len() >= TOLD_TOGETHER {
@@ -149,7 +141,6 @@ impl Submitter {
         if !coming.is_empty() {
             tell(coming);
         }
-        rest.extend(others);
         rest
     }
 
@@ -199,23 +190,28 @@ impl Submitter {
         Some((block, trip.taken.permit(), file))
     }
 
-    /// Plans the reads of some blocks of a call to host slots. Those that must wait for something, or take another way,
-    /// join the `rest`.
-    fn plan_to_slots(&self, jobs: Vec<Numbered>, rest: &mut Vec<Numbered>) -> Vec<(Coming, Submission)> {
+    /// Plans some blocks of a call that go by host slots, each with its read if it needs one. Those that it does not
+    /// take join the `rest`.
+    fn plan_to_slots(&self, jobs: Vec<Numbered>, rest: &mut Vec<Numbered>) -> Vec<(Coming, Option<Submission>)> {
         let mut begun = Vec::with_capacity(jobs.len());
         // Made here: an allocation under the lock would hold all callers up.
         let channels: Vec<_> = jobs.iter().map(|_| oneshot::channel()).collect();
         let mut state = self.ends.shared.lock();
         for ((number, job), (waiter, outcome)) in jobs.into_iter().zip(channels) {
             match self.plan_to_slot(&mut state, &job, waiter) {
-                Some(read) => begun.push((Coming::new(number, job, outcome), read)),
+                Some(read) => begun.push((Coming::new((number, job), outcome), read)),
                 None => rest.push((number, job)),
             }
         }
         begun
     }
 
-    fn plan_to_slot(&self, state: &mut Locked<'_>, job: &Job, waiter: oneshot::Sender<Outcome>) -> Option<Submission> {
+    fn plan_to_slot(
+        &self,
+        state: &mut Locked<'_>,
+        job: &Job,
+        waiter: oneshot::Sender<Outcome>,
+    ) -> Option<Option<Submission>> {
         let id = state.index.find(&job.key).filter(|_| state.check_open().is_ok())?;
         let shape = job.shape(self.ends.shared.config.host.bypass, self.memory_align_bytes);
         let has_cufile = state.cufile.reads() && state.device_service.reads();
@@ -223,11 +219,21 @@ impl Submitter {
         if route != Route::HostToCaller || state.flights.contains(&job.key, Tier::Host) {
             return None;
         }
-        let read = self.plan(state, (&job.key, id), Class::Awaited)?;
         let source = state.served_tier(id);
+        let read = match state.pin(id, Tier::Host, Route::HostHit) {
+            // Before later blocks of the call are read: their slots might be its.
+            Some(pin) => {
+                drop(waiter.send(Ok(Some(pin))));
+                None
+            }
+            None => {
+                let read = self.plan(state, (&job.key, id), Class::Awaited)?;
+                Some(self.begin_read(state, id, Class::Awaited, waiter, read))
+            }
+        };
         state.count_use(id);
         state.count(self.ends.shared.metrics.look_ups(source), 1);
-        Some(self.begin_read(state, id, Class::Awaited, waiter, read))
+        Some(read)
     }
 
     fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {
@@ -325,6 +331,7 @@ mod tests {
             segments: Vec::new(),
             regions: Arc::new([]),
             through_host: false,
+            is_counted: false,
         };
         for (blocks, parts, planned) in [(5000, 1000, 1024), (20, 1000, 20), (5000, 2, 16), (0, 1000, 0)] {
             let mut begun = 0;

@@ -17,7 +17,7 @@ use std::{
 use futures_util::{FutureExt, StreamExt, future::LocalBoxFuture, stream::FuturesUnordered};
 use tokio::{
     sync::oneshot,
-    time::{Instant, Sleep, sleep_until},
+    time::{Instant, Sleep, sleep},
 };
 
 use super::{
@@ -34,33 +34,26 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    state::{Need, Outcome, Purpose, Taken, Use},
+    state::{Need, Outcome, Purpose, Taken},
 };
-
-/// A block that is to be planned.
-pub(crate) struct Unplanned {
-    number: usize,
-    job: Job,
-    usage: Use,
-}
 
 /// A block on its way to host memory, by a movement that another one may have begun.
 pub(crate) struct Coming {
     /// `None` once it has arrived.
-    block: Option<Unplanned>,
+    block: Option<Numbered>,
     is_joined: bool,
     outcome: oneshot::Receiver<Outcome>,
 }
 
 impl Coming {
     /// One whose movement has begun for this call.
-    pub(super) fn new(number: usize, job: Job, outcome: oneshot::Receiver<Outcome>) -> Self {
-        Coming { block: Some(Unplanned { number, job, usage: Use::Counted }), is_joined: false, outcome }
+    pub(super) fn new((number, job): Numbered, outcome: oneshot::Receiver<Outcome>) -> Self {
+        Coming { block: Some((number, Job { is_counted: true, ..job })), is_joined: false, outcome }
     }
 }
 
 impl Future for Coming {
-    type Output = (Unplanned, bool, Outcome);
+    type Output = (Numbered, bool, Outcome);
 
     fn poll(mut self: Pinned<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let outcome = ready!(Pinned::new(&mut self.outcome).poll(cx)).unwrap_or(Err(Error::Closed));
@@ -78,22 +71,22 @@ pub(super) struct LoadCall<A> {
     pub(super) active: Rc<A>,
     pub(super) began: Instant,
     /// Not looked at yet.
-    unplanned: VecDeque<Unplanned>,
-    /// Blocks that have to be read, as soon as one of them has what that needs.
-    waiting: VecDeque<Unplanned>,
+    unplanned: VecDeque<Numbered>,
+    /// Blocks that have to be read, as soon as the first of them has what that needs.
+    waiting: VecDeque<Numbered>,
     /// What the next read needs, as far as the call has it.
     taken: Taken,
     wait: Option<Wait>,
-    /// Ends the call's wait for everything. Only a call that has to wait has it: other movements have their own.
+    /// Ends the call's wait for everything. Only a call that has to wait has it: movements have their own.
     deadline: Option<Pinned<Box<Sleep>>>,
-    /// Why a wait failed: what would have to wait fails too.
+    /// Why a wait failed: what has to be read fails too.
     refused: Option<Error>,
     coming: FuturesUnordered<Coming>,
     pub(super) arrived: Vec<Arrived>,
     ended: Vec<(usize, Result<bool>)>,
     /// More blocks may have arrived than there was time for.
     is_behind: bool,
-    /// As how many blocks it counts among those that are loaded.
+    /// As how many blocks it counts among those that wait.
     counted: usize,
 }
 
@@ -122,13 +115,10 @@ impl<A> LoadCall<A> {
         !self.unplanned.is_empty() || (self.wait.is_none() && !self.waiting.is_empty())
     }
 
-    /// The next block to be planned, and whether to be read.
-    fn next(&mut self) -> Option<(Unplanned, bool)> {
-        if self.wait.is_some() {
-            return self.unplanned.pop_front().map(|block| (block, false));
-        }
-        let next = self.waiting.pop_front().or_else(|| self.unplanned.pop_front());
-        next.map(|block| (block, true))
+    /// The next block to be planned.
+    fn next(&mut self) -> Option<Numbered> {
+        let waiting = if self.wait.is_none() { self.waiting.pop_front() } else { None };
+        waiting.or_else(|| self.unplanned.pop_front())
     }
 
     /// Takes blocks that have arrived, as many as there is time for, and notes what it has waited for.
@@ -147,17 +137,17 @@ impl<A> LoadCall<A> {
         }
     }
 
-    fn arrive(&mut self, (mut block, is_joined, outcome): (Unplanned, bool, Outcome)) {
+    fn arrive(&mut self, ((number, mut job), is_joined, outcome): (Numbered, bool, Outcome)) {
         match outcome {
-            Ok(Some(pin)) => self.arrived.push((block.number, pin, block.job)),
+            Ok(Some(pin)) => self.arrived.push((number, pin, job)),
             // The joined flight may have begun before the block was removed and stored again: look it up again. Its use
             // is counted, as it is by another way.
             Ok(None) if is_joined => {
-                block.job.through_host = true;
-                self.unplanned.push_back(block);
+                job.through_host = true;
+                self.unplanned.push_back((number, job));
             }
-            Ok(None) => self.ended.push((block.number, Ok(false))),
-            Err(error) => self.ended.push((block.number, Err(error))),
+            Ok(None) => self.ended.push((number, Ok(false))),
+            Err(error) => self.ended.push((number, Err(error))),
         }
     }
 
@@ -172,32 +162,17 @@ impl<A> LoadCall<A> {
         true
     }
 
-    /// Fails what has to wait, now and later.
+    /// Fails what has to be read: once it is clear that it is not in host memory by now.
     fn refuse(&mut self, error: Error) {
-        let refused = self.waiting.drain(..).map(|block| (block.number, Err(error.clone())));
-        self.ended.extend(refused);
-        (self.wait, self.refused) = (None, Some(error));
-    }
-
-    /// Has a block wait for its read, with the others: behind them, or as the next one, whose plan was tried.
-    fn set_aside(&mut self, mut block: Unplanned, is_next: bool) {
-        match &self.refused {
-            Some(error) => self.ended.push((block.number, Err(error.clone()))),
-            None if is_next => {
-                block.usage = Use::Counted;
-                self.waiting.push_front(block);
-            }
-            None => self.waiting.push_back(block),
-        }
+        (self.wait, self.deadline, self.refused) = (None, None, Some(error));
     }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies blocks of a call into their segments; `false` for a block that is resident nowhere.
     pub(super) fn load(self: &Rc<Self>, jobs: Vec<Numbered>, results: Arc<CallResults>) {
-        let unplanned = |(number, job)| Unplanned { number, job, usage: Use::Now };
         let mut call = LoadCall::new(results, Active::new(self));
-        call.unplanned.extend(jobs.into_iter().map(unplanned));
+        call.unplanned = jobs.into();
         self.spawn_part(Rc::clone(self).carry_out(call));
     }
 
@@ -222,8 +197,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if !call.ended.is_empty() {
                 call.results.settle(call.ended.drain(..));
             }
-            self.count_blocks(&mut call);
-            if call.counted == 0 {
+            self.count_waiting(&mut call);
+            if call.counted == 0 && call.coming.is_empty() {
                 return;
             }
             if call.may_plan() || call.is_behind {
@@ -238,10 +213,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Counts the blocks of a call that are not in host memory yet: commands wait while there are too many.
-    fn count_blocks(&self, call: &mut LoadCall<Active<S, C>>) {
-        let counted = call.unplanned.len() + call.waiting.len() + call.coming.len();
-        self.loading.set(self.loading.get() + counted - call.counted);
+    /// Counts the blocks of a call that are not in flight yet: commands wait while there are too many.
+    fn count_waiting(&self, call: &mut LoadCall<Active<S, C>>) {
+        let counted = call.unplanned.len() + call.waiting.len();
+        self.waiting.set(self.waiting.get() + counted - call.counted);
         if counted < call.counted {
             self.settled.notify_one();
         }
@@ -252,51 +227,58 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn poll_deadline(&self, call: &mut LoadCall<Active<S, C>>, cx: &mut Context<'_>) -> Poll<()> {
         let Some(deadline) = &mut call.deadline else { return Poll::Pending };
         ready!(deadline.as_mut().poll(cx));
-        call.deadline = None;
         let error = self.shared.timeout("blocks of a call");
         let late = std::mem::take(&mut call.coming).into_iter().filter_map(|coming| coming.block);
-        call.ended.extend(late.map(|block| (block.number, Err(error.clone()))));
+        call.ended.extend(late.map(|(number, _)| (number, Err(error.clone()))));
         call.refuse(error);
         Poll::Ready(())
     }
 
-    /// Plans the next blocks of a call under one lock.
+    /// Plans the next blocks of a call under one lock, up to one whose read has to wait.
     fn plan_some(self: &Rc<Self>, call: &mut LoadCall<Active<S, C>>) {
-        let mut begun = Vec::with_capacity(PLANNED_PER_LOCK);
-        let mut missing = None;
+        let (mut begun, mut missing) = (Vec::with_capacity(PLANNED_PER_LOCK), None);
+        let reads = call.wait.is_none() && call.refused.is_none();
         {
             let mut state = self.shared.lock();
             while begun.len() < PLANNED_PER_LOCK
                 && missing.is_none()
-                && let Some((block, reads)) = call.next()
+                && let Some((number, job)) = call.next()
             {
                 let read = if reads { Read::Now(&mut call.taken) } else { Read::Later };
-                let load = self.begin_load(&mut state, &block.job, block.usage, read);
+                let load = self.begin_load(&mut state, &job, read);
                 missing = match &load {
                     (trip, Ok(Step::Wait(need))) if reads && is_through_host(trip.route()) => Some(*need),
                     _ => None,
                 };
-                begun.push((block, load));
+                begun.push(((number, job), load));
             }
         }
-        let last = begun.len() - 1;
-        for (at, (block, (trip, step))) in begun.into_iter().enumerate() {
+        if let Some(need) = missing
+            && let Some(((number, job), _)) = begun.pop()
+        {
+            // Its plan was tried.
+            call.waiting.push_front((number, Job { is_counted: true, ..job }));
+            self.wait_with(call, need);
+        }
+        for (block, (trip, step)) in begun {
             match step {
-                Ok(Step::Pinned(pin)) => call.arrived.push((block.number, pin, block.job)),
+                Ok(Step::Pinned(pin)) => call.arrived.push((block.0, pin, block.1)),
                 Ok(Step::Flight(Flight { outcome, is_joined, begun })) => {
-                    call.coming.push(Coming { is_joined, ..Coming::new(block.number, block.job, outcome) });
+                    call.coming.push(Coming { is_joined, ..Coming::new(block, outcome) });
                     begun.into_iter().for_each(|fill| self.begin_fill(fill, None));
                 }
-                Ok(Step::Wait(_)) if is_through_host(trip.route()) => {
-                    call.set_aside(block, at == last && missing.is_some());
-                }
-                Ok(Step::Gone) => call.ended.push((block.number, Ok(false))),
-                Err(error) => call.ended.push((block.number, Err(error))),
+                Ok(Step::Wait(_)) if is_through_host(trip.route()) => match &call.refused {
+                    Some(error) => call.ended.push((block.0, Err(error.clone()))),
+                    None => {
+                        // In one piece: growing would move what is there.
+                        call.waiting.reserve(if call.waiting.len() < 2 { call.unplanned.len() + 1 } else { 0 });
+                        call.waiting.push_back(block);
+                    }
+                },
+                Ok(Step::Gone) => call.ended.push((block.0, Ok(false))),
+                Err(error) => call.ended.push((block.0, Err(error))),
                 step => self.load_otherwise(call, block, (trip, step)),
             }
-        }
-        if let Some(need) = missing.filter(|_| call.refused.is_none()) {
-            self.wait_with(call, need);
         }
     }
 
@@ -308,14 +290,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             (taken, waited)
         };
         call.wait = Some(wait.boxed_local());
-        // A quarter later, as of movements: their errors say more.
-        let until = || call.began + self.shared.deadline() * 5 / 4;
-        call.deadline.get_or_insert_with(|| Box::pin(sleep_until(until())));
+        // A quarter more, as movements have: an error of what is waited for says more.
+        call.deadline.get_or_insert_with(|| Box::pin(sleep(self.shared.deadline() * 5 / 4)));
     }
 
     /// Loads a block by another way, in a task of its own.
-    fn load_otherwise(self: &Rc<Self>, call: &LoadCall<Active<S, C>>, block: Unplanned, begun: BegunLoad) {
-        let Unplanned { number, job, .. } = block;
+    fn load_otherwise(self: &Rc<Self>, call: &LoadCall<Active<S, C>>, (number, job): Numbered, begun: BegunLoad) {
         let (this, results, active) = (Rc::clone(self), Arc::clone(&call.results), Rc::clone(&call.active));
         self.spawn_part(async move {
             let result = this.load_begun(Box::new(job), begun).await;

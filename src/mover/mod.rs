@@ -114,8 +114,8 @@ pub(crate) struct Mover<S, C> {
     /// Write-backs in flight without a waiter.
     demoting: Cell<u32>,
     active: Cell<u32>,
-    /// Blocks of calls that are not in host memory yet.
-    loading: Cell<usize>,
+    /// Blocks of calls that are not in flight yet.
+    waiting: Cell<usize>,
     /// Commands started or refused so far.
     taken: Cell<u64>,
     /// A movement is overdue, or commands are: what cannot be started is refused.
@@ -124,7 +124,7 @@ pub(crate) struct Mover<S, C> {
     record_failures: Vec<Failures>,
     /// One for each file.
     flushes: Vec<Flush>,
-    /// Notified whenever `active` goes down.
+    /// Notified whenever `active` or `waiting` goes down.
     settled: Notify,
     /// Notified when the first movement begins.
     begun: Notify,
@@ -181,7 +181,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),
-            loading: Cell::new(0),
+            waiting: Cell::new(0),
             taken: Cell::new(0),
             overdue: Cell::new(false),
             record_failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
@@ -246,7 +246,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut is_closing = false;
         // The drain serves those that have room by then, and are sent later.
         while !(is_closing && commands.is_empty()) {
-            let movements = self.active.get() as usize + self.loading.get();
+            let movements = self.active.get() as usize + self.waiting.get();
             let may_start = movements < self.shared.config.limits.movements_max as usize;
             let may_take = may_start || self.overdue.get();
             let mut settled = pin!(self.settled.notified());

@@ -273,6 +273,7 @@ mod tests {
             segments: vec![],
             regions: Arc::new([]),
             through_host: false,
+            is_counted: false,
         };
         let board = LayerBoard::new(Arc::clone(&progress));
         LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());

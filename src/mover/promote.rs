@@ -68,7 +68,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let (source, filling) = match is_copied {
             true => (source, filling),
-            false => match self.copy(source, filling).await {
+            false => match self.copy_onward(source, filling).await {
                 Ok((Ok(()), source, filling)) => (source, filling),
                 Ok((Err(error), ..)) | Err(error) => {
                     self.shared.lock().index.abort_fill(id, Tier::Device);

@@ -44,8 +44,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and ends its flight: a read that has all that it needs is an I/O thread's, if waking one is
-    /// worth it and that is to verify the block, and otherwise a movement of its own, which goes on if its caller's
-    /// becomes overdue.
+    /// worth it and that is to verify the block, and otherwise a task of its own, which goes on without its waiters.
     pub(super) fn begin_fill(self: &Rc<Self>, fill: Box<Fill>, verifier: Verifier) {
         let is_for_thread = verifier.is_none() || !self.copy.checksums();
         let thread = if is_for_thread { self.file_for_thread(&fill) } else { None };

@@ -199,6 +199,8 @@ pub(crate) struct Job {
     /// It goes through host memory: other callers may load the same block and join its movement there, or a read to its
     /// place has failed.
     pub(crate) through_host: bool,
+    /// Its use is counted.
+    pub(crate) is_counted: bool,
 }
 
 impl Job {

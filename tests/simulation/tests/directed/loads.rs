@@ -1,6 +1,6 @@
 //! Calls of many blocks that go by way of host memory: what waits, for how long, and what is copied together.
 
-use kvhoist::{Cache, Config, Error, Memory, Region, Segment, internals::io::OpKind};
+use kvhoist::{Cache, Config, Error, Memory, Region, Route, Segment, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault};
 
 use crate::scene::*;
@@ -155,6 +155,33 @@ fn blocks_in_host_memory_do_not_wait_for_those_before_them() {
             world.storage.release();
             loading.await.expect("no panic");
             drop(hanging.await.expect("no panic"));
+            finish(cache, reactor).await;
+        });
+    }
+}
+
+/// The prefix of a chain is in host memory, all of which it takes; the reads of the rest are to evict none of it.
+#[test]
+fn a_call_does_not_evict_its_own_blocks_before_they_are_copied() {
+    for seed in 0..8 {
+        sim::block_on(async {
+            let settings = with_device().host_blocks(8);
+            let (cache, reactor, _) = open_seeded(settings, 1, 1, seed).await;
+            for n in 0..16 {
+                let parent = (n > 0).then(|| key(n - 1));
+                cache.store(&key(n), parent.as_ref(), &payload(n)).await.expect("a sound disk");
+            }
+            for n in 0..8 {
+                assert!(fetch(&cache, n).await.expect("served"));
+            }
+            let read = || cache.stats().route_blocks(Route::DiskToHost);
+            let before = read();
+            let mut pool = DevicePool::new(&cache, 16).await;
+            let blocks: Vec<u8> = (0..16).collect();
+            let loaded = pool.load(&cache, &blocks).await;
+            assert!(loaded.iter().all(|result| matches!(result, Ok(true))) && pool.has(&blocks), "{seed}: {loaded:?}");
+            assert_eq!(read() - before, 8, "{seed}: blocks that were in host memory were read");
+            pool.end(&cache).await;
             finish(cache, reactor).await;
         });
     }
