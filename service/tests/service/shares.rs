@@ -108,8 +108,11 @@ fn a_scan_evicts_nothing_of_a_tenants_host_memory() {
 }
 
 /// Floor and ceiling of each tenant, in units of disk and of host memory; everybody else has neither.
-const TENANTS: [(&str, [(u64, u64); 2]); 2] = [("a", [(6, 10), (4, 12)]), ("b", [(4, 24), (0, 6)])];
-const UNITS: u64 = 24;
+const TENANTS: [(&str, [(u64, u64); 2]); 2] = [("a", [(6, 10), (8, 24)]), ("b", [(4, 24), (0, 12)])];
+/// What there is of both.
+const UNITS: [u64; 2] = [24, 48];
+/// The least that a space has of both.
+const LEAST: [u64; 2] = [1, 2];
 
 /// What spaces have, by name: units of disk and of host memory.
 type Spaces = std::collections::BTreeMap<String, [u64; 2]>;
@@ -132,7 +135,7 @@ fn available(spaces: &Spaces, of: usize, space: &str) -> u64 {
         .map(|other| TENANTS[other].1[of].0.saturating_sub(taken(spaces, of, Some(other))))
         .sum();
     let below_ceiling = tenant.map_or(u64::MAX, |own| TENANTS[own].1[of].1 - taken(spaces, of, tenant));
-    (UNITS - all - owed).min(below_ceiling)
+    (UNITS[of] - all - owed).min(below_ceiling)
 }
 
 /// Spaces of two tenants and of others come and go in a service; after each call every floor can still be had and no
@@ -140,10 +143,11 @@ fn available(spaces: &Spaces, of: usize, space: &str) -> u64 {
 #[test]
 fn drawn_spaces_keep_every_floor_and_ceiling() {
     let folder = tempfile::tempdir().expect("a folder");
-    let units = [DiskPath::file_bytes(8, BLOCK_BYTES as u64), 2 * BLOCK_BYTES as u64];
+    // Host memory moves by the block.
+    let units = [DiskPath::file_bytes(8, BLOCK_BYTES as u64), BLOCK_BYTES as u64];
     let mut config = ServerConfig::new(folder.path().join("socket"));
     config.paths = vec![folder.path().to_owned()];
-    (config.capacity_bytes, config.host_bytes) = (UNITS * units[0], UNITS * units[1]);
+    (config.capacity_bytes, config.host_bytes) = (UNITS[0] * units[0], UNITS[1] * units[1]);
     config.cache = Config::default().direct_io(DirectIo::Prefer);
     let share = |(name, bounds): (&str, [(u64, u64); 2])| {
         let bytes = |of: usize, count: u64| if count == 0 { String::new() } else { (count * units[of]).to_string() };
@@ -163,11 +167,11 @@ fn drawn_spaces_keep_every_floor_and_ceiling() {
                 assert!(matches!(error, Error::Service { fault: ServiceFault::Busy, .. }), "{error}");
             }
         } else {
-            let wanted = [rng.below(9), rng.below(9)];
+            let wanted = [rng.below(9), 2 * rng.below(9)];
             let left = [0, 1].map(|of| available(&expected, of, space));
             let mut options = options_of(space);
             (options.capacity_bytes, options.host_bytes) = (wanted[0] * units[0], wanted[1] * units[1]);
-            let [fits_disk, fits_host] = [0, 1].map(|of| wanted[of].max(1) <= left[of]);
+            let [fits_disk, fits_host] = [0, 1].map(|of| wanted[of].max(LEAST[of]) <= left[of]);
             match block_on(Client::connect(&socket, options)) {
                 // Host memory that other spaces have not reserved is taken from them.
                 Ok(_) if fits_disk => {
@@ -194,7 +198,7 @@ fn drawn_spaces_keep_every_floor_and_ceiling() {
                 assert!(has <= ceiling, "step {step}: {has} units above the ceiling of {ceiling}: {found:?}");
                 floor.saturating_sub(has)
             });
-            assert!(all + owed.sum::<u64>() <= UNITS, "step {step}: a floor cannot be had any more: {found:?}");
+            assert!(all + owed.sum::<u64>() <= UNITS[of], "step {step}: a floor cannot be had any more: {found:?}");
         }
         expected = found;
     }
