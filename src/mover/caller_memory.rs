@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    load::Numbered,
+    load::{Numbered, PLANNED_PER_LOCK},
     plan::{Read, Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     results::joined,
@@ -29,9 +29,6 @@ pub(super) type BegunLoad = (Trip, Result<Step>);
 
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 pub(super) const BEGUN_PER_TURN: usize = 32;
-
-/// Jobs begun under one lock, for which callers wait: some microseconds.
-const BEGUN_PER_LOCK: usize = 8;
 
 /// Calls `begin` with each item, and lets the reactor do other work after every few: a call may have any number of
 /// blocks.
@@ -86,7 +83,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             let turn: Vec<Numbered> = jobs.by_ref().take(BEGUN_PER_TURN).collect();
             let mut begun = Vec::with_capacity(turn.len());
-            for jobs in turn.chunks(BEGUN_PER_LOCK) {
+            for jobs in turn.chunks(PLANNED_PER_LOCK) {
                 let mut state = self.shared.lock();
                 begun.extend(jobs.iter().map(|(_, job)| self.begin_store(&mut state, job)));
             }

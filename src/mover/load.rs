@@ -39,8 +39,8 @@ const PLANNED_PER_CALL: usize = 1024;
 /// Blocks whose slots are given back under one lock.
 pub(super) const ENDED_PER_LOCK: usize = 16;
 
-/// Blocks on their way to host memory that the reactor is told of together.
-const TOLD_TOGETHER: usize = 32;
+/// Blocks on their way to host memory that the reactor is handed together.
+const HANDED_OVER: usize = 32;
 
 /// A call, some of whose blocks the I/O threads read in place.
 struct Load {
@@ -73,10 +73,10 @@ pub(crate) type Numbered = (usize, Job);
 /// Begins the blocks of a call, a few at a time, for as long as `begin` says so, and no more than its caller has time
 /// for. Returns those that it does not take.
 pub(super) fn begin_in_parts(
-    mut jobs: impl ExactSizeIterator<Item = Numbered>,
+    jobs: Vec<Job>,
     mut begin: impl FnMut(Vec<Numbered>, &mut Vec<Numbered>) -> bool,
 ) -> Vec<Numbered> {
-    let mut rest = Vec::new();
+    let (mut jobs, mut rest) = (jobs.into_iter().enumerate(), Vec::new());
     for _ in 0..PLANNED_PER_CALL / PLANNED_PER_LOCK {
         if jobs.len() == 0 || !begin(jobs.by_ref().take(PLANNED_PER_LOCK).collect(), &mut rest) {
             break;
@@ -108,7 +108,7 @@ impl Submitter {
     fn begin_in_place(&self, jobs: Vec<Job>, results: &Arc<CallResults>) -> Vec<Numbered> {
         let (ends, progress) = (Arc::clone(&self.ends), Mutex::new(Progress::default()));
         let load = Arc::new(Load { ends, results: Arc::clone(results), progress });
-        begin_in_parts(jobs.into_iter().enumerate(), |part, rest| {
+        begin_in_parts(jobs, |part, rest| {
             let planned = self.plan_loads(part, rest);
             load.progress.lock().reading += planned.len();
             // Of a call whose blocks are elsewhere, the first few say so.
@@ -124,22 +124,22 @@ impl Submitter {
     /// Returns those that must wait for something, or take another way.
     fn begin_to_slots(&self, jobs: Vec<Job>, results: &Arc<CallResults>) -> Vec<Numbered> {
         let mut coming = Vec::new();
-        // Where the reactor has ended, or ends before it is told, the call ends as closed.
-        let tell = |blocks| drop(self.ends.urgent.send(Urgent::Arriving { blocks, results: Arc::clone(results) }));
-        let rest = begin_in_parts(jobs.into_iter().enumerate(), |part, rest| {
+        // Where the reactor has ended, or ends before it has them, the call ends as closed.
+        let hand_over = |blocks| drop(self.ends.urgent.send(Urgent::Arriving { blocks, results: Arc::clone(results) }));
+        let rest = begin_in_parts(jobs, |part, rest| {
             let begun = self.plan_to_slots(part, rest);
             let is_going_on = !begun.is_empty();
             for (block, read) in begun {
                 read.into_iter().for_each(|read| self.wake(self.submit(read)));
                 coming.push(block);
             }
-            if coming.len() >= TOLD_TOGETHER {
-                tell(std::mem::take(&mut coming));
+            if coming.len() >= HANDED_OVER {
+                hand_over(std::mem::take(&mut coming));
             }
             is_going_on
         });
         if !coming.is_empty() {
-            tell(coming);
+            hand_over(coming);
         }
         rest
     }
@@ -335,7 +335,7 @@ mod tests {
         };
         for (blocks, parts, planned) in [(5000, 1000, 1024), (20, 1000, 20), (5000, 2, 16), (0, 1000, 0)] {
             let mut begun = 0;
-            let rest = begin_in_parts(vec![(); blocks].into_iter().map(|()| job()).enumerate(), |part, _| {
+            let rest = begin_in_parts(std::iter::repeat_with(job).take(blocks).collect(), |part, _| {
                 assert!(part.len() <= PLANNED_PER_LOCK);
                 begun += part.len();
                 begun < parts * PLANNED_PER_LOCK

@@ -65,11 +65,11 @@ impl Future for Coming {
 type Wait = LocalBoxFuture<'static, (Taken, Result<()>)>;
 
 /// What a call has come to.
-pub(super) struct LoadCall<A> {
-    pub(super) results: Arc<CallResults>,
+struct LoadCall<A> {
+    results: Arc<CallResults>,
     /// One movement, until all of its parts have ended.
-    pub(super) active: Rc<A>,
-    pub(super) began: Instant,
+    active: Rc<A>,
+    began: Instant,
     /// Not looked at yet.
     unplanned: VecDeque<Numbered>,
     /// Blocks that have to be read, as soon as the first of them has what that needs.
@@ -82,7 +82,7 @@ pub(super) struct LoadCall<A> {
     /// Why a wait failed: what has to be read fails too.
     refused: Option<Error>,
     coming: FuturesUnordered<Coming>,
-    pub(super) arrived: Vec<Arrived>,
+    arrived: Vec<Arrived>,
     ended: Vec<(usize, Result<bool>)>,
     /// More blocks may have arrived than there was time for.
     is_behind: bool,
@@ -193,7 +193,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if call.unplanned.is_empty() && call.waiting.is_empty() {
                 call.taken = Taken::default();
             }
-            self.copy_arrived(&mut call);
+            let arrived = std::mem::take(&mut call.arrived);
+            self.copy_arrived(arrived, (&call.results, &call.active), call.began);
             if !call.ended.is_empty() {
                 call.results.settle(call.ended.drain(..));
             }

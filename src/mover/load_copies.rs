@@ -8,8 +8,8 @@ use super::{
     Active, Mover,
     caller_memory::BEGUN_PER_TURN,
     load::ENDED_PER_LOCK,
-    load_call::LoadCall,
     region::{Job, RegionMemory},
+    results::CallResults,
 };
 use crate::{
     block::{CopyOp, Route},
@@ -30,19 +30,24 @@ const COPIES_MAX: usize = 1024;
 pub(super) type Arrived = (usize, Pin, Job);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Has blocks copied that have arrived in host memory.
-    pub(super) fn copy_arrived(self: &Rc<Self>, call: &mut LoadCall<Active<S, C>>) {
+    /// Has blocks of a call copied that have arrived in host memory. It is under way until then.
+    pub(super) fn copy_arrived(
+        self: &Rc<Self>,
+        arrived: Vec<Arrived>,
+        (results, active): (&Arc<CallResults>, &Rc<Active<S, C>>),
+        began: Instant,
+    ) {
         let (mut together, mut copies): (Vec<Arrived>, _) = (Vec::new(), 0);
         let most = (COPY_BYTES / self.shared.config.block_bytes).min(BEGUN_PER_TURN);
         let copy = |blocks| {
-            let (copied, active) = (Rc::clone(self).copy_together(blocks, call.began), Rc::clone(&call.active));
-            let results = Arc::clone(&call.results);
+            let copied = Rc::clone(self).copy_together(blocks, began);
+            let (results, active) = (Arc::clone(results), Rc::clone(active));
             self.spawn_part(async move {
                 results.settle(copied.await);
                 drop(active);
             });
         };
-        for (number, pin, job) in call.arrived.drain(..) {
+        for (number, pin, job) in arrived {
             let joins = |(_, last, other): &Arrived| {
                 let is_device = job.memory() == RegionMemory::Device;
                 is_device && Arc::ptr_eq(&job.regions, &other.regions) && pin.route() == last.route()

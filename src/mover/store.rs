@@ -241,8 +241,7 @@ impl Submitter {
         };
         let mut known = Vec::new();
         call.pages.lock().hold();
-        let rest =
-            begin_in_parts(jobs.into_iter().enumerate(), |part, rest| this.begin_stores(&call, part, &mut known, rest));
+        let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
         let complete = call.pages.lock().release();
         complete.into_iter().for_each(|group| call.hand_over(group));
         call.results.settle(known);
