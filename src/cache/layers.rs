@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tokio::sync::oneshot;
+
 use super::Cache;
 use crate::{
     block::{BlockKey, Segment},
@@ -81,19 +83,22 @@ impl Cache {
                 format!("one for each of the {} numbers of layers", layer_of.len()),
             ));
         }
-        let jobs = self.jobs(keys, None, segments, None)?;
-        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
-            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
-        }
-        self.want_remote(&jobs);
-        let progress = LayerProgress::new(layers.len(), jobs.len());
+        let progress = LayerProgress::new(layers.len(), keys.len());
         let load = LayerLoad {
             progress: HomeBound::new(Arc::clone(&progress)),
             layers: layers.len(),
             gpu: HomeBound::new(self.inner.facts.gpu.clone()),
         };
         let room = self.room().await?;
+        let (sender, jobs) = oneshot::channel();
         self.send((Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }), room));
+        let jobs = self.jobs(keys, None, segments, None)?;
+        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
+            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
+        }
+        self.want_remote(&jobs);
+        // Where the load was refused, or the reactor has ended, the board says so.
+        drop(sender.send(jobs));
         Ok(load)
     }
 }

@@ -8,8 +8,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tokio::sync::oneshot::{self, error::TryRecvError};
+
 use super::Mover;
 use crate::{device::CopyEngine, io::Storage};
+
+/// Turns of the reactor in which it waits awake for what a caller makes.
+const EXPECTED_TURNS: u32 = 200;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Keeps the reactor awake while a movement is in flight, and for a while after. Ends at once if the setting is 0.
@@ -28,4 +33,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
     }
+}
+
+/// Waits for what a caller makes at this moment, awake for some 100 us. `None` if it gives up.
+pub(super) async fn expected<T>(mut from_caller: oneshot::Receiver<T>) -> Option<T> {
+    for _ in 0..EXPECTED_TURNS {
+        match from_caller.try_recv() {
+            Err(TryRecvError::Empty) => crate::io::yield_now().await,
+            made => return made.ok(),
+        }
+    }
+    from_caller.await.ok()
 }

@@ -30,19 +30,6 @@ pub(super) type BegunLoad = (Trip, Result<Step>);
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 pub(super) const BEGUN_PER_TURN: usize = 32;
 
-/// Calls `begin` with each item, and lets the reactor do other work after every few: a call may have any number of
-/// blocks.
-pub(super) async fn in_turns<T, R>(items: impl IntoIterator<Item = T>, mut begin: impl FnMut(T) -> R) -> Vec<R> {
-    let mut begun = Vec::new();
-    for item in items {
-        if begun.len() % BEGUN_PER_TURN == BEGUN_PER_TURN - 1 {
-            crate::io::yield_now().await;
-        }
-        begun.push(begin(item));
-    }
-    begun
-}
-
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Registers a region with the storage, if the kernel allows it.
     pub(super) fn register(&self, region: &RegionUse) {
@@ -237,36 +224,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         self.shared.written(receiver).await
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{
-        pin::pin,
-        task::{Context, Poll, Waker},
-    };
-
-    use super::*;
-
-    #[test]
-    fn a_call_of_many_blocks_begins_them_in_turns() {
-        let count = std::cell::Cell::new(0);
-        let mut begun = pin!(in_turns(0..65_536, |n| {
-            count.set(count.get() + 1);
-            n
-        }));
-        let mut context = Context::from_waker(Waker::noop());
-        let mut before = 0;
-        let ended = loop {
-            let polled = begun.as_mut().poll(&mut context);
-            let turn = count.get() - before;
-            assert!(turn <= BEGUN_PER_TURN, "{turn} blocks were begun in one turn of the reactor");
-            before = count.get();
-            if let Poll::Ready(ended) = polled {
-                break ended;
-            }
-        };
-        assert!(ended.into_iter().eq(0..65_536), "all of them, in order");
     }
 }

@@ -5,20 +5,23 @@
 
 use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc};
 
-use tokio::{task::JoinHandle, time::Instant};
+use tokio::{sync::oneshot, task::JoinHandle, time::Instant};
 
 use super::{
     Mover,
-    caller_memory::in_turns,
-    plan::{Read, Step},
+    busy_poll::expected,
+    caller_memory::BEGUN_PER_TURN,
+    load::{Numbered, PLANNED_PER_LOCK},
+    load_copies::Arrived,
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
+    results::CallResults,
 };
 use crate::{
     block::{CopyOp, Direction},
     device::{CopyEngine, CopyRegion, OwnedBatch},
-    io::Storage,
-    state::Pin,
+    error::Result,
+    io::{Storage, yield_now},
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -27,21 +30,25 @@ const IN_FLIGHT_BYTES: u64 = 8 << 20;
 
 /// Blocks that are in host memory, pinned, and where they go.
 struct Resident {
-    blocks: Vec<(usize, Pin, Job)>,
-    /// Of each of them: where in the block every segment begins.
-    starts: Vec<Vec<usize>>,
+    blocks: Vec<Arrived>,
+    /// Of each of them: where in the block every segment begins. Blocks that are cut alike share it.
+    starts: Vec<Arc<[usize]>>,
+}
+
+/// How long a block's segments are.
+fn lengths(job: &Job) -> impl Iterator<Item = usize> {
+    job.segments.iter().map(|segment| segment.len)
 }
 
 impl Resident {
-    fn new(blocks: Vec<(usize, Pin, Job)>) -> Self {
-        let starts_of = |(_, _, job): &(usize, Pin, Job)| {
-            let starts = job.segments.iter().scan(0, |end, segment| {
-                *end += segment.len;
-                Some(*end - segment.len)
-            });
-            starts.collect()
-        };
-        Resident { starts: blocks.iter().map(starts_of).collect(), blocks }
+    fn new(blocks: Vec<Arrived>) -> Self {
+        let mut starts: Vec<Arc<[usize]>> = Vec::with_capacity(blocks.len());
+        for (at, (.., job)) in blocks.iter().enumerate() {
+            let before = starts.last().filter(|_| lengths(&blocks[at - 1].2).eq(lengths(job)));
+            let of_job = || lengths(job).scan(0, |end, len| Some(std::mem::replace(end, *end + len))).collect();
+            starts.push(before.cloned().unwrap_or_else(of_job));
+        }
+        Resident { starts, blocks }
     }
 
     /// What copy engines know of the memory that the blocks go to, each region once.
@@ -66,29 +73,56 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies blocks into their segments, and reports each layer when it is complete.
     pub(super) async fn load_layers(self: Rc<Self>, load: LayerJobs) {
         let LayerJobs { jobs, layers, board } = load;
+        let Some(jobs) = expected(jobs).await else { return };
         let board = Rc::new(RefCell::new(board));
-        let (mut resident, mut away) = (Vec::new(), Vec::new());
-        let sort = |(at, job): (usize, Job)| match self.begin_load(&mut self.shared.lock(), &job, Read::Waits) {
-            (_, Ok(Step::Pinned(pin))) => resident.push((at, pin, job)),
-            begun => away.push((at, Box::new(job), begun)),
-        };
-        in_turns(jobs.into_iter().enumerate(), sort).await;
+        let (resident, away) = self.pin_what_is_resident(jobs).await;
         // Reads go on while what is in host memory is copied.
-        let load_away = |(at, job, begun)| {
-            let (this, board) = (Rc::clone(&self), Rc::clone(&board));
-            self.spawn_part(async move {
-                let outcome = this.load_begun(job, begun).await;
-                board.borrow_mut().block_ended(at, outcome);
-            })
-        };
-        let away = in_turns(away, load_away).await;
+        let (numbers, away) = self.load_away(away);
         if !resident.is_empty() {
             self.copy_by_layer(Resident::new(resident), &layers, &board).await;
         }
-        for task in away {
-            // A task that was lost has marked nothing; the board reports its blocks as lost when it is dropped.
-            drop(task.await);
+        // Where they are lost, the board says so when it is dropped.
+        let mut ended = numbers.into_iter().zip(away.await.unwrap_or_default());
+        while ended.len() > 0 {
+            for (number, outcome) in ended.by_ref().take(BEGUN_PER_TURN) {
+                board.borrow_mut().block_ended(number, outcome);
+            }
+            yield_now().await;
         }
+    }
+
+    /// Pins the blocks that are in host memory, all of them before any other is read: its slot might be that of one of
+    /// them. Returns the others, too.
+    async fn pin_what_is_resident(&self, jobs: Vec<Job>) -> (Vec<Arrived>, Vec<Numbered>) {
+        let (mut resident, mut away) = (Vec::with_capacity(jobs.len()), Vec::new());
+        let mut jobs = jobs.into_iter().enumerate();
+        while jobs.len() > 0 {
+            for _ in 0..BEGUN_PER_TURN / PLANNED_PER_LOCK {
+                let mut state = self.shared.lock();
+                for (number, job) in jobs.by_ref().take(PLANNED_PER_LOCK) {
+                    match state.find_open(&job.key).and_then(|id| state.pin_resident(id)) {
+                        Some(pin) => resident.push((number, pin, job)),
+                        None => away.push((number, job)),
+                    }
+                }
+            }
+            if jobs.len() > 0 {
+                yield_now().await;
+            }
+        }
+        (resident, away)
+    }
+
+    /// Loads blocks that are not in host memory. They come whole, and a layer is not complete before all are there: one
+    /// answer is enough. Returns their numbers with it.
+    fn load_away(self: &Rc<Self>, away: Vec<Numbered>) -> (Vec<usize>, oneshot::Receiver<Vec<Result<bool>>>) {
+        let (numbers, jobs): (Vec<usize>, Vec<Job>) = away.into_iter().unzip();
+        let (sender, receiver) = oneshot::channel();
+        if !jobs.is_empty() {
+            let results = CallResults::new(jobs.len(), Box::new(|outcomes| drop(sender.send(outcomes))));
+            self.load(jobs.into_iter().enumerate().collect(), Arc::new(results));
+        }
+        (numbers, receiver)
     }
 
     async fn copy_by_layer(
@@ -128,15 +162,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             bytes_under_way += bytes;
             under_way.push_back((bytes, task));
             // Else the first layer would wait until the last one's copies are listed.
-            crate::io::yield_now().await;
+            yield_now().await;
         }
         for (_, task) in under_way {
             drop(task.await);
         }
-        for (at, _, job) in &resident.blocks {
-            if board.borrow().is_there(*at) {
-                self.loaded(&job.key, started);
-            }
+        // Where the copies of a layer were lost, its memory stays with them.
+        let Some(Resident { mut blocks, .. }) = Arc::into_inner(resident) else { return };
+        while !blocks.is_empty() {
+            let turn = blocks.split_off(blocks.len().saturating_sub(BEGUN_PER_TURN));
+            let (there, lost): (Vec<_>, Vec<_>) = turn.into_iter().partition(|(at, ..)| board.borrow().is_there(*at));
+            self.unpin_loaded(there, Some(started));
+            self.unpin_loaded(lost, None);
+            yield_now().await;
         }
     }
 

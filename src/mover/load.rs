@@ -177,10 +177,7 @@ impl Submitter {
     }
 
     fn plan_load(&self, state: &mut Locked<'_>, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
-        if state.check_open().is_err() || !self.reaches_in_place(job) {
-            return None;
-        }
-        let id = state.index.find(&job.key)?;
+        let id = state.find_open(&job.key).filter(|_| self.reaches_in_place(job))?;
         let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true }, Use::Now);
         let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToRegion)?;
         let Step::OnDisk(block) = trip.begin(state, route) else { return None };
@@ -212,28 +209,24 @@ impl Submitter {
         job: &Job,
         waiter: oneshot::Sender<Outcome>,
     ) -> Option<Option<Submission>> {
-        let id = state.index.find(&job.key).filter(|_| state.check_open().is_ok())?;
+        let id = state.find_open(&job.key)?;
         let shape = job.shape(self.ends.shared.config.host.bypass, self.memory_align_bytes);
         let has_cufile = state.cufile.reads() && state.device_service.reads();
         let route = Trip::load(&job.key, shape, Use::Now).choose(state, Some(id), has_cufile)?;
         if route != Route::HostToCaller || state.flights.contains(&job.key, Tier::Host) {
             return None;
         }
+        // Before later blocks of the call are read: their slots might be its.
+        if let Some(pin) = state.pin_resident(id) {
+            drop(waiter.send(Ok(Some(pin))));
+            return Some(None);
+        }
         let source = state.served_tier(id);
-        let read = match state.pin(id, Tier::Host, Route::HostHit) {
-            // Before later blocks of the call are read: their slots might be its.
-            Some(pin) => {
-                drop(waiter.send(Ok(Some(pin))));
-                None
-            }
-            None => {
-                let read = self.plan(state, (&job.key, id), Class::Awaited)?;
-                Some(self.begin_read(state, id, Class::Awaited, waiter, read))
-            }
-        };
+        let read = self.plan(state, (&job.key, id), Class::Awaited)?;
+        let read = self.begin_read(state, id, Class::Awaited, waiter, read);
         state.count_use(id);
         state.count(self.ends.shared.metrics.look_ups(source), 1);
-        Some(read)
+        Some(Some(read))
     }
 
     fn queue_load(&self, load: &Arc<Load>, planned: PlannedLoad, permit: Permit, file: OpenFile) {

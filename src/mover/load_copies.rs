@@ -101,7 +101,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Unpins blocks that were copied from host memory, and counts them if they are in place.
-    fn unpin_loaded(self: &Rc<Self>, blocks: Vec<Arrived>, began: Option<Instant>) {
+    pub(super) fn unpin_loaded(self: &Rc<Self>, blocks: Vec<Arrived>, began: Option<Instant>) {
         let (mut pins, jobs): (Vec<Pin>, Vec<Job>) = blocks.into_iter().map(|(_, pin, job)| (pin, job)).unzip();
         while !pins.is_empty() {
             let mut state = self.shared.lock();

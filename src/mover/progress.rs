@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 
 use super::region::Job;
 use crate::{
@@ -119,6 +119,8 @@ pub(crate) struct LayerBoard {
     blocks: Vec<Option<Result<bool>>>,
     /// By layer, then by block.
     there: Vec<Vec<bool>>,
+    /// Of each block the layers that are not known to be there.
+    missing: Vec<usize>,
     /// Blocks of which a layer's bytes are not known yet.
     left: Vec<usize>,
 }
@@ -133,6 +135,7 @@ impl LayerBoard {
             progress,
             blocks: vec![None; blocks],
             there: vec![vec![false; blocks]; layers],
+            missing: vec![layers; blocks],
             left: vec![blocks; layers],
         };
         if blocks == 0 {
@@ -170,6 +173,7 @@ impl LayerBoard {
 
     fn mark(&mut self, layer: usize, block: usize, is_there: bool) {
         self.there[layer][block] = is_there;
+        self.missing[block] -= usize::from(is_there);
         self.left[layer] -= 1;
         if self.left[layer] == 0 {
             self.complete(layer);
@@ -189,9 +193,8 @@ impl LayerBoard {
 impl Drop for LayerBoard {
     fn drop(&mut self) {
         // A block of which only some layers are known to be there is not there.
-        for (block, outcome) in self.blocks.iter_mut().enumerate() {
-            let is_whole = || self.there.iter().all(|layer| layer[block]);
-            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && !is_whole()) {
+        for (outcome, &missing) in self.blocks.iter_mut().zip(&self.missing) {
+            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && missing > 0) {
                 *outcome = Some(Err(Error::Closed));
             }
         }
@@ -207,7 +210,8 @@ impl Drop for LayerBoard {
 
 /// A load that completes layer by layer.
 pub(crate) struct LayerJobs {
-    pub(crate) jobs: Vec<Job>,
+    /// Its caller makes them once it has sent this: waking a sleeping reactor takes as long.
+    pub(crate) jobs: oneshot::Receiver<Vec<Job>>,
     /// For each layer the numbers of its segments.
     pub(crate) layers: Vec<Vec<usize>>,
     pub(crate) board: LayerBoard,
@@ -216,7 +220,7 @@ pub(crate) struct LayerJobs {
 impl LayerJobs {
     /// Ends it before it has begun.
     pub(super) fn refuse(mut self, error: &Error) {
-        (0..self.jobs.len()).for_each(|block| self.board.block_ended(block, Err(error.clone())));
+        (0..self.board.blocks.len()).for_each(|block| self.board.block_ended(block, Err(error.clone())));
     }
 }
 
@@ -267,16 +271,8 @@ mod tests {
         assert_eq!(LayerBoard::new(Arc::clone(&progress)).left, [0, 0]);
         assert!(matches!(progress.layer(1), Some((0, None))), "of no blocks");
         let progress = LayerProgress::new(1, 1);
-        let job = Job {
-            key: crate::block::BlockKey::new([1; 32]),
-            parent: None,
-            segments: vec![],
-            regions: Arc::new([]),
-            through_host: false,
-            is_counted: false,
-        };
         let board = LayerBoard::new(Arc::clone(&progress));
-        LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());
+        LayerJobs { jobs: oneshot::channel().1, layers: vec![vec![]], board }.refuse(&copy_error());
         assert!(matches!(progress.layer(0), Some((0, Some(Error::Copy { .. })))));
         assert!(matches!(progress.blocks().expect("the end")[..], [Err(Error::Copy { .. })]));
     }

@@ -7,7 +7,7 @@ use super::{
     deferred::{EndedPin, Work},
 };
 use crate::{
-    block::{Route, Tier},
+    block::{BlockKey, Route, Tier},
     index::EntryId,
     remote::Slot,
     sync::Refused,
@@ -175,5 +175,18 @@ impl Locked<'_> {
         if tier == Tier::Host && self.has_waiters(tier) && self.write_back_is_due(0, 0.0) {
             self.shared().write_back.notify_one();
         }
+    }
+
+    /// The entry of a block that a call looks up, unless the cache is closed.
+    pub(crate) fn find_open(&self, key: &BlockKey) -> Option<EntryId> {
+        self.index.find(key).filter(|_| self.check_open().is_ok())
+    }
+
+    /// Pins a block for a load, if it is in host memory. Counts the use and the hit then.
+    pub(crate) fn pin_resident(&mut self, id: EntryId) -> Option<Pin> {
+        let pin = self.pin(id, Tier::Host, Route::HostHit)?;
+        self.count_use(id);
+        self.count(self.shared().metrics.look_ups(Some(Tier::Host)), 1);
+        Some(pin)
     }
 }

@@ -102,6 +102,32 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
     }
 }
 
+/// From host memory, where it is copied from, also where the device has it too.
+#[test]
+fn a_load_of_a_block_in_host_and_device_memory_is_a_hit_of_the_host_tier() {
+    for way in [Way::LoadInto, Way::SubmitLoad, Way::LoadLayers] {
+        block_on(async {
+            let directory = directory();
+            let settings = config(&directory, StorageKind::Auto, 4, 4).device_blocks(2);
+            let cache = Cache::open(settings.device(DeviceKind::Simulated)).await.expect("open");
+            let (memory, places) = pool(2);
+            // SAFETY: the memory is leaked, and nothing reads it.
+            let lent = unsafe { kvhoist::Memory::host(memory, 2 * BLOCK_BYTES) };
+            let region = cache.register(lent).await.expect("registered");
+            for n in 0..2 {
+                store(&cache, n).await;
+                drop(cache.fetch_to_device(&key(n)).await.expect("fetched").expect("resident"));
+            }
+            let before = looked_up(&cache.stats());
+            load(&cache, way, &[0, 1], &places).await;
+            let after = looked_up(&cache.stats());
+            assert_eq!((after[0] - before[0], cache.stats().tier(Tier::Device).hits), (2, 0), "{way:?}");
+            cache.unregister(&region).await.expect("its own region");
+            cache.close().await.expect("close");
+        });
+    }
+}
+
 #[test]
 fn what_is_stored_from_a_region_and_read_from_the_device_has_a_route() {
     block_on(async {
