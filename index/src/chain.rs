@@ -79,19 +79,19 @@ impl Index {
             }
             let entry = self.entry_mut(id);
             let parent = std::mem::replace(&mut entry.parent, NONE);
-            let (is_named, removed, hash) = (entry.is_named(), entry.is_removed(), entry.hash);
+            let (is_named, removed) = (entry.is_named(), entry.is_removed());
             if is_named && parent == NONE {
                 return;
             }
             self.tops.forget();
             if !is_named {
+                if !removed {
+                    self.unmap(id);
+                }
                 let entry = self.entries.remove(id.0 as usize);
                 debug_assert!(entry.links == [Link::OUT; Tier::COUNT], "it has left with its last copy");
                 if entry.is_kept() {
                     self.kept.forget(id.0);
-                }
-                if !removed {
-                    self.unmap(id, hash);
                 }
             }
             if parent == NONE {
@@ -101,9 +101,10 @@ impl Index {
         }
     }
 
-    pub(super) fn unmap(&mut self, id: EntryId, hash: u64) {
-        let found = self.map.find_entry(hash, |&other| other == id.0);
-        found.expect("an entry that was not removed is in the map").remove();
+    /// Takes an entry that was not removed out of the map.
+    pub(super) fn unmap(&mut self, id: EntryId) {
+        let hash = self.hash_of(id);
+        self.map.remove(&mut self.entries, hash, id.0);
     }
 
     pub(super) fn child_arrived(&mut self, parent: EntryId, tier: Tier) {

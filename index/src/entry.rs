@@ -49,7 +49,7 @@ impl List {
 /// One block: its key, its place in the chain, its copies. 128 bytes, the slab's tag included: two lines of the
 /// processor's cache, which it loads as a pair.
 ///
-/// The order of the fields is the order of their heat: a lookup needs the first 40 bytes.
+/// The order of the fields is the order of their heat: a lookup needs the first 44 bytes.
 #[repr(C, align(128))]
 pub(super) struct Entry {
     /// Five bits a tier.
@@ -60,13 +60,13 @@ pub(super) struct Entry {
     /// The entry of the block before it in the chain, or [`NONE`].
     pub(super) parent: u32,
     pub(super) key: BlockKey,
+    /// The next entry of its chain in the map, which alone reads it.
+    pub(super) next: u32,
     /// The clock at its last use; 0 before the first.
     pub(super) last_use: u64,
     pub(super) places: [Place; Tier::COUNT],
     /// Its neighbors in the policy's order of each tier.
     pub(super) links: [Link; Tier::COUNT],
-    /// The hash of its key.
-    pub(super) hash: u64,
 }
 
 /// The state of an entry as a whole. Never zero: the slab keeps its own tag in the value that this cannot have.
@@ -114,7 +114,7 @@ impl Entry {
         last_use: 0,
         places: [Place::EMPTY; Tier::COUNT],
         links: [Link::OUT; Tier::COUNT],
-        hash: 0,
+        next: 0,
     };
 
     /// Puts the block of this new entry in `slot` of `tier`, with these uses, at least one.

@@ -51,8 +51,8 @@
 //! # Bytes
 //!
 //! An entry takes 128 bytes of slab, with its key, its links in the orders of eviction and its tag, and 3 bits in the
-//! frontier sets; a place in the map 5 bytes. A dirty, released or kept copy takes a node of 24 bytes and 17 bytes of
-//! table, a late arrival about 24 bytes. Tables are between 7/16 and 7/8 full, and the slab doubles if
+//! frontier sets, and a chain of the map 4 bytes. A dirty, released or kept copy takes a node of 24 bytes and 17 bytes
+//! of table, which is between 7/16 and 7/8 full, a late arrival about 24 bytes. Slab and map double if
 //! [`try_reserve`](Index::try_reserve) was not called. `tests/process/index_bytes.rs` measures and bounds them.
 //!
 //! # Cost
@@ -77,6 +77,7 @@ mod hints;
 mod kept;
 mod link;
 mod lru;
+mod map;
 mod pages;
 mod place;
 mod policy;
@@ -100,7 +101,6 @@ pub use write_value::Worth;
 
 use std::collections::BTreeSet;
 
-use hashbrown::{HashTable, hash_table};
 use kvhoist_base::{
     bits::BitSet,
     block::{BlockKey, Tier},
@@ -111,6 +111,7 @@ use self::{
     entry::{Entry, List},
     kept::Kept,
     link::{LATE, NONE},
+    map::KeyMap,
     recency_list::RecencyList,
     write_outcomes::WriteValues,
 };
@@ -143,7 +144,7 @@ impl EntryId {
 pub struct Index {
     entries: Slab<Entry>,
     /// Finds entries by key; those that were removed are not in it.
-    map: HashTable<u32>,
+    map: KeyMap,
     hasher: KeyHasher,
     /// Uses so far. Stays at its maximum should a store ever say so.
     clock: u64,
@@ -190,7 +191,7 @@ impl Index {
             counts_requests: policies.iter().any(|policy| policy.rb().is_some()),
             request: 0..0,
             entries: Slab::new(),
-            map: HashTable::new(),
+            map: KeyMap::default(),
             hasher: KeyHasher::new(seed),
             clock: 0,
             policies,
@@ -211,11 +212,11 @@ impl Index {
     /// Reserves room for exactly `entries` more entries: nothing moves until then. This takes address space; memory
     /// follows with the entries. The error is the number of bytes that were refused.
     pub fn try_reserve(&mut self, entries: usize) -> Result<(), usize> {
-        let slab = &self.entries;
-        let bytes = entries.saturating_mul(size_of::<Entry>() + size_of::<u32>());
-        self.map.try_reserve(entries, |&id| slab[id as usize].hash).map_err(|_| bytes)?;
-        // The slab itself could only panic. This allocates, and frees, what it then takes.
-        Vec::<Entry>::new().try_reserve_exact(slab.len().saturating_add(entries)).map_err(|_| bytes)?;
+        let room = self.entries.len().saturating_add(entries);
+        let bytes = room.saturating_mul(size_of::<Entry>() + size_of::<u32>());
+        // The slab itself could only panic. This allocates, and frees, what it and the map then take.
+        Vec::<Entry>::new().try_reserve_exact(room).map_err(|_| bytes)?;
+        Vec::<u32>::new().try_reserve_exact(room).map_err(|_| bytes)?;
         self.entries.reserve_exact(entries);
         self.reach_capacity();
         self.policies.iter_mut().try_for_each(Policy::try_reserve)
@@ -224,8 +225,7 @@ impl Index {
     /// The entry of `key`, also where it is resident nowhere: a ghost, or a first fill under way.
     #[inline]
     pub fn find(&self, key: &BlockKey) -> Option<EntryId> {
-        let hash = self.hasher.hash(key);
-        self.map.find(hash, |&id| self.entries[id as usize].key == *key).map(|&id| EntryId(id))
+        self.map.find(&self.entries, self.hasher.hash(key), key).map(EntryId)
     }
 
     /// The hash of its keys.
@@ -271,7 +271,7 @@ impl Index {
 
     /// True if no entry can be found.
     pub fn is_empty(&self) -> bool {
-        self.map.is_empty()
+        self.map.len() == 0
     }
 
     #[inline]
@@ -290,10 +290,17 @@ impl Index {
         (parent != NONE).then_some(EntryId(parent))
     }
 
-    /// Reserves room in the sets for every id that the slab may assign without growing.
+    /// The hash of an entry's key.
+    #[inline]
+    fn hash_of(&self, id: EntryId) -> u64 {
+        self.hasher.hash(&self.entry(id).key)
+    }
+
+    /// Reserves room in the map and the sets for every id that the slab may assign without growing.
     fn reach_capacity(&mut self) {
         let ids = u32::try_from(self.entries.capacity()).unwrap_or(u32::MAX);
         self.frontier.iter_mut().for_each(|set| set.grow(ids));
+        self.map.grow(&mut self.entries, |key| self.hasher.hash(key));
     }
 
     fn find_or_create(&mut self, key: BlockKey) -> EntryId {
@@ -303,31 +310,27 @@ impl Index {
     /// Finds the entry of `key`, or creates one and has it set up. True if it was created.
     #[inline]
     fn find_or_create_with(&mut self, key: &BlockKey, set_up: impl FnOnce(&mut Entry)) -> (EntryId, bool) {
-        let Index { entries, map, hasher, .. } = self;
-        let (capacity, hash) = (entries.capacity(), hasher.hash(key));
-        let entry = map.entry(hash, |&id| entries[id as usize].key == *key, |&id| entries[id as usize].hash);
-        match entry {
-            hash_table::Entry::Occupied(found) => (EntryId(*found.get()), false),
-            hash_table::Entry::Vacant(place) => {
-                // Set up where it lies: copied from the stack, its fields would be read before they have reached the
-                // processor's cache, and every entry would wait for the stores before it.
-                let at = entries.insert(Entry::EMPTY);
-                let entry = &mut entries[at];
-                entry.key = *key;
-                entry.hash = hash;
-                set_up(entry);
-                let id = u32::try_from(at).expect("memory ends long before ids do");
-                assert!(id < LATE, "memory ends long before ids do");
-                place.insert(id);
-                if entries.capacity() != capacity {
-                    self.reach_capacity();
-                }
-                if let Some(values) = &mut self.values {
-                    values.forget_chain(id);
-                }
-                (EntryId(id), true)
-            }
+        let hash = self.hasher.hash(key);
+        if let Some(id) = self.map.find(&self.entries, hash, key) {
+            return (EntryId(id), false);
         }
+        if self.entries.len() == self.entries.capacity() {
+            self.entries.reserve(1);
+            self.reach_capacity();
+        }
+        // Set up where it lies: copied from the stack, its fields would be read before they have reached the
+        // processor's cache, and every entry would wait for the stores before it.
+        let at = self.entries.insert(Entry::EMPTY);
+        let entry = &mut self.entries[at];
+        entry.key = *key;
+        set_up(entry);
+        let id = u32::try_from(at).expect("memory ends long before ids do");
+        assert!(id < LATE, "memory ends long before ids do");
+        self.map.insert(&mut self.entries, hash, id);
+        if let Some(values) = &mut self.values {
+            values.forget_chain(id);
+        }
+        (EntryId(id), true)
     }
 }
 

@@ -241,8 +241,7 @@ impl Index {
                 self.kept.forget(id.0);
             }
             self.blocks -= usize::from(was_resident);
-            let hash = self.entry(id).hash;
-            self.unmap(id, hash);
+            self.unmap(id);
         } else {
             self.collect(id);
         }

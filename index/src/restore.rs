@@ -18,19 +18,12 @@ impl Index {
     /// Loads into the processor's caches what [`restore`](Self::restore) will need for these keys. One key at a time,
     /// half of its time would be waiting for memory; here the waits overlap.
     pub fn prepare_restore<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
-        let (values, entries) = (self.map_values(), self.entries_start());
-        let mask = self.map.num_buckets().wrapping_sub(1);
+        let entries = self.entries_start();
         for key in keys {
-            let hash = self.hasher.hash(key);
-            // The ids that it is shown are nearly all the key's own: a parent's, or that of another record of the key.
-            let pass = |&id: &u32| {
-                entries.iter().for_each(|start| prefetch(start.wrapping_add(id as usize)));
-                false
-            };
-            std::hint::black_box(self.map.find(hash, pass).is_some());
-            // A new id is most likely stored here, and a store that waits for memory holds up all that follow it.
-            if let Some(end) = values {
-                prefetch(end.wrapping_sub((hash as usize & mask) + 1));
+            // Nearly always the key's own entry: a parent's, or that of another record of the key.
+            let first = self.map.first(self.hasher.hash(key));
+            if let (Some(start), Some(id)) = (entries, first) {
+                prefetch(start.wrapping_add(id as usize));
             }
         }
     }
@@ -41,24 +34,14 @@ impl Index {
         Some(std::ptr::from_ref(entry).wrapping_sub(id))
     }
 
-    /// The end of the map's values, which lie before it in the order of their buckets, the first one last. Where an
-    /// entry's id lies tells it. It is good for hints only: the layout is the map's own affair.
-    fn map_values(&self) -> Option<*const u32> {
-        let (_, entry) = self.entries.iter().next()?;
-        let bucket = self.map.find_bucket_index(entry.hash, |&id| self.entries[id as usize].key == entry.key)?;
-        Some(std::ptr::from_ref(self.map.get_bucket(bucket)?).wrapping_add(bucket + 1))
-    }
-
     /// Where the memory is that [`try_reserve`](Self::try_reserve) reserved, as address and bytes, for advice to the
     /// system: the entries and the map.
     pub fn reserved(&mut self) -> [(usize, usize); 2] {
         // Any entry tells where the others are.
         let id = self.find_or_create(BlockKey::new([0; 32]));
         let entries = self.entries_start().map_or(0, <*const Entry>::addr);
-        let buckets = self.map.num_buckets();
-        let map = self.map_values().map_or(0, |end| end.wrapping_sub(buckets).addr());
         self.collect(id);
-        [(entries, self.entries.capacity() * size_of::<Entry>()), (map, self.map.allocation_size())]
+        [(entries, self.entries.capacity() * size_of::<Entry>()), self.map.memory()]
     }
 
     /// Recovery: makes the block resident in `slot` of `tier`, with these uses; in any order. If no use is known, it

@@ -129,12 +129,12 @@ impl Index {
     fn recall(&mut self, id: EntryId, from: Used) -> u8 {
         let clock = self.clock.saturating_add(1);
         let now = as_date(clock);
-        let Index { entries, policies, values, .. } = self;
+        let Index { entries, hasher, policies, values, .. } = self;
         let entry = &entries[id.0 as usize];
-        let known = values.as_mut().map_or(0, |values| values.asked(entry.hash));
+        let known = values.as_mut().map_or(0, |values| values.asked(hasher.hash(&entry.key)));
         match from.uses {
             0 => {
-                let hash = entry.hash;
+                let hash = hasher.hash(&entry.key);
                 let policies = policies.iter_mut().filter_map(Policy::rb_mut);
                 return policies.fold(known, |uses, policy| policy.returned(hash, now).max(uses));
             }
@@ -172,13 +172,13 @@ impl Index {
 
     /// Moves the memory of evictions from the entry, which is resident nowhere now, to the policies.
     pub(super) fn remember_evictions(&mut self, id: EntryId) {
-        let Index { entries, policies, .. } = self;
+        let Index { entries, hasher, policies, .. } = self;
         let entry = &mut entries[id.0 as usize];
         let uses = entry.used().uses;
         if uses == 0 {
             return;
         }
-        let hash = entry.hash;
+        let hash = hasher.hash(&entry.key);
         for tier in Tier::ALL {
             if let Some(at) = entry.take_evicted_at(tier)
                 && let Some(policy) = policies[tier as usize].rb_mut()

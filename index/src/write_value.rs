@@ -76,7 +76,7 @@ impl Index {
     pub fn decided(&mut self, id: EntryId) {
         let depth = self.depth_class(id);
         let used = self.entry(id).used();
-        let hash = self.entry(id).hash;
+        let hash = self.hash_of(id);
         if let Some(values) = &mut self.values {
             values.decide(hash, used.last as u32, used.uses, depth);
         }
@@ -101,7 +101,7 @@ impl Index {
     /// A new block inherits the coin of its parent if it is the parent's first child; else one is drawn.
     pub(super) fn toss_coin(&mut self, id: EntryId) {
         let parent = self.parent(id).filter(|parent| !self.entry(*parent).is_named());
-        let hash = self.entry(id).hash;
+        let hash = self.hash_of(id);
         let Some(values) = &mut self.values else { return };
         if values.chained(id.0).coin != 0 {
             return;

@@ -13,8 +13,9 @@ use crate::{
 pub(super) fn empty(seed: u64, config: &Config) -> Result<Index> {
     let mut index = Index::with_policies(seed, |tier| policy(config, tier));
     let slots = config.slots_of_all_tiers();
-    // Beside blocks in slots there are those that are being stored, and parents that are resident nowhere.
-    let entries = slots + slots / 16 + 1024;
+    // Beside blocks in slots there are parents that are resident nowhere, of which there are no more; and one that is
+    // about to be stored. What no block takes is address space.
+    let entries = 2 * slots + 1024;
     let entries = usize::try_from(entries).unwrap_or(usize::MAX);
     index.try_reserve(entries).map_err(|bytes| refused(config, bytes))?;
     for (start, len) in index.reserved() {
@@ -79,10 +80,14 @@ mod tests {
         for config in [Config::default().host_blocks(3000).disks(disks).device_blocks(500), Config::default()] {
             let mut index = empty(1, &config).expect("there is memory");
             let reserved = index.reserved();
-            for n in 0..config.slots_of_all_tiers() as usize + 1000 {
+            let key = |n: usize| {
                 let mut key = [0; 32];
                 key[..8].copy_from_slice(&n.to_le_bytes());
-                let id = index.insert(BlockKey::new(key), None);
+                BlockKey::new(key)
+            };
+            // Each with a parent of its own, which is nowhere.
+            for n in 0..config.slots_of_all_tiers() as usize {
+                let id = index.insert(key(2 * n), Some(key(2 * n + 1)));
                 assert!(index.begin_fill(id, Tier::Host));
             }
             assert_eq!(index.reserved(), reserved);
