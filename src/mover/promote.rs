@@ -16,7 +16,7 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    state::{Class, Outcome, Pin, Purpose, Use},
+    state::{Class, Filling, Outcome, Pin, Purpose, Use},
 };
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -36,15 +36,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let (id, checksum, route) = (block.pin.id(), block.checksum, trip.route());
             if let Some((pin, filling)) = self.read_by_cufile(&mut trip, block).await? {
                 let outcome = self.shared.lock().publish(id, filling, checksum, route, pin);
-                self.shared.metrics.moved(route, started.elapsed());
+                if outcome.is_some() {
+                    self.shared.metrics.moved(route, started.elapsed());
+                }
                 return Ok(outcome);
             }
             trip.rule_out();
             step = self.plan(&mut self.shared.lock(), &mut trip)?;
         }
-        let offer = Offer::new();
-        let outcome = self.to_host(&trip.key, Class::Awaited, step, Some(offer.copy())).await?;
-        let Some(source) = outcome else { return Ok(None) };
+        let taken = self.host_and_device_slot(&trip.key, step).await?;
+        let Some((source, filling, is_copied)) = taken else { return Ok(None) };
         if trip.is_suspect {
             self.blame_cufile();
         }
@@ -52,10 +53,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let route = match source.route() {
             Route::DiskToHost => Route::DiskToHostToDevice,
             _ => Route::HostToDevice,
-        };
-        let (filling, is_copied) = match offer.withdraw().await? {
-            (Some(filling), is_copied) => (filling, is_copied),
-            (None, _) => (self.shared.acquire(Tier::Device, Purpose::Movement(&trip.key, Tier::Device)).await?, false),
         };
         {
             let mut state = self.shared.lock();
@@ -80,8 +77,40 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let checksum = state.host_checksums[source.slot() as usize];
         let pin = state.publish(id, filling, checksum, route, source);
         drop(state);
-        self.shared.metrics.moved(route, started.elapsed());
+        if pin.is_some() {
+            self.shared.metrics.moved(route, started.elapsed());
+        }
         Ok(pin)
+    }
+
+    /// Pins a block in host memory, and takes a slot of the device for it. True where it has been copied there on its
+    /// way; `None` where it is resident nowhere.
+    async fn host_and_device_slot(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        mut step: Step,
+    ) -> Result<Option<(Pin, Filling, bool)>> {
+        let mut taken = None;
+        loop {
+            let offer = Offer::new();
+            let verifier = if taken.is_none() { Some(offer.copy()) } else { None };
+            let Some(source) = self.to_host(key, Class::Awaited, step, verifier).await? else { return Ok(None) };
+            if let Some(filling) = taken {
+                return Ok(Some((source, filling, false)));
+            }
+            if let (Some(filling), is_copied) = offer.withdraw().await? {
+                return Ok(Some((source, filling, is_copied)));
+            }
+            let free = self.shared.lock().acquire(Tier::Device);
+            if let Some(filling) = free {
+                return Ok(Some((source, filling, false)));
+            }
+            // Its host slot may be what the holder of a device slot waits for.
+            drop(source);
+            taken = Some(self.shared.acquire(Tier::Device, Purpose::Movement(key, Tier::Device)).await?);
+            let again = (Class::Awaited, Use::Counted);
+            step = self.begin_to_host(&mut self.shared.lock(), key, again, Read::Waits)?;
+        }
     }
 
     /// Pins a block in host memory, once its movement there has ended; carries that out where `step` has begun it.

@@ -172,6 +172,32 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
     }
 }
 
+/// The lease of the only device slot is dropped once another block is stored, which needs the only host slot.
+#[test]
+fn a_promotion_that_waits_for_a_device_slot_holds_no_host_slot() {
+    sim::block_on(async {
+        let settings = config().host_blocks(1).device_blocks(1);
+        let (cache, reactor, _disk) = open(settings).await;
+        for n in 0..2 {
+            store(&cache, n).await.expect("stored");
+        }
+        let lease = cache.fetch_to_device(&key(0)).await.expect("served").expect("resident");
+        let promoting = spawn(&cache, async |cache| elapsed(cache.fetch_to_device(&key(1))).await);
+        a_while().await;
+        assert!(!promoting.is_finished(), "the only device slot is leased");
+        let (stored, took) = elapsed(store(&cache, 2)).await;
+        stored.expect("the host slot is free to take");
+        assert!(took < DEADLINE / 4, "stored after {took:?}");
+        drop(lease);
+        let (promoted, took) = promoting.await.expect("no panic");
+        let promoted = promoted.expect("served").expect("resident");
+        assert!(took < DEADLINE / 2, "woken after {took:?}, by the watch for deadlines");
+        assert_eq!(cache.read_device(&promoted, Vec::new()).await.expect("read"), payload(1));
+        drop(promoted);
+        finish(cache, reactor).await;
+    });
+}
+
 /// Both results, polling the first one first.
 async fn both<A: Future, B: Future>(a: A, b: B) -> (A::Output, B::Output) {
     let (mut a, mut b) = (Box::pin(a), Box::pin(b));
