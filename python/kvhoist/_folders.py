@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import stat
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from . import _native
 from ._values import printable
@@ -98,6 +100,31 @@ def make_private_folders(directory: str) -> None:
     for folder in [*reversed(path.parents), path]:
         if not folder.is_dir():
             _make_private(folder)
+
+
+def open_private(path: str) -> BinaryIO:
+    """Opens a file of this user alone to read it and to append to it; it is made where there is none.
+
+    Where others may write to the folder, what is there may be theirs: no link is followed, and nothing changed. Raises
+    StoreError.
+    """
+    user = os.geteuid()
+    expected = f"a file that is user {user}'s and no other's; remove it, chmod 600 it, or choose another `path`"
+    try:
+        # Of a pipe, the open would wait.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = open(os.open(path, flags, 0o600), "rb+", buffering=0)
+    except OSError as error:
+        found = "a link" if error.errno == errno.ELOOP else f"what cannot be opened ({error.strerror})"
+        raise StoreError(f"{printable(path)}: found {found}, expected {expected}") from error
+    status = os.fstat(file.fileno())
+    found = f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}, with {status.st_nlink} names"
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == user and status.st_nlink == 1
+    # Who may read it may lock it.
+    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
+        file.close()
+        raise StoreError(f"{printable(path)}: found {found}, expected {expected}")
+    return file
 
 
 def _make_private(folder: Path) -> None:

@@ -15,9 +15,9 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Callable
+from typing import IO, BinaryIO, Callable
 
-from .._folders import make_folder
+from .._folders import make_folder, open_private
 from .._values import config_error
 from ..errors import UnavailableError
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds until a started service must listen.
 _START_PATIENCE_S = 120
+
+#: Seconds for which another process may start it.
+_LOCK_PATIENCE_S = _START_PATIENCE_S + 30
 
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
@@ -121,15 +124,17 @@ def find_or_start(settings: ServiceSettings) -> str:
 
     A file lock lets one of several processes start it; the others wait.
 
-    Raises UnavailableError with the last line of the service's log if it does not begin to listen.
+    Raises UnavailableError with the last line of the service's log if it does not begin to listen, and StoreError if
+    others can use the lock or the log.
     """
     path = settings.socket()
     if listens(path):
         return path
     for directory in settings.paths:
         make_folder(directory, settings.capacity // len(settings.paths))
-    with open(os.path.join(settings.paths[0], "kvhoist-start.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    name = os.path.join(settings.paths[0], "kvhoist-start.lock")
+    with open_private(name) as lock:
+        _lock(lock, name, path)
         try:
             if not listens(path):
                 _start(settings, path)
@@ -137,6 +142,22 @@ def find_or_start(settings: ServiceSettings) -> str:
             # Not by the close: a child that another thread has forked meanwhile has the file open, too.
             fcntl.flock(lock, fcntl.LOCK_UN)
     return path
+
+
+def _lock(lock: BinaryIO, name: str, path: str) -> None:
+    """Takes the lock, for which it waits while another process starts the service of this socket."""
+    give_up = time.monotonic() + _LOCK_PATIENCE_S
+    with contextlib.suppress(BlockingIOError):
+        return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    logger.info("kvhoist: waiting for the process that has %s locked, which starts the service at %s", name, path)
+    while time.monotonic() < give_up:
+        time.sleep(0.02)
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    raise UnavailableError(
+        f"service: found {name} locked by another process for {_LOCK_PATIENCE_S} s, expected that it starts the service at "
+        f"{path} within {_START_PATIENCE_S} s; end that process (`fuser {name}` finds it)"
+    )
 
 
 @dataclass(frozen=True)
@@ -156,8 +177,8 @@ class _Process:
 
 def _start(settings: ServiceSettings, path: str) -> None:
     log = os.path.join(settings.paths[0], "kvhoist-service.log")
-    with open(log, "ab") as output:
-        begun = output.tell()
+    with open_private(log) as output:
+        begun = output.seek(0, os.SEEK_END)
         process = _spawn(settings.command(), output, lambda: _last_line(log, begun))
     give_up = time.monotonic() + _START_PATIENCE_S
     while not listens(path):

@@ -423,7 +423,9 @@ def test_the_end_of_a_service_is_logged_with_what_it_said(store_dir, caplog, kil
 def test_a_service_that_is_killed_before_it_listens_says_nothing_of_another(store_dir, monkeypatch):
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr(service.ServiceSettings, "command", lambda _settings: command)
-    (store_dir / "kvhoist-service.log").write_text("the service has ended\n")
+    log = store_dir / "kvhoist-service.log"
+    log.touch(mode=0o600)
+    log.write_text("the service has ended\n")
     with pytest.raises(kvhoist.UnavailableError, match="ended before it listened at .* says: nothing, as of a process"):
         service.find_or_start(settings_of(store_dir))
 
@@ -433,6 +435,43 @@ def test_a_service_that_cannot_start_says_why(store_dir):
     with pytest.raises(kvhoist.UnavailableError, match="linger"):
         service.find_or_start(settings)
     assert service_pids(store_dir) == []
+
+
+@pytest.mark.parametrize("name", ["kvhoist-start.lock", "kvhoist-service.log"])
+def test_a_file_that_others_may_use_holds_up_no_start(store_dir, name):
+    path, victim = store_dir / name, store_dir / "victim"
+    victim.touch(mode=0o600)
+    victim.write_text("mine")
+    makers = {
+        "found a link": lambda: path.symlink_to(victim),
+        "with 2 names": lambda: os.link(victim, path),
+        "found mode prw-------": lambda: os.mkfifo(path, 0o600),
+        "found mode -rw-r--r--": lambda: path.touch(mode=0o644),
+    }
+    for found, make in makers.items():
+        make()
+        with pytest.raises(kvhoist.StoreError, match=f"{name}: .*{found}.*expected a file that is .*remove it"):
+            service.find_or_start(settings_of(store_dir))
+        path.unlink()
+    assert victim.read_text() == "mine"
+
+
+def test_a_start_waits_for_another_no_longer_than_one_takes(store_dir, monkeypatch, caplog):
+    monkeypatch.setattr(service.launch, "_LOCK_PATIENCE_S", 0)
+    path = store_dir / "kvhoist-start.lock"
+    path.touch(mode=0o600)
+    with open(path) as lock, caplog.at_level("INFO", logger="kvhoist"):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(kvhoist.UnavailableError, match="start.lock locked by another process.*end that process"):
+            service.find_or_start(settings_of(store_dir))
+    assert "waiting for the process" in caplog.text
+
+
+def test_the_files_of_a_start_are_for_its_user_alone(store_dir):
+    service.find_or_start(settings_of(store_dir, linger_s=LINGER_S))
+    for name in ["kvhoist-start.lock", "kvhoist-service.log"]:
+        assert (store_dir / name).stat().st_mode & 0o777 == 0o600
+    end_services(store_dir)
 
 
 def test_a_drain_answers_and_a_second_signal_ends_at_once(node):
