@@ -301,6 +301,21 @@ fn wrong_flags_are_said() {
     assert_eq!(taken.status.code(), Some(1));
     assert!(text(&taken.stderr).contains("no socket"), "{}", text(&taken.stderr));
     assert_eq!(std::fs::read_to_string(place.path().join("file")).expect("there"), "mine");
+    let root = kvhoist(&[&["serve", "--socket", "/"][..], &sizes].concat());
+    assert_eq!(root.status.code(), Some(2));
+    let wanted = "--socket: found \"/\", expected the name of a file in a folder that exists";
+    assert!(text(&root.stderr).contains(wanted), "{}", text(&root.stderr));
+}
+
+#[test]
+fn what_is_no_socket_is_not_advised_to_be_served_at() {
+    let place = tempfile::tempdir().expect("a directory");
+    std::fs::write(place.path().join("file"), "mine").expect("written");
+    for (name, wanted) in [("", "found a folder, expected"), ("file", "found a file that is no socket, expected")] {
+        let asked = kvhoist(&["status", "--socket", &place.path().join(name).display().to_string()]);
+        let said = text(&asked.stderr);
+        assert!(said.contains(wanted) && said.contains("name the socket of") && !said.contains("start"), "{said}");
+    }
 }
 
 /// One request by HTTP/1.0: status line and body.

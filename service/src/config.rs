@@ -97,6 +97,9 @@ impl ServerConfig {
     /// # Errors
     /// [`Error::Config`].
     pub fn validate(&self) -> Result<()> {
+        if self.socket.file_name().is_none() {
+            return Err(wrong("socket", format!("{:?}", self.socket), "the name of a file in a folder that exists"));
+        }
         let limits = [
             ("connections_max", u64::from(self.connections_max), 4096),
             ("requests_max", u64::from(self.requests_max), 4096),
@@ -180,7 +183,9 @@ mod tests {
         let layout = Layout::new(vec![4096, 8192]).expect("a layout");
         let cache = Config::default().device_layout(layout);
         ServerConfig { cache, ..on_disk.clone() }.validate().expect("for spaces of such blocks");
-        let cases: [(&str, Spoil); 20] = [
+        let cases: [(&str, Spoil); 22] = [
+            ("socket", |config| config.socket = "".into()),
+            ("socket", |config| config.socket = "/".into()),
             ("connections_max", |config| config.connections_max = 5000),
             ("requests_max", |config| config.requests_max = 0),
             ("stall_ms", |config| config.stall_ms = 0),

@@ -20,6 +20,7 @@ use rustix::net::{
 use super::{
     peers::own_uid,
     protocol::{HEADER_BYTES, Header, Hello, Malformed, Reply, Request, ServiceStatus, Welcome},
+    socket::no_socket,
 };
 use crate::error::{Error, Result, ServiceFault};
 
@@ -168,20 +169,28 @@ pub(super) fn nonsense(error: Malformed) -> Error {
 }
 
 /// What was found where a socket was expected.
-pub(super) fn found(error: &io::Error) -> String {
+pub(super) fn found(socket: &Path, error: &io::Error) -> String {
     match error.kind() {
-        io::ErrorKind::NotFound => "found no socket".to_owned(),
-        io::ErrorKind::ConnectionRefused => "found nobody who listens there".to_owned(),
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => "found no socket".to_owned(),
+        io::ErrorKind::ConnectionRefused => match other_file(socket) {
+            Some(other) => format!("found {other}, expected a service's socket"),
+            None => "found nobody who listens there".to_owned(),
+        },
         _ => error.to_string(),
     }
+}
+
+/// What is at a socket's place and is no socket: of that too, the kernel says that the connection was refused.
+fn other_file(socket: &Path) -> Option<&'static str> {
+    fs::metadata(socket).ok().and_then(|found| no_socket(&found))
 }
 
 /// Why nobody answers at `socket`.
 pub(super) fn cannot_connect(socket: &Path, error: &io::Error) -> Error {
     let name = socket.display();
     if error.kind() != io::ErrorKind::PermissionDenied {
-        let text =
-            format!("{name}: {}; start `kvhoist serve` there, or name the socket of one that runs", found(error));
+        let start = if other_file(socket).is_some() { "" } else { "start `kvhoist serve` there, or " };
+        let text = format!("{name}: {}; {start}name the socket of a service that runs", found(socket, error));
         return Error::service(ServiceFault::Away, text);
     }
     let user = own_uid();

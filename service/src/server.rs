@@ -5,7 +5,7 @@ use std::{
     fs,
     future::pending,
     io,
-    os::unix::{fs::FileTypeExt, net::UnixListener as StdListener},
+    os::unix::net::UnixListener as StdListener,
     path::{Path, PathBuf},
     rc::Rc,
     sync::{Arc, Mutex, mpsc},
@@ -31,7 +31,8 @@ use super::{
     protocol::Failure,
     report::{Ask, Asked, ServiceReport},
     seldom::Seldom,
-    session, socket,
+    session,
+    socket::{self, no_socket},
     spaces::Spaces,
     state::ServiceState,
     system::Machine,
@@ -161,16 +162,11 @@ fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
 fn listen(config: &ServerConfig, group: Option<u32>) -> Result<(StdListener, Place)> {
     let path = &config.socket;
     match fs::symlink_metadata(path) {
-        Ok(found) if found.file_type().is_socket() => {
+        Ok(found) => {
+            if let Some(other) = no_socket(&found) {
+                return Err(Error::store(path, other, "nothing, or a service's socket", "name another place"));
+            }
             fs::remove_file(path).map_err(|error| Error::io("remove", path, error))?;
-        }
-        Ok(_) => {
-            return Err(Error::store(
-                path.clone(),
-                "a file that is no socket",
-                "nothing, or a service's socket",
-                "name another place",
-            ));
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(Error::io("stat", path, error)),

@@ -6,7 +6,10 @@ use std::{
     mem::MaybeUninit,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{fs::PermissionsExt, net::UnixListener},
+        unix::{
+            fs::{FileTypeExt, PermissionsExt},
+            net::UnixListener,
+        },
     },
     path::Path,
 };
@@ -45,6 +48,15 @@ struct Control([MaybeUninit<u8>; CONTROL_BYTES]);
 impl Control {
     fn new() -> Self {
         Control([MaybeUninit::uninit(); CONTROL_BYTES])
+    }
+}
+
+/// What a file is that is no socket.
+pub(super) fn no_socket(found: &fs::Metadata) -> Option<&'static str> {
+    match found.file_type() {
+        kind if kind.is_socket() => None,
+        kind if kind.is_dir() => Some("a folder"),
+        _ => Some("a file that is no socket"),
     }
 }
 

@@ -41,7 +41,7 @@ impl<D: Dial> Worker<D> {
     ) -> Result<(Receiver, Sender, Limits)> {
         let failed = |error: std::io::Error| match error.kind() {
             std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
-            _ => away(&self.socket, found(&error)),
+            _ => away(&self.socket, found(&self.socket, &error)),
         };
         let mut link = Link::new((self.dial)().await.map_err(failed)?);
         link.sender.push(Hello::ours().encode(), None);

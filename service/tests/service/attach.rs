@@ -104,6 +104,10 @@ fn a_client_of_no_service_says_what_is_missing_and_what_to_start() {
     drop(std::os::unix::net::UnixListener::bind(&socket).expect("a socket that its process has left"));
     let left = said("nobody");
     assert!(left.contains("found nobody who listens there; start") && !left.contains("os error"), "{left}");
+    fs::remove_file(&socket).expect("removed");
+    fs::create_dir(&socket).expect("made");
+    let other = said("a folder");
+    assert!(other.contains("found a folder, expected a service's socket"), "{other}");
 }
 
 #[test]
