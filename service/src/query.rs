@@ -78,16 +78,15 @@ pub(super) fn unexpected(reply: &Reply) -> Error {
     Error::service(ServiceFault::Protocol, format!("{reply:?} is not what was asked for"))
 }
 
+/// What to do about a service that does not answer, and about one that takes long to remove a space.
+const HANGS: &str = "the service hangs: look into its log, and end it if it does not come back";
+const GOES_ON: &str = "the removal goes on: look with `kvhoist status`, and into the service's log";
+
 /// The error of a connection that breaks, or has been silent for `patience`.
-fn lost(socket: &Path, patience: Duration) -> impl Fn(io::Error) -> Error {
+fn lost(socket: &Path, patience: Duration, advice: &str) -> impl Fn(io::Error) -> Error {
     move |error| {
         if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) {
-            let text = format!(
-                "{}: no answer within {} s; what it was asked for goes on: look with `kvhoist status`, and into the \
-                 service's log",
-                socket.display(),
-                patience.as_secs_f64()
-            );
+            let text = format!("{}: no answer within {} s; {advice}", socket.display(), patience.as_secs_f64());
             return Error::service(ServiceFault::Timeout, text);
         }
         Error::service(
@@ -114,7 +113,7 @@ fn connect(socket: &Path, patience: Duration) -> Result<UnixStream> {
         Ok(ours) => Ok(ours.into()),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
             let text = format!(
-                "{}: the service accepted no connection within {} s; look into its log",
+                "{}: the service accepted no connection within {} s; {HANGS}",
                 socket.display(),
                 patience.as_secs_f64()
             );
@@ -126,7 +125,7 @@ fn connect(socket: &Path, patience: Duration) -> Result<UnixStream> {
 
 /// Connects, as far as the service admits this process. Its answers may take [`PATIENCE`].
 pub(super) fn greet(socket: &Path) -> Result<UnixStream> {
-    let lost = lost(socket, PATIENCE);
+    let lost = lost(socket, PATIENCE, HANGS);
     let mut stream = connect(socket, PATIENCE)?;
     stream.set_read_timeout(Some(PATIENCE)).map_err(&lost)?;
     // A service that refuses the connection may have hung up already; its answer can be read all the same.
@@ -142,7 +141,7 @@ pub(super) fn greet(socket: &Path) -> Result<UnixStream> {
 
 /// Asks on a connection of its own; the reply may take `patience`.
 fn ask(socket: &Path, request: &Request, patience: Duration) -> Result<Reply> {
-    let lost = lost(socket, patience);
+    let lost = lost(socket, patience, if matches!(request, Request::RemoveSpace { .. }) { GOES_ON } else { HANGS });
     let mut stream = greet(socket)?;
     stream.set_read_timeout(Some(patience)).and_then(|()| stream.write_all(&request.encode(1))).map_err(&lost)?;
     match reply(&mut stream).map_err(&lost)?.map_err(nonsense)? {
@@ -264,21 +263,25 @@ mod tests {
     }
 
     #[test]
-    fn a_removal_that_hangs_does_not_hold_up_its_caller() {
+    fn a_service_that_hangs_does_not_hold_up_who_asks_and_is_said_to_hang() {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("s");
         let listener = UnixListener::bind(&socket).expect("bound");
         let hangs = thread::spawn(move || {
-            let (mut stream, _) = listener.accept().expect("a client");
-            let welcome = Welcome::new(Ok(Hello::ours().version_max), Limits::new(7, 8, 1 << 40));
-            stream.write_all(&welcome.encode()).expect("sent");
-            // Until the client is gone.
-            while stream.read(&mut [0; 64]).is_ok_and(|bytes| bytes > 0) {}
+            for _ in 0..2 {
+                let (mut stream, _) = listener.accept().expect("a client");
+                let welcome = Welcome::new(Ok(Hello::ours().version_max), Limits::new(7, 8, 1 << 40));
+                stream.write_all(&welcome.encode()).expect("sent");
+                // Until the client is gone.
+                while stream.read(&mut [0; 64]).is_ok_and(|bytes| bytes > 0) {}
+            }
         });
-        let request = Request::RemoveSpace { namespace: "a".into(), block_bytes: 4096, shared: false };
-        match ask(&socket, &request, Duration::from_millis(20)) {
-            Err(Error::Service { fault: ServiceFault::Timeout, text }) => assert!(text.contains("goes on"), "{text}"),
-            other => panic!("{other:?}"),
+        let removal = Request::RemoveSpace { namespace: "a".into(), block_bytes: 4096, shared: false };
+        for (request, wanted) in [(removal, "; the removal goes on: "), (Request::Status, "; the service hangs: ")] {
+            match ask(&socket, &request, Duration::from_millis(20)) {
+                Err(Error::Service { fault: ServiceFault::Timeout, text }) => assert!(text.contains(wanted), "{text}"),
+                other => panic!("{other:?}"),
+            }
         }
         hangs.join().expect("it was hung up");
     }
