@@ -28,18 +28,32 @@ pub struct Targets {
 }
 
 impl Targets {
+    /// Checks that the file can be written, before the service starts: another's may be there until then.
+    ///
+    /// # Errors
+    /// Where it cannot be written.
+    pub fn check(socket: &Path) -> Result<(), Failure> {
+        match socket.parent() {
+            // The service says what is wrong with a folder that is missing.
+            Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => Ok(()),
+            _ => Self::create(socket).map(drop),
+        }
+    }
+
+    fn create(socket: &Path) -> Result<OutputFile, Failure> {
+        let path = socket.with_added_extension("targets.json");
+        OutputFile::replacing("--http", path).map_err(|failure| Failure::run(failure.to_string()))
+    }
+
     /// Writes the file.
     ///
     /// # Errors
     /// Where it cannot be written.
     pub fn write(socket: &Path, address: SocketAddr) -> Result<Self, Failure> {
-        let path = socket.with_added_extension("targets.json");
         let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
         // Prometheus runs as another user; it holds an address only.
-        let file =
-            OutputFile::replacing("--http", path.clone()).map_err(|failure| Failure::run(failure.to_string()))?;
-        let file = file.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
-        Ok(Targets { path, file })
+        let file = Self::create(socket)?.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
+        Ok(Targets { path: socket.with_added_extension("targets.json"), file })
     }
 
     fn is_in_place(&self) -> io::Result<bool> {

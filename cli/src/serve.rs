@@ -10,7 +10,7 @@ use std::{
         },
     },
     path::PathBuf,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     thread,
 };
 
@@ -73,7 +73,7 @@ pub struct Args {
     /// Send the metrics to an OpenTelemetry collector: http://HOST:PORT, its OTLP over HTTP. Every minute, or as
     /// OTEL_METRIC_EXPORT_INTERVAL says (milliseconds).
     #[cfg(feature = "otel")]
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", value_parser = http::otlp::parse_url)]
     otlp: Option<String>,
     /// Another user that may connect. Repeat it for several users.
     #[arg(long = "allow-uid", value_name = "UID")]
@@ -218,42 +218,74 @@ impl Args {
 /// Serves until a signal ends it.
 pub fn run(args: &Args) -> Result<(), Failure> {
     // Before the server starts: a signal in between would kill it undrained.
-    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
-        .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
+    let started = Arc::new(OnceLock::new());
+    end_by_signals(Arc::clone(&started))?;
     let mut config = args.config()?;
     config.cache = open_remote(config.cache).map_err(|error| args.failure(error))?;
-    let (socket, paths) = (config.socket.clone(), config.paths.clone());
+    let paths = config.paths.clone();
     // Before the service makes anything.
     let bound = args.http.map(http::bind).transpose()?;
+    if bound.is_some() {
+        found::Targets::check(&config.socket)?;
+    }
     let server = Arc::new(Server::start(config).map_err(|error| args.failure(error))?);
-    let source = Arc::new(http::Source::new(Arc::clone(&server), paths.clone()));
-    let mut said = format!("kvhoist: listening at {}\n", shown(&socket));
-    let mut _targets = None;
-    if let Some(bound) = bound {
-        said += &format!("kvhoist: http://{}\n", bound.address);
-        _targets = Some(found::Targets::write(&socket, bound.address)?);
-        http::start(bound, &args.http_host, Arc::clone(&source))?;
+    drop(started.set(Arc::clone(&server)));
+    let shown = show(args, &server, bound, paths);
+    if shown.is_err() {
+        server.drain();
     }
-    #[cfg(feature = "otel")]
-    let _exporter = args.otlp.as_deref().map(|url| http::otlp::Exporter::start(url, source)).transpose()?;
-    emit(&said)?;
-    notify("READY=1");
-    if args.linger.is_some() {
-        found::end_when_lost(Arc::clone(&server))?;
-    }
-    let draining = Arc::clone(&server);
+    let ended = server.wait().map_err(Failure::of_service);
+    shown.map(drop).and(ended)
+}
+
+/// Drains the service by the first signal, and ends the process by the second, or where there is no service yet.
+fn end_by_signals(started: Arc<OnceLock<Arc<Server>>>) -> Result<(), Failure> {
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
+        .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let end = move || {
         for (at, _) in signals.forever().enumerate() {
-            if at > 0 {
-                std::process::exit(Failure::interrupted().exit_status().into());
+            match started.get() {
+                _ if at > 0 => std::process::exit(Failure::interrupted().exit_status().into()),
+                None => std::process::exit(0),
+                Some(server) => {
+                    notify("STOPPING=1");
+                    server.drain();
+                }
             }
-            notify("STOPPING=1");
-            draining.drain();
         }
     };
     let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
-    thread::Builder::new().name("kvhoist-signals".into()).spawn(end).map_err(failed)?;
-    server.wait().map_err(Failure::of_service)
+    thread::Builder::new().name("kvhoist-signals".into()).spawn(end).map(drop).map_err(failed)
+}
+
+/// What others look at while a service runs.
+#[derive(Default)]
+struct Shown {
+    _targets: Option<found::Targets>,
+    #[cfg(feature = "otel")]
+    _exporter: Option<http::otlp::Exporter>,
+}
+
+/// Shows the figures of a service that listens, and says so.
+fn show(args: &Args, server: &Arc<Server>, bound: Option<http::Bound>, paths: Vec<PathBuf>) -> Result<Shown, Failure> {
+    let source = Arc::new(http::Source::new(Arc::clone(server), paths));
+    let mut said = format!("kvhoist: listening at {}\n", shown(server.socket()));
+    let mut shown = Shown::default();
+    if let Some(bound) = bound {
+        said += &format!("kvhoist: http://{}\n", bound.address);
+        shown._targets = Some(found::Targets::write(server.socket(), bound.address)?);
+        http::start(bound, &args.http_host, Arc::clone(&source))?;
+    }
+    #[cfg(feature = "otel")]
+    {
+        shown._exporter = args.otlp.as_deref().map(|url| http::otlp::Exporter::start(url, source)).transpose()?;
+    }
+    emit(&said)?;
+    notify("READY=1");
+    if args.linger.is_some() {
+        found::end_when_lost(Arc::clone(server))?;
+    }
+    Ok(shown)
 }
 
 /// Notifies systemd, if it asks for it (sd_notify(3)).

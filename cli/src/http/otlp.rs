@@ -34,6 +34,20 @@ const BUCKETS_MAX: usize = 100_000;
 /// A collector that does not answer within this time has missed an export.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
+const EXPECTED: &str = "expected http://HOST:PORT, as of a collector on this machine";
+
+/// A collector's URL.
+///
+/// # Errors
+/// What was found and what was expected.
+pub fn parse_url(text: &str) -> Result<String, String> {
+    let url = text.parse::<axum::http::Uri>().map_err(|error| format!("found {error}, {EXPECTED}"))?;
+    match url.scheme_str() {
+        Some("http") => Ok(text.to_owned()),
+        _ => Err(format!("found another protocol, {EXPECTED}")),
+    }
+}
+
 /// Exports until it is dropped, and once more then.
 pub struct Exporter(SdkMeterProvider);
 
@@ -41,14 +55,9 @@ impl Exporter {
     /// Begins to export: every minute, or as OTEL_METRIC_EXPORT_INTERVAL says (milliseconds).
     ///
     /// # Errors
-    /// [`Failure::USAGE`] for a URL that is not `http://HOST:PORT`.
+    /// [`Failure::USAGE`] for a URL that the exporter does not take.
     pub fn start(url: &str, source: Arc<Source>) -> Result<Exporter, Failure> {
-        let wrong = |why: String| {
-            Failure::usage(format!("--otlp {url}: {why}, expected http://HOST:PORT, as of a collector on this machine"))
-        };
-        if !url.starts_with("http://") {
-            return Err(wrong("found another protocol".into()));
-        }
+        let wrong = |why: String| Failure::usage(format!("--otlp {url}: found {why}, {EXPECTED}"));
         let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         // For good: its end would wait for a drive that hangs.

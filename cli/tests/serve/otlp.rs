@@ -116,4 +116,5 @@ fn a_collector_behind_another_protocol_is_refused() {
     let refused = kvhoist(&[&flags[..], &["--otlp", "https://collector:4318"]].concat());
     assert_eq!(refused.status.code(), Some(2));
     assert!(text(&refused.stderr).contains("expected http://HOST:PORT"), "{}", text(&refused.stderr));
+    assert!(std::fs::read_dir(place.path()).expect("there").next().is_none(), "before it makes anything");
 }

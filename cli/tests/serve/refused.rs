@@ -6,6 +6,8 @@ use std::{
     net::TcpListener,
     path::Path,
     process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
 
 use kvhoist::block_on;
@@ -152,6 +154,49 @@ fn a_refusal_after_the_locks_were_taken_leaves_none() {
     let output = kvhoist(&[&flags[..], &http].concat());
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("found a directory"), "{}", text(&output.stderr));
+    assert!(!place.path().join("t.lock").exists() && fs::read_dir(store.path()).expect("there").next().is_none());
+}
+
+/// What is refused once the service listens ends it as a signal does.
+#[test]
+fn a_service_that_cannot_say_where_it_listens_leaves_no_socket() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let (socket, path) = (place.path().join("s"), store.path().display().to_string());
+    let full = fs::File::options().write(true).open("/dev/full").expect("a device");
+    let output = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["serve", "--path", &path, "--capacity", "2MiB", "--host-bytes", "1MiB", "--socket"])
+        .arg(&socket)
+        .stdout(full)
+        .stderr(Stdio::piped())
+        .output()
+        .expect("the command runs");
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("standard output: "), "{said}");
+    assert!(said.contains("the service has ended") && !socket.exists(), "{said}");
+}
+
+#[test]
+fn a_signal_ends_a_service_that_has_not_started() {
+    let place = tempfile::tempdir().expect("a directory");
+    let settings = place.path().join("settings");
+    let name = std::ffi::CString::new(settings.clone().into_os_string().into_encoded_bytes()).expect("no zero");
+    // SAFETY: plain system call; the name outlives it.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvhoist"));
+    let mut child = command.args(["serve", "--config"]).arg(&settings).spawn().expect("the command runs");
+    // It has its handlers when it opens the pipe, and reads until nobody writes there any more.
+    let pipe = fs::File::options().write(true).open(&settings).expect("a reader");
+    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    let hang = Instant::now() + Duration::from_secs(60);
+    let ended = loop {
+        match child.try_wait().expect("a child") {
+            None if Instant::now() < hang => thread::yield_now(),
+            ended => break ended,
+        }
+    };
+    drop((pipe, child.kill()));
+    assert!(ended.is_some_and(|status| status.success()), "{ended:?}");
 }
 
 /// A file system is mounted read-only after an error in it. Spaces fail then; files and figures are served.
