@@ -232,6 +232,13 @@ fn a_file_that_was_cut_short_is_damage() {
     sample.file(0).set_len(bytes - 1).expect("cut");
     let (report, status) = json("verify", &[sample.path(0), sample.path(1)]);
     assert_eq!((status, &report["faults"]["by_kind"]), (1, &serde_json::json!({ "cut_short": 1 })));
+    let output = kvhoist(&["inspect", sample.path(0), sample.path(1)]);
+    let wanted = format!(
+        "found {} bytes, expected {bytes} bytes, as the store was made with; restore the whole file, or remove the \
+         store by `kvhoist wipe`\n",
+        bytes - 1
+    );
+    assert!(text(&output.stderr).ends_with(&wanted), "{}", text(&output.stderr));
 }
 
 #[test]

@@ -102,16 +102,22 @@ impl Store {
             Opened::Lost { faults, .. } => {
                 let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
                 let fault = fault.expect("a store is lost for a reason");
-                let error = Error::store(
-                    &fault.path,
-                    fault.to_string(),
-                    "a store that can be opened",
-                    "check the disk; a cache cannot open this store either",
-                );
-                Err(Refused { state: "damaged", error })
+                Err(Refused { state: "damaged", error: lost(&fault) })
             }
         }
     }
+}
+
+/// Why a store cannot be opened, also by a cache.
+fn lost(fault: &Fault) -> Error {
+    let (found, expected, action) = match fault.kind {
+        FaultKind::CutShort { expected } => {
+            let found = format!("{} bytes", fault.offset);
+            (found, format!("{expected} bytes, as the store was made with"), "restore the whole file")
+        }
+        _ => (format!("a damaged store ({fault})"), "one that can be opened".into(), "check the disk"),
+    };
+    Error::store(&fault.path, found, expected, format!("{action}, or remove the store by `kvhoist wipe`"))
 }
 
 async fn read<S: Storage>(store: &OpenStore, storage: &S, options: &Options) -> Result<Inspection> {
