@@ -1,8 +1,8 @@
 //! `--config FILE`: settings as the engines' adapters and the Python package take them, in JSON.
 
 use std::{
-    fs,
-    io::ErrorKind,
+    fs::{self, File},
+    io::{ErrorKind, Read},
     path::{Path, PathBuf},
 };
 
@@ -17,6 +17,9 @@ use kvhoist_service::Share;
 use serde_json::{Map, Value, json};
 
 use crate::{failure::Failure, json, shown::shown};
+
+/// Most bytes of a file of settings, which as a rule has some hundred.
+const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
 const OF_ENGINES: [&str; 20] = [
@@ -71,11 +74,7 @@ impl Settings {
     /// [`Failure::USAGE`], with the setting that is wrong.
     pub fn read(path: &Path) -> Result<Self, Failure> {
         let wrong = |what: String| Failure::usage(format!("--config {}: {what}", shown(path)));
-        let text = fs::read_to_string(path).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => wrong("found no such file, expected one with settings in JSON".into()),
-            _ => wrong(error.to_string()),
-        })?;
-        Self::parse(&text).map_err(wrong)
+        text(path).and_then(|text| Self::parse(&text)).map_err(wrong)
     }
 
     /// Reads settings that are JSON themselves, or the file that has them: FILE, or @FILE.
@@ -169,6 +168,23 @@ impl Settings {
         }
         Ok(config)
     }
+}
+
+/// What a file of settings has, or what was found in its place.
+fn text(path: &Path) -> Result<String, String> {
+    let wrong = |found: &str| format!("{found}, expected a file with settings in JSON");
+    let mut bytes = Vec::new();
+    // What is no file may never end.
+    let read = File::open(path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
+    read.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => wrong("found no such file"),
+        ErrorKind::IsADirectory => wrong("found a directory"),
+        why => wrong(&format!("cannot be read ({why})")),
+    })?;
+    if bytes.len() as u64 > FILE_BYTES_MAX {
+        return Err(wrong(&format!("found more than {FILE_BYTES_MAX} bytes")));
+    }
+    String::from_utf8(bytes).map_err(|_| wrong("found bytes that are no text"))
 }
 
 /// As many slots on each path as have room in its share of the bytes. `name`: what the user calls them.

@@ -12,6 +12,23 @@ fn the_example_of_the_python_package_is_understood() {
 }
 
 #[test]
+fn what_is_no_file_of_settings_is_said_in_words() {
+    let place = tempfile::tempdir().expect("a directory");
+    let (folder, binary) = (place.path().to_owned(), place.path().join("binary"));
+    fs::write(&binary, [0xff; 100]).expect("written");
+    for (path, found) in [
+        (&folder.join("none"), "found no such file"),
+        (&folder, "found a directory"),
+        (&binary, "found bytes that are no text"),
+        (&PathBuf::from("/dev/zero"), "found more than 1048576 bytes"),
+    ] {
+        let refused = Settings::read(path).expect_err(found).to_string();
+        let wanted = format!("--config {}: {found}, expected a file with settings in JSON", path.display());
+        assert_eq!(refused, wanted);
+    }
+}
+
+#[test]
 fn settings_of_several_ranks_are_understood() {
     let text = r#"{"path": "/a", "capacity_total": "3TiB", "keep_in_host": "256GiB", "service": "auto"}"#;
     let total = Settings::parse(text).expect("settings");

@@ -21,7 +21,12 @@ pub use request::{Chain, Request};
 /// # Errors
 /// What was found, in which line, and what was expected.
 pub fn read(path: &Path, block_bytes: usize) -> Result<Vec<Request>, String> {
-    let failed = |error: io::Error| format!("{error}; expected a trace file");
+    let failed = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound => "found no such file, expected a trace file".to_owned(),
+        // Of the system, without its number.
+        why if error.raw_os_error().is_some() => format!("cannot be read ({why}), expected a trace file"),
+        _ => format!("{error}; expected a trace file"),
+    };
     if path == Path::new("-") {
         return parse(decompressed(io::stdin().lock()).map_err(failed)?, block_bytes);
     }
@@ -110,6 +115,15 @@ mod tests {
                 assert!(cut.contains("line "), "{cut}");
             }
         }
+    }
+
+    #[test]
+    fn what_is_no_file_is_said_in_words() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let refused = |path: &Path| read(path, 1).expect_err("no trace");
+        assert_eq!(refused(&folder.path().join("none")), "found no such file, expected a trace file");
+        assert_eq!(refused(folder.path()), "found a directory, expected a trace file");
+        assert!(refused(Path::new("/dev/null/x")).starts_with("cannot be read (not a directory), expected"));
     }
 
     #[test]
