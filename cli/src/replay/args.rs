@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use kvhoist::{DeviceKind, DirectIo, Eviction, StorageKind, WritePolicy};
+use kvhoist::{DeviceKind, DirectIo, Error, Eviction, StorageKind, WritePolicy, internals::config::SETTING_NAMES};
 
-use crate::{choice::choice, failure::Failure, size::parse_bytes};
+use crate::{choice::choice, failure::Failure, shown::shown, size::parse_bytes};
 
 /// Flags of `kvhoist replay`.
 #[derive(clap::Args, Clone)]
@@ -114,6 +114,34 @@ impl Args {
             return Err(Failure::usage("--shares: expected --compare or --compare-writes with it"));
         }
         Ok(())
+    }
+
+    /// Why there is no cache. A setting that no flag gave has its name in the file.
+    pub fn failure(&self, error: Error) -> Failure {
+        let is_of_flag = |field: &str| match field {
+            "block_bytes" => self.block_bytes.is_some(),
+            "host_blocks" => self.host_blocks.is_some(),
+            "host_bytes" => self.host_bytes.is_some(),
+            "device_blocks" => self.device_blocks.is_some(),
+            "device_bytes" => self.device_bytes.is_some(),
+            "device" => self.device.is_some(),
+            "disks.blocks" | "disks.bytes" => self.disk_blocks.is_some() || self.capacity.is_some(),
+            "disks" | "disks.path" => !self.path.is_empty(),
+            "write_policy" => self.write_policy.is_some(),
+            "write_budget" => self.write_budget.is_some(),
+            "eviction_policy" => self.policy.is_some(),
+            "storage" => self.storage.is_some(),
+            "direct_io" => self.direct_io.is_some(),
+            _ => !SETTING_NAMES.contains(&field),
+        };
+        match (&self.config, &error) {
+            (Some(file), Error::Config { field, .. }) if !is_of_flag(field) => {
+                Failure::usage(format!("--config {}: {error}", shown(file)))
+            }
+            // In the words of the flag that was given.
+            _ if self.capacity.is_some() => error.with_settings_named(&[("disks.blocks", "--capacity")]).into(),
+            _ => error.into(),
+        }
     }
 }
 

@@ -85,12 +85,7 @@ async fn replay(
     interrupted: &Arc<AtomicBool>,
     place: &Place,
 ) -> Result<Summary, Failure> {
-    let opened = Cache::open(config.clone()).await;
-    let cache = opened.map_err(|error| match args.capacity {
-        // In the words of the flag that was given.
-        Some(_) => error.with_settings_named(&[("disks.blocks", "--capacity")]),
-        None => error,
-    })?;
+    let cache = Cache::open(config.clone()).await.map_err(|error| args.failure(error))?;
     place.keep();
     let requests_in_trace = requests.len();
     let started = Instant::now();

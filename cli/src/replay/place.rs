@@ -110,7 +110,7 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     }
     config.disk.storage = args.storage.unwrap_or(config.disk.storage);
     config.disk.direct_io = args.direct_io.unwrap_or(config.disk.direct_io);
-    config.validate()?;
+    config.validate().map_err(|error| args.failure(error))?;
     place.make(&config.disk.paths.iter().map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
     Ok((config, place))
 }

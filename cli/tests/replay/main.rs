@@ -162,6 +162,8 @@ fn wrong_input_is_one_line_and_status_2() {
     fs::write(path("foreign"), "this is no store, and must stay as it is").expect("write");
     fs::set_permissions(path("foreign"), fs::Permissions::from_mode(0o600)).expect("chmod");
     std::os::unix::fs::symlink(path("foreign"), path("link")).expect("link");
+    fs::write(path("small.json"), r#"{"host_bytes": "1KiB"}"#).expect("write");
+    fs::write(path("workers.json"), r#"{"workers": 1000}"#).expect("write");
     let cases: &[(&[&str], &str)] = &[
         (&["--block-bytes", "0"], "--block-bytes"),
         (&["--block-bytes", "64XB"], "64KiB"),
@@ -185,6 +187,9 @@ fn wrong_input_is_one_line_and_status_2() {
         (&["--host-bytes", "1MiB", "--host-blocks", "5"], "--host-blocks"),
         (&["--speed", "0"], "--speed"),
         (&["--config", &path("foreign")], "JSON object"),
+        (&["--config", &path("small.json")], "small.json: host_bytes: found 1024 bytes"),
+        (&["--config", &path("small.json"), "--host-bytes", "2KiB"], "kvhoist: --host-bytes: found 2048 bytes"),
+        (&["--config", &path("workers.json")], "workers.json: workers: found 1000"),
         (&["--path", &path("foreign")], "kvhoist did not write"),
         (&["--path", &path("link")], "symbolic link"),
         (&["--path", "/dev/null"], "block device"),
