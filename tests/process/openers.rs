@@ -78,7 +78,7 @@ fn a_refused_open_leaves_a_store_that_was_made_while_it_waited() {
         assert!(fs::read(&path).expect("the store is there") == bytes, "the winner's store is as it was");
         let Some(opened) = opened else { return false };
         let error = opened.expect_err("another namespace");
-        assert!(error.to_string().contains("namespace = \"winner\""), "{error}");
+        assert!(error.to_string().contains("`namespace` = \"winner\""), "{error}");
         true
     });
     assert!(decided, "no open ever met the finished store");

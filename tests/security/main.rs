@@ -141,7 +141,7 @@ fn nothing_logged_and_no_message_tells_what_was_asked_or_answered() {
     }
     let text = log::text() + &said;
     // Both speak: of a bad block, of a bad superblock, and of what was refused.
-    for wanted in ["a block on disk was given up", "rewriting a torn", "namespace = ", "Lease {"] {
+    for wanted in ["a block on disk was given up", "rewriting a torn", "`namespace` = ", "Lease {"] {
         assert!(text.contains(wanted), "{wanted:?} is not in:\n{text}");
     }
     for n in 0..=30 {
@@ -217,7 +217,7 @@ fn a_store_is_bound_to_its_namespace() {
     let before = fs::read(store_file(&dir)).expect("the store");
     for name in ["tenan", "tenant2", "Tenant", "tenant\0", "tenant ", "x"] {
         let text = refusal(block_on(Cache::open(settings(name))));
-        assert!(text.contains("namespace = \"tenant\""), "{text}");
+        assert!(text.contains("`namespace` = \"tenant\""), "{text}");
     }
     assert!(fs::read(store_file(&dir)).expect("the store") == before);
     let cache = block_on(Cache::open(settings("tenant"))).expect("open");

@@ -138,6 +138,11 @@ impl Args {
             (Some(file), Error::Config { field, .. }) if !is_of_flag(field) => {
                 Failure::usage(format!("--config {}: {error}", shown(file)))
             }
+            // A replay has one namespace, and whose store this is may need it.
+            (_, Error::Store { path, found, action, .. }) if action.contains("`namespace`") => {
+                let expected = "a store of a replay (`namespace` = \"replay\")";
+                Error::store(path, found, expected, "choose another `--path`").into()
+            }
             // In the words of the flag that was given.
             _ if self.capacity.is_some() => error.with_settings_named(&[("disks.blocks", "--capacity")]).into(),
             _ => error.into(),

@@ -13,6 +13,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
+use kvhoist::{Cache, Config, DirectIo, DiskPath, block_on};
 use serde_json::Value;
 
 fn replay(args: &[&str]) -> Output {
@@ -227,8 +228,20 @@ fn a_store_of_another_shape_is_refused_and_untouched() {
         assert!(stderr.contains("expected") && !stderr.contains("disks"), "{stderr}");
         let other = if flag == "--capacity" { "--disk-blocks" } else { "--capacity" };
         assert!(!stderr.contains(other), "in the words of the flag that was given: {stderr}");
+        assert!(block_bytes != "16KiB" || stderr.contains("set `--block-bytes` to 8192, or remove"), "{stderr}");
     }
     assert!(fs::read(&store).expect("the store") == before, "a refused store is untouched");
+    // An engine's is not to be removed for a replay.
+    let path = dir.path().join("llama");
+    fs::create_dir(&path).expect("made");
+    let config = Config::default().block_bytes(8 << 10).host_blocks(1).namespace("llama").direct_io(DirectIo::Prefer);
+    let engines = block_on(Cache::open(config.disks(vec![DiskPath::with_blocks(&path, 100)]))).expect("a cache");
+    block_on(engines.close()).expect("closed");
+    let path = path.to_str().expect("UTF-8");
+    let output = replay(&["--trace", trace, "--path", path, "--block-bytes", "8KiB", "--disk-blocks", "100"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("`namespace` = \"llama\", expected a store of a replay"), "{stderr}");
+    assert!(stderr.ends_with("; choose another `--path`\n") && output.status.code() == Some(2), "{stderr}");
 }
 
 /// A run with its standard output and errors at these places. Without warnings, such as that of a small RLIMIT_MEMLOCK.

@@ -179,7 +179,7 @@ impl Opening {
                 path.clone(),
                 format!("{system}, without direct I/O in units of {PAGE_BYTES} bytes ({reason})"),
                 "direct I/O (O_DIRECT)",
-                "put the store on a local ext4 or xfs file system or a raw device, or set direct_io = \"prefer\"",
+                "put the store on a local ext4 or xfs file system or a raw device, or set `direct_io` to prefer",
             ));
         }
         let path = path.display();

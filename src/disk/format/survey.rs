@@ -203,9 +203,9 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
     let differs = |setting: &str, found: &dyn std::fmt::Display, expected: &dyn std::fmt::Display| {
         Err(Error::store(
             member.path,
-            format!("a store with {setting} = {found}"),
-            format!("{setting} = {expected}, as configured"),
-            format!("set {setting} = {found}, {START_EMPTY}"),
+            format!("a store with `{setting}` = {found}"),
+            format!("`{setting}` = {expected}, as configured"),
+            format!("set `{setting}` to {found}, {START_EMPTY}"),
         ))
     };
     let blocks = u64::from(config.path_slots(&config.disk.paths[index]));
@@ -338,8 +338,8 @@ mod tests {
             ("expected a member of store 01010101", whole(&c, 2, 1)),
             ("found a store of 3 members", whole(&config(&[5, 6, 7]), 1, 1)),
             ("found member 0 of the store, expected member 1", whole(&c, 1, 0)),
-            ("found a store with namespace = \"other\"", other(|c| c.namespace = "other".into())),
-            ("set block_bytes = 32768", other(|c| c.block_bytes = 32 << 10)),
+            ("found a store with `namespace` = \"other\"", other(|c| c.namespace = "other".into())),
+            ("set `block_bytes` to 32768", other(|c| c.block_bytes = 32 << 10)),
             ("a store of 9 slots on this path", other(|c| c.disk.paths[1].capacity = Capacity::Blocks(9))),
             (
                 "6 slots on this path (1441792 bytes), 15 in all",

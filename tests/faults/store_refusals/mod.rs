@@ -259,8 +259,8 @@ fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
     };
     let missing = dir.path().join("missing");
     let cases: Vec<(&Path, Config, &str)> = vec![
-        (&a, changed(&|c| c.namespace = "other".into()), "namespace = \"default\""),
-        (&a, changed(&|c| c.block_bytes = 5001), "block_bytes = 5000"),
+        (&a, changed(&|c| c.namespace = "other".into()), "`namespace` = \"default\""),
+        (&a, changed(&|c| c.block_bytes = 5001), "`block_bytes` = 5000"),
         (&a, changed(&|c| c.disk.paths[0].capacity = Capacity::Blocks(41)), "a store of 40 slots on this path"),
         (&a, changed(&|c| c.disk.paths[1].capacity = Capacity::Blocks(39)), "80 in all"),
         (&a, changed(&|c| c.disk.paths.swap(0, 1)), ""),
