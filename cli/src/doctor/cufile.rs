@@ -12,19 +12,19 @@ use super::{
     disk::{drive_name, scratch},
     system::{has_module, read},
 };
-use crate::failure::Failure;
 
 /// Kernel and driver since which a drive can write to the GPU without nvidia-fs.
 const P2P_KERNEL: (u32, u32) = (6, 2);
 const P2P_DRIVER: u32 = 565;
 
-pub fn findings(ordinal: u32, path: Option<&Path>, has_device: bool) -> Result<Vec<Finding>, Failure> {
+pub fn findings(ordinal: u32, path: Option<&Path>, has_device: bool) -> Vec<Finding> {
     let mut findings = vec![library(), nvidia_fs(), peer_to_peer(path)];
     findings.push(match has_device {
-        true => route(ordinal, path)?,
+        true => route(ordinal, path)
+            .unwrap_or_else(|why| Finding::note("cuFile", format!("not tried: {why}")).decides(Want::Cufile, false)),
         false => Finding::note("cuFile", "not tried: there is no CUDA device").decides(Want::Cufile, false),
     });
-    Ok(findings)
+    findings
 }
 
 fn library() -> Finding {
@@ -72,9 +72,9 @@ fn peer_to_peer(path: Option<&Path>) -> Finding {
     Finding::note("PCI P2PDMA", format!("needs {}", missing.join(", ")))
 }
 
-/// What the engine itself makes of it: a small cache there, with a device tier.
-fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, Failure> {
-    let directory = scratch(path)?;
+/// What the engine itself makes of it: a small cache there, with a device tier; or why there is none.
+fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, String> {
+    let directory = scratch(path).map_err(|error| format!("no directory can be made ({})", error.kind()))?;
     let config = Config::default()
         .block_bytes(64 << 10)
         .host_blocks(4)
@@ -84,12 +84,9 @@ fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, Failure> {
         .cufile(EngineMode::Auto)
         .direct_io(DirectIo::Prefer)
         .disks(vec![DiskPath::with_blocks(directory.path(), 4)]);
-    let cache = match block_on(Cache::open(config)) {
-        Ok(cache) => cache,
-        Err(error) => return Ok(Finding::note("cuFile", format!("not tried: {error}")).decides(Want::Cufile, false)),
-    };
+    let cache = block_on(Cache::open(config)).map_err(|error| error.to_string())?;
     let stats = cache.stats();
-    block_on(cache.close())?;
+    block_on(cache.close()).map_err(|error| error.to_string())?;
     if stats.cufile {
         return Ok(Finding::note("cuFile", stats.cufile_reason).decides(Want::Cufile, true));
     }

@@ -1,16 +1,16 @@
 //! A path: what it lies on, and what a store there reaches.
 
 use std::{
-    fs,
+    fs, io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Instant,
 };
 
-use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on};
+use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Error, StorageKind, block_on};
 
 use super::{Finding, Want};
-use crate::{failure::Failure, shown::shown};
+use crate::shown::shown;
 
 /// Bytes of a block of the store that is measured, and how many there are.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -19,9 +19,21 @@ const BLOCKS: u32 = 64;
 /// Blocks in flight.
 const DEPTH: usize = 16;
 
-pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
-    let directory = scratch(Some(path))?;
+pub fn findings(path: &Path) -> Vec<Finding> {
     let mut findings = vec![Finding::note("measured at", shown(path))];
+    let trouble = measure(path, &mut findings).err();
+    findings.extend(trouble);
+    findings
+}
+
+/// Adds what is found until something is in the way, which is returned.
+fn measure(path: &Path, findings: &mut Vec<Finding>) -> Result<(), Finding> {
+    let trouble = |found, fix: &str| Finding { is_trouble: true, ..Finding::note("a store there", found).fix(fix) };
+    let failed = |error: Error| trouble(error.to_string(), "look at dmesg, or name another directory");
+    let directory = scratch(Some(path)).map_err(|error| {
+        let found = format!("no directory can be made there ({})", error.kind());
+        trouble(found, "run the doctor as the user of the caches, let this user write there (chown), or name another")
+    })?;
     let config = |storage, direct_io| {
         Config::default()
             .block_bytes(BLOCK_BYTES)
@@ -33,11 +45,10 @@ pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
     // Each by the engine itself: what it refuses is what a cache will be refused. First whether a store can be there at
     // all, so that no feature is blamed for a drive without room.
     match block_on(Cache::open(config(StorageKind::Auto, DirectIo::Prefer))) {
-        Ok(cache) => block_on(cache.close())?,
+        Ok(cache) => block_on(cache.close()).map_err(failed)?,
         Err(error) => {
             let refused = error.with_settings_named(&[("disks.blocks", "capacity")]).to_string();
-            let finding = Finding { is_trouble: true, ..Finding::note("a store there", refused) };
-            return Ok(vec![finding.fix("free 128 MiB there, or name another directory")]);
+            return Err(trouble(refused, "free 128 MiB there, or name another directory"));
         }
     }
     let ring = block_on(Cache::open(config(StorageKind::Uring, DirectIo::Prefer)));
@@ -50,7 +61,7 @@ pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
     match ring {
         Ok(cache) => {
             findings.push(locked_memory(cache.stats().registered));
-            block_on(cache.close())?;
+            block_on(cache.close()).map_err(failed)?;
         }
         Err(_) => {
             findings.push(Finding::note("registered", "nothing: there is no ring").decides(Want::LockedMemory, false));
@@ -64,22 +75,19 @@ pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
             .fix("a directory on ext4 or xfs on a local drive, or direct_io = prefer for the page cache"),
     });
     if let Ok(cache) = direct {
-        let (write, read) = block_on(throughput(&cache))?;
+        let (write, read) = block_on(throughput(&cache)).map_err(failed)?;
         let storage = cache.stats().storage;
         let found =
             format!("{write:.0} MiB/s written, {read:.0} MiB/s read (1 MiB blocks, {DEPTH} in flight, {storage})");
         findings.push(Finding::note("a store there", found));
-        block_on(cache.close())?;
+        block_on(cache.close()).map_err(failed)?;
     }
-    Ok(findings)
+    Ok(())
 }
 
 /// A directory for stores that are tried, removed when dropped.
-pub fn scratch(path: Option<&Path>) -> Result<tempfile::TempDir, Failure> {
-    let parent = path.map_or_else(std::env::temp_dir, Path::to_owned);
-    tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(&parent).map_err(|error| {
-        Failure::usage(format!("--path {}: {error}; name a directory that can be written", shown(&parent)))
-    })
+pub fn scratch(path: Option<&Path>) -> io::Result<tempfile::TempDir> {
+    tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(path.map_or_else(std::env::temp_dir, Path::to_owned))
 }
 
 fn locked_memory(registered: bool) -> Finding {
@@ -105,7 +113,7 @@ pub fn drive_name(path: &Path) -> Option<String> {
 }
 
 /// MiB/s of stores that are written through, and of fetches from disk.
-async fn throughput(cache: &Cache) -> Result<(f64, f64), Failure> {
+async fn throughput(cache: &Cache) -> Result<(f64, f64), Error> {
     let key = |n: u32| BlockKey::new(std::array::from_fn(|i| (n >> (8 * (i % 4))) as u8 ^ i as u8));
     let mib = f64::from(BLOCKS) * BLOCK_BYTES as f64 / f64::from(1 << 20);
     let started = Instant::now();
@@ -118,7 +126,7 @@ async fn throughput(cache: &Cache) -> Result<(f64, f64), Failure> {
     Ok((write, mib / started.elapsed().as_secs_f64()))
 }
 
-async fn in_flight<F: Future<Output = Result<(), kvhoist::Error>>>(task: impl Fn(u32) -> F) -> Result<(), Failure> {
+async fn in_flight<F: Future<Output = Result<(), Error>>>(task: impl Fn(u32) -> F) -> Result<(), Error> {
     for first in (0..BLOCKS).step_by(DEPTH) {
         let mut tasks: Vec<_> = (first..(first + DEPTH as u32).min(BLOCKS)).map(|n| Box::pin(task(n))).collect();
         std::future::poll_fn(|context| {

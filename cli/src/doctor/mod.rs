@@ -41,13 +41,11 @@ pub fn run_for_engine(args: &Args, of_engine: Vec<Finding>) -> Result<(), Failur
     if let Some(remote) = remote {
         report.add("remote", remote::findings(&remote)?);
     }
-    let looked = look(args, &plan, &interrupted, &mut report);
+    look(args, &plan, &interrupted, &mut report);
+    report.print(args)?;
     if interrupted.load(Ordering::Relaxed) {
-        report.print(args)?;
         return Err(Failure::interrupted());
     }
-    looked?;
-    report.print(args)?;
     match report.problems() {
         problems if problems.is_empty() => Ok(()),
         problems => Err(Failure::run(format!("{problems}; the report has a fix for each"))),
@@ -55,7 +53,7 @@ pub fn run_for_engine(args: &Args, of_engine: Vec<Finding>) -> Result<(), Failur
 }
 
 /// Everything but the system, until interrupted.
-fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, report: &mut Report) -> Result<(), Failure> {
+fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, report: &mut Report) {
     let is_over = || interrupted.load(Ordering::Relaxed);
     let mut disk = Vec::new();
     // A path that is no folder is reported already; the file system above it is another one.
@@ -63,17 +61,17 @@ fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, report: &mut Report)
         if is_over() {
             break;
         }
-        disk.extend(disk::findings(path)?);
+        disk.extend(disk::findings(path));
     }
     let routes_of_disk = disk.clone();
     report.add("disk", disk);
     if is_over() {
-        return Ok(());
+        return;
     }
     let path = plan.paths.iter().map(|path| path.at.as_path()).find(|path| path.is_dir());
     let mut gpu = gpu::findings(args.device);
     let has_device = gpu.iter().any(|finding| finding.decides == Some((Want::Cuda, true)));
-    gpu.extend(cufile::findings(args.device, path, has_device)?);
+    gpu.extend(cufile::findings(args.device, path, has_device));
     let rdma = rdma::findings(args.device, has_device);
     // Without a look at a disk there is nothing to say about a way to it.
     let is_known = routes_of_disk.iter().any(|finding| matches!(finding.decides, Some((Want::Ring, _))));
@@ -81,7 +79,6 @@ fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, report: &mut Report)
     for (name, findings) in [("device", gpu), ("rdma", rdma), ("routes", routes)] {
         report.add(name, findings);
     }
-    Ok(())
 }
 
 /// The routes that follow from the findings.
