@@ -141,6 +141,7 @@ impl Args {
             let flag = name.replace('_', "-");
             bytes.ok_or_else(|| Failure::usage(format!("--config: found no {name}, expected `{name}`, or --{flag}")))
         };
+        file.iter().for_each(|file| self.warn_of_engine(file));
         let mut config = ServerConfig::new(self.socket.clone().unwrap_or_else(default_socket));
         config.capacity_bytes = said("capacity", self.capacity, |file| file.capacity)?;
         config.host_bytes = said("host_bytes", self.host_bytes, Settings::host_bytes)?;
@@ -189,6 +190,20 @@ impl Args {
             (config.cache.disk.drive_writes_per_day, config.cache.disk.drive_bytes) = (None, None);
         }
         Ok(config)
+    }
+
+    /// Settings by which an engine starts a service are none of the service's.
+    fn warn_of_engine(&self, file: &Settings) {
+        let flags = [
+            ("service", "--socket", self.socket.is_some()),
+            ("linger_s", "--linger", self.linger.is_some()),
+            ("metrics_port", "--http", self.http.is_some()),
+        ];
+        for (name, flag, is_given) in flags {
+            if file.of_engine.contains(&name) && !is_given {
+                tracing::warn!("--config: found {name}, which has no effect on a service; give it {flag} instead");
+            }
+        }
     }
 
     /// Why the service did not start. A setting that no flag gave has its name in the file.

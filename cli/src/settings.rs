@@ -65,6 +65,8 @@ pub struct Settings {
     pub bypass_host: Option<bool>,
     /// Shares of the tenants of a service.
     pub shares: Vec<Share>,
+    /// Settings of an engine in the file, which say nothing about a cache.
+    pub of_engine: Vec<&'static str>,
 }
 
 impl Settings {
@@ -118,7 +120,7 @@ impl Settings {
         };
         of_other_engines(&given)?;
         of_sglang(&given)?;
-        OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
+        let of_engine = OF_ENGINES.into_iter().filter(|name| given.remove(*name).is_some()).collect();
         let paths = paths(given.remove("path"))?;
         let (capacity, is_total) = capacity(&mut given)?;
         keep_in_host(&mut given)?;
@@ -136,7 +138,7 @@ impl Settings {
         let says_bypass = given.contains_key("bypass_host");
         let config = engine(given)?;
         let bypass_host = says_bypass.then_some(config.host.bypass);
-        Ok(Settings { config, has_block_bytes, paths, capacity, is_total, bypass_host, shares })
+        Ok(Settings { config, has_block_bytes, paths, capacity, is_total, bypass_host, shares, of_engine })
     }
 
     /// Bytes of host memory, if the file has them.

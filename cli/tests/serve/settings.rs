@@ -58,6 +58,22 @@ fn wrong_settings_of_every_cache_are_refused_by_their_names_in_flags_and_in_the_
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
 }
 
+/// As an engine's file has them, from which an operator takes the service's.
+#[test]
+fn settings_by_which_an_engine_starts_a_service_are_warned_of() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let file = place.path().join("settings.json");
+    let mut settings = json!({ "path": store.path(), "capacity": "60MiB", "host_bytes": "64MiB" });
+    for (name, value) in [("linger_s", json!(60)), ("metrics_port", json!(0)), ("service", json!("auto"))] {
+        settings[name] = value;
+    }
+    fs::write(&file, settings.to_string()).expect("written");
+    let (_, log) = served(place.path(), &["--config", &file.display().to_string(), "--linger", "60"], |_| ());
+    assert!(log.contains("found metrics_port, which has no effect on a service; give it --http instead"), "{log}");
+    // What a flag says is no loss.
+    assert!(!log.contains("found linger_s") && !log.contains("found service"), "{log}");
+}
+
 /// A space's file is below the path that was the first when it was made.
 #[test]
 fn paths_in_another_order_than_their_spaces_are_refused() {
