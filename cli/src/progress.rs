@@ -46,6 +46,19 @@ impl Progress {
         Progress::Lines { total, unit, started: now, last: now }
     }
 
+    /// For a wait whose end nobody knows.
+    pub fn waiting(what: &str, quiet: bool) -> Self {
+        if quiet || !io::stderr().is_terminal() {
+            announce(quiet, what);
+            return Progress::Quiet;
+        }
+        let style = ProgressStyle::with_template("{wide_msg}").expect("a template of constant parts");
+        let bar = ProgressBar::new_spinner().with_style(style).with_message(what.to_owned());
+        *SHOWN.lock().expect("nothing panics under it") = Some(bar.clone());
+        bar.tick();
+        Progress::Bar(bar)
+    }
+
     /// `done` of them have ended; `say` describes the results so far.
     pub fn update(&mut self, done: usize, say: impl FnOnce() -> String) {
         match self {

@@ -32,10 +32,12 @@ pub struct Args {
 /// Verifies a store and prints the report.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
-    let mut progress: Option<Progress> = None;
+    let (mut progress, mut waiting) = (None, None);
     refuse_what_is_above(&args.store.paths)?;
     let report = args.store.store().depth(args.depth).verify(|now| {
         if now.blocks() > 0 {
+            // Before the next one is shown. It is not waited for again.
+            drop(waiting.replace(Progress::Quiet));
             let blocks = usize::try_from(now.blocks()).unwrap_or(usize::MAX);
             let progress = progress.get_or_insert_with(|| Progress::new(blocks, "blocks", args.quiet));
             let done = usize::try_from(now.blocks_read()).unwrap_or(usize::MAX);
@@ -46,15 +48,15 @@ pub fn run(args: &Args) -> Result<(), Failure> {
                 };
                 format!("{} read, {faults}", show_bytes(now.bytes_read))
             });
+        } else {
+            waiting.get_or_insert_with(|| Progress::waiting("reading the records of the store", args.quiet));
         }
         match interrupted.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
     })?;
-    if let Some(progress) = progress {
-        progress.finish();
-    }
+    drop((progress, waiting));
     emit(&if args.store.json { format!("{:#}\n", object(&report)) } else { table(&report) })?;
     match total(report.fault_counts()) {
         _ if !report.complete => Err(Failure::interrupted()),

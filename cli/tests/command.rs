@@ -191,6 +191,22 @@ fn progress_fits_80_columns_and_leaves_nothing_behind() {
     assert!(lines.iter().all(String::is_empty), "left on the screen: {lines:?}");
 }
 
+/// Where it is no terminal, a line each.
+#[test]
+fn long_waits_are_announced() {
+    let dir = directory();
+    let (trace, store) = (dir.path().join("trace"), dir.path().join("store"));
+    fs::write(&trace, TRACE).expect("written");
+    let said = |args: &[&str]| text(&command(args).output().expect("it runs").stderr).to_owned();
+    let args = [&["replay", "--trace", shown(&trace), "--path", shown(&store)], &SMALL[..]].concat();
+    let replayed = said(&args);
+    assert!(replayed.starts_with(&format!("reading {}\n", shown(&trace))), "{replayed}");
+    assert!(replayed.ends_with("\nwriting what is in memory only\n"), "{replayed}");
+    let verified = said(&["verify", shown(&store)]);
+    assert_eq!(verified.matches("reading the records of the store\n").count(), 1, "{verified}");
+    assert_eq!(said(&[&args[..], &["--quiet"]].concat()), "");
+}
+
 const TRACE: &str = "{\"timestamp\": 1000, \"hash_ids\": [1, 2]}\n{\"timestamp\": 61000, \"hash_ids\": [1, 2, 3]}\n";
 
 #[test]

@@ -327,7 +327,7 @@ fn an_interrupt_ends_it_with_what_is_known() {
     let lock = sample.file(1);
     lock.lock().expect("locked");
     let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
-        .args(["verify", "--json", sample.path(0), sample.path(1)])
+        .args(["verify", "--json", "--quiet", sample.path(0), sample.path(1)])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()

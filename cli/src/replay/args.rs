@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use kvhoist::{DeviceKind, DirectIo, Error, Eviction, StorageKind, WritePolicy, internals::config::SETTING_NAMES};
 
-use crate::{choice::choice, failure::Failure, shown::shown, size::parse_bytes};
+use crate::{choice::choice, failure::Failure, plot, shown::shown, size::parse_bytes};
 
 /// Flags of `kvhoist replay`.
 #[derive(clap::Args, Clone)]
@@ -113,7 +113,8 @@ impl Args {
         if !compares && !self.shares.is_empty() {
             return Err(Failure::usage("--shares: expected --compare or --compare-writes with it"));
         }
-        Ok(())
+        // The file itself is made once the trace is read: nothing would remove it where that is interrupted.
+        self.plot.as_deref().map(plot::create).transpose().map(drop)
     }
 
     /// Why there is no cache. A setting that no flag gave has its name in the file.

@@ -24,7 +24,14 @@ use serde_json::{Value, json};
 
 use super::{Args, replay_shown};
 use crate::{
-    choice::word, columns::columns, failure::Failure, interrupt, output::emit, plot, progress::announce, shown::shown,
+    choice::word,
+    columns::columns,
+    failure::Failure,
+    interrupt,
+    output::emit,
+    plot,
+    progress::{Progress, announce},
+    shown::shown,
 };
 
 /// Shares of a trace's distinct blocks that are tried without `--shares`, percent.
@@ -97,10 +104,10 @@ pub fn traces(args: &Args, block_bytes: usize) -> Result<Vec<(String, Vec<Reques
     }
     let named = |path: &std::path::PathBuf| {
         let name = Path::new(path).file_name().map_or_else(|| shown(path), |name| shown(Path::new(name)));
-        let requests = trace::read(path, block_bytes).map_err(|wrong| {
-            let path = if path == Path::new("-") { "standard input".to_owned() } else { shown(path) };
-            Failure::usage(format!("--trace {path}: {wrong}"))
-        });
+        let place = if path == Path::new("-") { "standard input".to_owned() } else { shown(path) };
+        let _waiting = Progress::waiting(&format!("reading {place}"), args.quiet);
+        let wrong = |wrong| Failure::usage(format!("--trace {place}: {wrong}"));
+        let requests = trace::read(path, block_bytes).map_err(wrong);
         requests.map(|requests| (name, requests))
     };
     args.trace.iter().map(named).collect()

@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if !args.compare_writes.is_empty() {
         return compare_writes::run(args);
     }
-    let traces = compare::traces(args, place::block_bytes(args)?)?;
+    let traces = compare::traces(args, place::check(args)?)?;
     let interrupted = interrupt::catch()?;
     let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
@@ -65,7 +65,6 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     for (at, (name, requests)) in traces.into_iter().enumerate() {
         let (config, place) = place::settings(args)?;
         if of > 1 {
-            place.check_is_temporary(&config, of)?;
             announce(args.quiet, &format!("{name} (trace {} of {of})", at + 1));
         }
         // The store goes before the report: nothing that the report meets keeps it on disk.
@@ -91,10 +90,12 @@ async fn replay(
     let started = Instant::now();
     let pace = Pace { in_flight: args.in_flight, speed: args.speed };
     let tally = replay_shown(&cache, requests, pace, args.quiet, interrupted).await;
+    let waiting = Progress::waiting("writing what is in memory only", args.quiet || config.disk.paths.is_empty());
     // What the end writes counts as well.
     let synced = cache.sync().await;
     let stats = cache.stats();
     let closed = cache.close().await;
+    drop(waiting);
     let seconds = started.elapsed().as_secs_f64();
     let (requests, tally) = tally?;
     synced.and(closed)?;

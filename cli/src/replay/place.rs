@@ -38,7 +38,7 @@ impl Place {
     }
 
     /// Fails unless the store is a temporary one: each of several traces begins with an empty store.
-    pub fn check_is_temporary(&self, config: &Config, traces: usize) -> Result<(), Failure> {
+    fn check_is_temporary(&self, config: &Config, traces: usize) -> Result<(), Failure> {
         if self.temporary.is_some() || config.disk.paths.is_empty() {
             return Ok(());
         }
@@ -89,10 +89,7 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     if let Some(disks) = disks(args, &config, &paths)? {
         config.disk.paths = disks;
     }
-    if config.remote.url.take().is_some() {
-        let text = "the remote store of --config is left out: a replay's blocks are nobody else's";
-        drop(writeln!(io::stderr(), "kvhoist: {text}"));
-    }
+    config.remote.url = None;
     config.namespace = "replay".into();
     // The file's, where no flag says another.
     let of_file = match config.device.kind {
@@ -115,9 +112,17 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     Ok((config, place))
 }
 
-/// Bytes of a block, which nothing has checked yet.
-pub fn block_bytes(args: &Args) -> Result<usize, Failure> {
-    base(args).map(|(config, _)| config.block_bytes)
+/// Checks the settings before a trace is read, which may take minutes. Returns the bytes of a block.
+pub fn check(args: &Args) -> Result<usize, Failure> {
+    let (config, place) = settings(args)?;
+    if args.trace.len() > 1 {
+        place.check_is_temporary(&config, args.trace.len())?;
+    }
+    if base(args)?.0.remote.url.is_some() {
+        let text = "the remote store of --config is left out: a replay's blocks are nobody else's";
+        drop(writeln!(io::stderr(), "kvhoist: {text}"));
+    }
+    Ok(config.block_bytes)
 }
 
 /// What the file of settings says, or the settings of a replay without one.
