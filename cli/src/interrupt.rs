@@ -1,19 +1,36 @@
 //! Ctrl-C, SIGTERM and the end of the terminal, as a flag.
 
-use std::sync::{Arc, atomic::AtomicBool};
+use std::{
+    io,
+    sync::{Arc, atomic::AtomicBool},
+    thread,
+};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    flag,
+    iterator::Signals,
+    low_level,
+};
 
-use crate::failure::Failure;
+use crate::{failure::Failure, scratch};
 
-/// A flag that is set by a signal to end the command. The second signal ends it at once.
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
+
+/// A flag that is set by a signal to end the command. The second signal ends it at once, without its temporary folders.
 pub fn catch() -> Result<Arc<AtomicBool>, Failure> {
+    let failed = |error: io::Error| Failure::run(format!("cannot catch signals: {error}"));
     let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        let status = Failure::interrupted().exit_status().into();
-        signal_hook::flag::register_conditional_shutdown(signal, status, Arc::clone(&interrupted))
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&interrupted)))
-            .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
+    for signal in SIGNALS {
+        flag::register(signal, Arc::clone(&interrupted)).map_err(failed)?;
     }
+    let mut signals = Signals::new(SIGNALS).map_err(failed)?;
+    let end = move || {
+        if signals.forever().nth(1).is_some() {
+            scratch::remove_all();
+            low_level::exit(Failure::interrupted().exit_status().into());
+        }
+    };
+    thread::Builder::new().name("kvhoist-signals".into()).spawn(end).map_err(failed)?;
     Ok(interrupted)
 }

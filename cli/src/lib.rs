@@ -42,6 +42,8 @@ mod replay;
 #[cfg(feature = "command")]
 mod report;
 #[cfg(feature = "command")]
+mod scratch;
+#[cfg(feature = "command")]
 mod serve;
 #[cfg(feature = "command")]
 mod settings;

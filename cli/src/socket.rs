@@ -7,7 +7,7 @@ use kvhoist_service::{ServiceStatus, default_socket, status};
 use crate::{failure::Failure, shown::shown};
 
 /// The flag of each command that asks a service.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Socket {
     /// The service's socket [default: $KVHOIST_SOCKET; else kvhoist.sock in /run/kvhoist where that folder exists, else
     /// in $XDG_RUNTIME_DIR, else in /run].

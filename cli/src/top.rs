@@ -4,7 +4,10 @@ use std::{
     borrow::Cow,
     collections::BTreeMap,
     io::{ErrorKind, IsTerminal, Write, stdout},
-    sync::atomic::Ordering,
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -69,9 +72,9 @@ impl Drop for Screen {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let mut before = None;
-    let mut now = (Instant::now(), args.socket.status()?);
+    let mut now = (Instant::now(), ask(&args.socket, &interrupted)?);
     let is_terminal = stdout().is_terminal();
-    let screen = is_terminal.then(|| emit(ENTER).map(|()| Screen)).transpose()?;
+    let _screen = is_terminal.then(|| emit(ENTER).map(|()| Screen)).transpose()?;
     for look in 1.. {
         let text = frame(before.as_ref(), &now);
         let shown = match is_terminal {
@@ -87,15 +90,31 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         let until = now.0 + Duration::from_secs_f64(args.every);
         while Instant::now() < until {
             if interrupted.load(Ordering::Relaxed) {
-                drop(screen);
                 return Err(Failure::interrupted());
             }
             thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
         }
-        let next = (Instant::now(), args.socket.status()?);
+        let next = (Instant::now(), ask(&args.socket, &interrupted)?);
         before = Some(std::mem::replace(&mut now, next));
     }
     Ok(())
+}
+
+/// Asks the service on a thread of its own: one that hangs does not hold up an interrupt.
+fn ask(socket: &Socket, interrupted: &AtomicBool) -> Result<ServiceStatus, Failure> {
+    let (answer, answers) = mpsc::channel();
+    let socket = socket.clone();
+    let asks = move || drop(answer.send(socket.status()));
+    let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
+    thread::Builder::new().name("kvhoist-top".into()).spawn(asks).map_err(failed)?;
+    loop {
+        match answers.recv_timeout(LOOK) {
+            Ok(status) => return status,
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Failure::run("the thread that asks has ended")),
+            Err(_) if interrupted.load(Ordering::Relaxed) => return Err(Failure::interrupted()),
+            Err(_) => {}
+        }
+    }
 }
 
 /// False if the reader of standard output is gone.

@@ -6,7 +6,7 @@ mod wipe;
 use std::{
     fs,
     io::{Read, Write},
-    os::fd::{AsFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
     path::Path,
     process::{Child, Command, Output, Stdio},
     time::{Duration, Instant},
@@ -189,6 +189,35 @@ fn progress_fits_80_columns_and_leaves_nothing_behind() {
     let (lines, widest) = screen(text(&seen));
     assert!(text(&seen).contains("/1000 requests") && widest <= 80, "{widest} columns");
     assert!(lines.iter().all(String::is_empty), "left on the screen: {lines:?}");
+}
+
+#[test]
+fn a_second_signal_leaves_no_temporary_store() {
+    let place = directory();
+    // Nobody reads what it says, so that it does not end by the first.
+    let (_unread, mut full) = std::io::pipe().expect("a pipe");
+    // SAFETY: a plain system call on a descriptor that is open.
+    let bytes = unsafe { libc::fcntl(full.as_raw_fd(), libc::F_SETPIPE_SZ, 4096) };
+    full.write_all(&vec![b' '; usize::try_from(bytes).expect("bytes")]).expect("room");
+    let mut child = command(&[&["replay"][..], &SMALL].concat())
+        .env("TMPDIR", place.path())
+        .env("KVHOIST_LOG", "off")
+        .stdout(Stdio::null())
+        .stderr(full)
+        .spawn()
+        .expect("the command runs");
+    let has_store = |folder: fs::DirEntry| folder.path().join("kvhoist.store").exists();
+    let give_up = Instant::now() + Duration::from_secs(60);
+    while !fs::read_dir(&place).expect("there").any(|entry| entry.is_ok_and(has_store)) {
+        assert!(child.try_wait().expect("a child").is_none() && Instant::now() < give_up, "it opens a store");
+        std::thread::yield_now();
+    }
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+    }
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+    assert_eq!(fs::read_dir(&place).expect("there").count(), 0, "nothing is left");
 }
 
 /// Where it is no terminal, a line each.

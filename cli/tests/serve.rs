@@ -18,8 +18,11 @@ mod skip;
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
-    os::unix::{net::UnixDatagram, process::ExitStatusExt},
+    net::{Shutdown, TcpStream},
+    os::unix::{
+        net::{UnixDatagram, UnixListener, UnixStream},
+        process::ExitStatusExt,
+    },
     path::Path,
     process::{Child, Command, Output, Stdio},
     sync::Arc,
@@ -327,6 +330,36 @@ fn get(address: &str, path: &str) -> (String, String) {
     stream.read_to_string(&mut answer).expect("an answer");
     let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
     (head.lines().next().expect("a status line").to_owned(), body.to_owned())
+}
+
+/// Its terminal is as it was, and nobody has to interrupt it twice.
+#[test]
+fn an_interrupt_ends_top_while_the_service_hangs() {
+    let (serving, place) = (Serving::start(), tempfile::tempdir().expect("a directory"));
+    let between = place.path().join("s");
+    let listener = UnixListener::bind(&between).expect("bound");
+    let child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["top", "--every", "0.1", "--socket"])
+        .arg(&between)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let (ours, _) = listener.accept().expect("the first question");
+    let theirs = UnixStream::connect(serving.socket()).expect("a service");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            drop(std::io::copy(&mut &ours, &mut &theirs));
+            theirs.shutdown(Shutdown::Write).expect("shut");
+        });
+        drop(std::io::copy(&mut &theirs, &mut &ours));
+        drop(ours.shutdown(Shutdown::Both));
+    });
+    let _hangs = listener.accept().expect("the second question");
+    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
+    let output = child.wait_with_output().expect("an end");
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(130), "kvhoist: interrupted\n"));
 }
 
 #[test]

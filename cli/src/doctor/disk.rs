@@ -10,7 +10,7 @@ use std::{
 use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Error, StorageKind, block_on};
 
 use super::{Finding, Want};
-use crate::shown::shown;
+use crate::{scratch::Scratch, shown::shown};
 
 /// Bytes of a block of the store that is measured, and how many there are.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -85,9 +85,9 @@ fn measure(path: &Path, findings: &mut Vec<Finding>) -> Result<(), Finding> {
     Ok(())
 }
 
-/// A directory for stores that are tried, removed when dropped.
-pub fn scratch(path: Option<&Path>) -> io::Result<tempfile::TempDir> {
-    tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(path.map_or_else(std::env::temp_dir, Path::to_owned))
+/// A directory for stores that are tried.
+pub fn scratch(path: Option<&Path>) -> io::Result<Scratch> {
+    Scratch::new("kvhoist-doctor-", path)
 }
 
 fn locked_memory(registered: bool) -> Finding {

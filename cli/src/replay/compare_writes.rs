@@ -17,7 +17,8 @@ use serde_json::{Value, json};
 
 use super::{Args, compare, replay_shown};
 use crate::{
-    choice::word, columns::columns, failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes,
+    choice::word, columns::columns, failure::Failure, interrupt, output::emit, progress::announce, scratch::Scratch,
+    size::show_bytes,
 };
 
 /// Host memory, percent of a trace's distinct blocks.
@@ -122,13 +123,7 @@ async fn cell(
     requests: Vec<Request>,
     interrupted: &Arc<AtomicBool>,
 ) -> Result<(Cell, u64), Failure> {
-    let mut folder = tempfile::Builder::new();
-    folder.prefix("kvhoist-replay-");
-    let folder = match args.path.first() {
-        Some(path) => folder.tempdir_in(path),
-        None => folder.tempdir(),
-    };
-    let folder = folder.map_err(|error| {
+    let folder = Scratch::new("kvhoist-replay-", args.path.first().map(AsRef::as_ref)).map_err(|error| {
         Failure::usage(format!("no temporary directory: {error}; name a place for it with --path or TMPDIR"))
     })?;
     if config.disk.write_policy == WritePolicy::ByValue {

@@ -9,11 +9,11 @@ use std::{
 };
 
 use kvhoist::{Capacity, Config, DeviceKind, DiskPath};
-use tempfile::TempDir;
 
 use super::{Args, args::Device};
 use crate::{
     failure::Failure,
+    scratch::Scratch,
     settings::{self, Settings},
     shown::shown,
 };
@@ -26,7 +26,7 @@ const DISK_BLOCKS: u32 = 18_279;
 /// Directories that a replay made. Dropped, the temporary one goes, and so do all where no store came to be in them.
 #[derive(Default)]
 pub struct Place {
-    temporary: Option<TempDir>,
+    temporary: Option<Scratch>,
     made: Vec<PathBuf>,
     kept: Cell<bool>,
 }
@@ -80,7 +80,7 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
         paths.clone_from(&args.path);
     }
     if paths.is_empty() {
-        let made = tempfile::Builder::new().prefix("kvhoist-replay-").tempdir().map_err(|error| {
+        let made = Scratch::new("kvhoist-replay-", None).map_err(|error| {
             Failure::usage(format!("no temporary directory: {error}; name one with --path or TMPDIR"))
         })?;
         paths.push(made.path().to_owned());
