@@ -109,7 +109,7 @@ def open_private(path: str) -> BinaryIO:
     StoreError.
     """
     user = os.geteuid()
-    expected = f"a file that is user {user}'s and no other's; remove it, chmod 600 it, or choose another `path`"
+    expected = f"a file that is user {user}'s and no other's; remove it, or choose another `path`"
     try:
         # Of a pipe, the open would wait.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -120,10 +120,11 @@ def open_private(path: str) -> BinaryIO:
     status = os.fstat(file.fileno())
     found = f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}, with {status.st_nlink} names"
     is_own = stat.S_ISREG(status.st_mode) and status.st_uid == user and status.st_nlink == 1
-    # Who may read it may lock it.
-    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
+    if not is_own:
         file.close()
         raise StoreError(f"{printable(path)}: found {found}, expected {expected}")
+    # Who may read it may lock it. Earlier versions made it so.
+    os.fchmod(file.fileno(), 0o600)
     return file
 
 

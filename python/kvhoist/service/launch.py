@@ -155,8 +155,8 @@ def _lock(lock: BinaryIO, name: str, path: str) -> None:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     raise UnavailableError(
-        f"service: found {name} locked by another process for {_LOCK_PATIENCE_S} s, expected that it starts the service at "
-        f"{path} within {_START_PATIENCE_S} s; end that process (`fuser {name}` finds it)"
+        f"service: found {name} locked by another process for {_LOCK_PATIENCE_S} s, expected that it starts the service "
+        f"at {path} within {_START_PATIENCE_S} s; end that process (`fuser {name}` finds it)"
     )
 
 
