@@ -148,7 +148,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn write_back_loop(self: Rc<Self>) {
         loop {
             self.shared.write_back.notified().await;
-            while self.demoting.get() < DEMOTING_MAX {
+            while self.may_write_back() {
                 let next = match self.shared.config.values_writes() {
                     true => self.next_by_value().await,
                     false => self.next_write_back(),
@@ -162,6 +162,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 });
             }
         }
+    }
+
+    /// True if another write-back may begin. The end of one that is overdue may be far: a drive that hangs must not
+    /// stop those to the others.
+    fn may_write_back(&self) -> bool {
+        let demoting = self.demoting.get() as usize;
+        let max = DEMOTING_MAX as usize;
+        demoting < max || demoting < max + self.shared.lock().flights.overdue(Tier::Disk)
     }
 
     fn next_write_back(&self) -> Option<PendingWrite> {

@@ -304,3 +304,26 @@ fn others_are_written_back_where_a_write_back_is_overdue() {
         });
     }
 }
+
+/// The writes that hang have the records of others in their pages, but not of all.
+#[test]
+fn others_are_written_back_where_as_many_as_may_be_in_flight_are_overdue() {
+    sim::block_on(async {
+        let config = write_back().host_blocks(192).low_watermark(1.0).high_watermark(1.0);
+        let config = config.disks(vec![DiskPath::with_blocks("simulated", 512)]);
+        let (cache, reactor, disk) = open(config).await;
+        disk.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        for n in 0..192 {
+            store(&cache, n).await.expect("there is room in host memory");
+        }
+        a_while().await;
+        assert!(disk.stalled() >= 64, "{} operations hang", disk.stalled());
+        disk.set_rates(FaultRates::default());
+        tokio::time::sleep(DEADLINE * 4).await;
+        for n in 192..=255 {
+            store(&cache, n).await.unwrap_or_else(|error| panic!("block {n}: {error}"));
+        }
+        disk.release();
+        finish(cache, reactor).await;
+    });
+}
