@@ -69,19 +69,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn decide_all(self: &Rc<Self>) -> BTreeSet<BlockKey> {
         let last_use = |state: &State, key| state.index.find(&key).map_or(0, |id| state.index.last_use(id));
         let mut dirty = self.each_dirty(|state, key| (last_use(state, key), key)).await;
-        dirty.sort_unstable();
         let mut wanted = BTreeSet::new();
-        for keys in dirty.chunks(AT_ONCE) {
-            for (_, key) in keys {
+        while !dirty.is_empty() {
+            for (_, key) in std::iter::from_fn(|| dirty.pop_first()).take(AT_ONCE) {
                 let mut state = self.shared.lock();
-                if wanted.contains(key) || !state.dirty.contains(key) {
+                if wanted.contains(&key) || !state.dirty.contains(&key) {
                     continue;
                 }
-                let Some(id) = state.index.find(key) else { continue };
-                if state.dirty.is_queued(key) || state.flights.entry(key, Tier::Disk) == Some(id) {
-                    wanted.insert(*key);
+                let Some(id) = state.index.find(&key) else { continue };
+                if state.dirty.is_queued(&key) || state.flights.entry(&key, Tier::Disk) == Some(id) {
+                    wanted.insert(key);
                 } else {
-                    let decided = self.decide(&mut state, id, *key, &wanted);
+                    let decided = self.decide(&mut state, id, key, &wanted);
                     wanted.extend(decided);
                 }
             }

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Error, Tier, WritePolicy, internals::block::OpKind};
+use kvhoist::{
+    BlockKey, Config, DiskPath, Error, Tier, WritePolicy,
+    internals::{block::OpKind, seams::locks_taken},
+};
 use kvhoist_simulation::sim::{self, Fault, FaultRates};
 
 fn config(waiters_max: u32) -> Config {
@@ -160,4 +163,46 @@ fn blocks_that_are_being_written_back_are_synced_too() {
             assert_eq!(left, usize::from(blocks), "{waiters_max} waiters at most");
         }
     }
+}
+
+/// Looks at the locks that the reactor takes between two turns of another task, one for each block.
+#[test]
+fn a_sync_lets_others_run_though_its_blocks_need_no_write_any_more() {
+    const BLOCKS: u16 = 700;
+    let config = config(65_536).host_blocks(1024).disks(vec![DiskPath::with_blocks("simulated", 1024)]);
+    let config = config.low_watermark(0.0).high_watermark(0.0);
+    let world = sim::World::new(3, sim::blank_files(&config));
+    let key = |block: u16| {
+        let mut key = [7; 32];
+        key[..2].copy_from_slice(&block.to_be_bytes());
+        BlockKey::new(key)
+    };
+    sim::block_on(async {
+        let sim::Simulated { cache, reactor } = sim::open(config, &world).await.expect("a new store");
+        for block in 0..BLOCKS {
+            cache.store(&key(block), None, &[1; 4096]).await.expect("stored");
+        }
+        world.storage.script_next(OpKind::Write, Fault::Stall);
+        let syncing = tokio::task::spawn_local({
+            let cache = cache.clone();
+            async move { cache.sync().await }
+        });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        // It has not come to these.
+        for block in 100..BLOCKS {
+            cache.remove(&key(block)).await.expect("removed");
+        }
+        assert!(!syncing.is_finished());
+        world.storage.release();
+        let mut locks_max = 0;
+        while !syncing.is_finished() {
+            let before = locks_taken();
+            tokio::time::advance(Duration::from_millis(1)).await;
+            locks_max = locks_max.max(locks_taken() - before);
+        }
+        syncing.await.expect("no panic").expect("a sound disk");
+        assert!(locks_max < 200, "{locks_max} locks in one turn");
+        cache.close().await.expect("closed");
+        reactor.ended().await;
+    });
 }
