@@ -67,7 +67,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(error) => {
                 self.shared.metrics.write_errors.add(is_of_disk.into());
                 self.shared.metrics.writes_refused.add(1);
-                log(|| tracing::warn!(%error, "the disk tier did not take a block"));
+                let count = self.shared.metrics.writes_refused.get();
+                // A bad drive has many: a warning for each power of two, counters for the others.
+                if count.is_power_of_two() {
+                    log(|| tracing::warn!(%error, count, "the disk tier did not take a block"));
+                } else {
+                    log(|| tracing::debug!(%error, count, "the disk tier did not take a block"));
+                }
             }
             Ok(()) => {}
         }

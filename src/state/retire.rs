@@ -223,6 +223,22 @@ mod tests {
     }
 
     #[test]
+    fn a_store_begins_no_write_that_the_disk_would_not_take() {
+        let (shared, key) = (with_disk(WritePolicy::WriteThrough), BlockKey::new([7; 32]));
+        shared.refuse_writes("a test makes it read-only".into());
+        for _ in 0..2 {
+            let stored = store(&shared, &key).err().expect("on no disk");
+            assert!(matches!(stored, Error::Unavailable { tier: "disk", .. }), "{stored:?}");
+            assert!(!shared.lock().flights.any(), "nothing has to be ended");
+            shared.forget_reported_one(&key, &stored);
+        }
+        assert_eq!((shared.match_len(&[key]), shared.metrics.writes_refused.get()), (1, 2), "host memory has it");
+        assert!(shared.begin_report().report().is_ok(), "its caller was told");
+        drop(store(&shared, &key));
+        assert!(shared.begin_report().report().is_err(), "nobody was told");
+    }
+
+    #[test]
     fn a_copy_on_a_disk_that_is_out_of_service_is_none() {
         for policy in [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack] {
             let (shared, key) = (with_disk(policy), BlockKey::new([7; 32]));

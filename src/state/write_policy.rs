@@ -56,7 +56,16 @@ impl Locked<'_> {
             }
         }
         match self.shared().config.disk.write_policy {
-            WritePolicy::WriteThrough => self.begin_write(id, key, class, self.shared().config.limits.waiters_max),
+            WritePolicy::WriteThrough => {
+                // A write that has begun may succeed yet.
+                if !self.flights.is_written(key)
+                    && let Err(error) = self.disk_service.check_writes("disk")
+                {
+                    self.note_refused(key, error.clone());
+                    return Err(error);
+                }
+                self.begin_write(id, key, class, self.shared().config.limits.waiters_max)
+            }
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
             WritePolicy::WriteBack | WritePolicy::ByValue => {
                 self.must_be_written(id, key);
@@ -82,7 +91,7 @@ impl Locked<'_> {
         Ok(Committed::Done)
     }
 
-    /// Notes that the disk takes no write of a block, for the next sync.
+    /// Notes that the disk takes no write of a block, for the next sync unless the block's caller gets the error.
     pub(super) fn note_refused(&mut self, key: &BlockKey, error: Error) {
         self.count(&self.shared().metrics.writes_refused, 1);
         self.refusals.add(*key, error);
