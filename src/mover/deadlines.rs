@@ -36,7 +36,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     self.shared.in_flight.give_up_calls(given);
                     // Movements without a flight, such as flushes, take all turns.
                     let is_stuck = queued == Some(self.taken.get());
-                    let overdue = self.shared.give_up_overdue(begun) || is_stuck;
+                    let overdue = self.shared.give_up_overdue(begun).await || is_stuck;
                     if self.overdue.replace(overdue) != overdue {
                         // Commands may be refused now, or started again.
                         self.settled.notify_one();

@@ -11,6 +11,9 @@ use crate::{block::Tier, shield::log};
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
 pub(crate) const LOOKS_PER_DEADLINE: u32 = 4;
 
+/// Overdue movements that are marked under one lock, and waiters that are told in one turn.
+const OVERDUE_AT_ONCE: usize = 128;
+
 impl Shared {
     /// How long a movement may take.
     pub(crate) fn deadline(&self) -> Duration {
@@ -18,28 +21,36 @@ impl Shared {
     }
 
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.
-    pub(crate) fn give_up_overdue(self: &Arc<Self>, begun: u64) -> bool {
-        let (waiters, any, held) = {
-            let mut state = self.lock();
-            let (held, before) = (Tier::ALL.map(|tier| self.held_slots(tier)), state.flights.overdue(Tier::Disk));
-            let waiters = state.flights.take_overdue(begun);
-            if state.flights.overdue(Tier::Disk) > before {
-                // Of write-backs others begin in their place.
-                self.write_back.notify_one();
-            }
-            (waiters, state.flights.any_overdue(), held)
-        };
-        if !waiters.is_empty() {
-            log(|| {
-                tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
-            });
-        }
-        for (waiter, slot_wanted) in waiters {
-            let error = match slot_wanted {
-                Some(tier) => self.slot_timeout(tier, held[tier as usize]),
-                None => self.timeout("a movement"),
+    pub(crate) async fn give_up_overdue(self: &Arc<Self>, begun: u64) -> bool {
+        let (mut told, held) = (0, Tier::ALL.map(|tier| self.held_slots(tier)));
+        let any = loop {
+            let waiters = {
+                let mut state = self.lock();
+                let before = state.flights.overdue(Tier::Disk);
+                let Some(waiters) = state.flights.take_overdue(begun, OVERDUE_AT_ONCE) else {
+                    break state.flights.any_overdue();
+                };
+                if state.flights.overdue(Tier::Disk) > before {
+                    // Of write-backs others begin in their place.
+                    self.write_back.notify_one();
+                }
+                waiters
             };
-            drop(waiter.send(Err(error)));
+            told += waiters.len();
+            let mut waiters = waiters.into_iter();
+            while waiters.len() > 0 {
+                for (waiter, slot_wanted) in waiters.by_ref().take(OVERDUE_AT_ONCE) {
+                    let error = match slot_wanted {
+                        Some(tier) => self.slot_timeout(tier, held[tier as usize]),
+                        None => self.timeout("a movement"),
+                    };
+                    drop(waiter.send(Err(error)));
+                }
+                crate::io::yield_now().await;
+            }
+        };
+        if told > 0 {
+            log(|| tracing::warn!(waiters = told, deadline = ?self.deadline(), "movements are overdue"));
         }
         any
     }

@@ -30,6 +30,9 @@ use crate::{
 /// Those who wait for a movement: mostly one.
 pub(crate) type Waiters<M> = Few<oneshot::Sender<M>>;
 
+/// Waiters of movements that are overdue, each with the tier of which its block waits for a slot.
+pub(crate) type Overdue<M> = Vec<(oneshot::Sender<M>, Option<Tier>)>;
+
 /// Whether a movement has a waiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
@@ -292,11 +295,16 @@ impl<M> Flights<M> {
         finished.unwrap_or(Finished { waiters: Few::default(), next: None })
     }
 
-    /// Marks movements up to the number `begun` that are still in flight as overdue. Returns their waiters, each with
-    /// the tier of which its block waits for a slot.
-    pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<M>, Option<Tier>)> {
+    /// Marks movements up to the number `begun` that are still in flight as overdue, so many of them at most. Returns
+    /// their waiters, each with the tier of which its block waits for a slot; `None` if no other movement is to be
+    /// looked at.
+    pub(crate) fn take_overdue(&mut self, begun: u64, most: usize) -> Option<Overdue<M>> {
+        if self.by_age.front().is_none_or(|(number, _)| *number > begun) {
+            return None;
+        }
         let mut waiters = Vec::new();
-        while let Some((number, place)) = self.by_age.pop_front_if(|(number, _)| *number <= begun) {
+        for _ in 0..most {
+            let Some((number, place)) = self.by_age.pop_front_if(|(number, _)| *number <= begun) else { break };
             if !is_at(&self.by_target, number, place) {
                 continue;
             }
@@ -310,7 +318,7 @@ impl<M> Flights<M> {
             let told = std::mem::take(&mut flight.waiters).into_iter().chain(next);
             waiters.extend(told.map(|waiter| (waiter, slot_wanted)));
         }
-        waiters
+        Some(waiters)
     }
 
     /// Number of movements to a tier that are in flight and overdue.

@@ -7,6 +7,7 @@ use tokio::sync::oneshot;
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
+    urgency::Urgency,
 };
 
 /// Requests for slots that wait.
@@ -20,6 +21,8 @@ pub(crate) struct SlotRequests {
 pub(super) struct TierRequests {
     pub(super) awaited: BTreeMap<u64, Request>,
     pub(super) background: BTreeMap<u64, Request>,
+    /// No request waits since earlier.
+    oldest: u64,
 }
 
 pub(super) struct Request {
@@ -38,6 +41,14 @@ impl TierRequests {
     #[inline]
     fn len(&self) -> usize {
         self.awaited.len() + self.background.len()
+    }
+
+    pub(super) fn insert(&mut self, number: u64, urgency: Urgency, request: Request) {
+        if self.len() == 0 {
+            self.oldest = request.since;
+        }
+        let queue = if urgency == Urgency::Awaited { &mut self.awaited } else { &mut self.background };
+        assert!(queue.insert(number, request).is_none(), "a movement waits for one slot of a tier at a time");
     }
 
     pub(super) fn pop(&mut self) -> Option<Request> {
@@ -70,16 +81,31 @@ impl SlotRequests {
 
     /// Takes all requests for slots of `tier` off their queue.
     pub(crate) fn take_all(&mut self, tier: Tier) -> Refused {
-        let TierRequests { awaited, background } = std::mem::take(&mut self.tiers[tier as usize]);
+        let TierRequests { awaited, background, .. } = std::mem::take(&mut self.tiers[tier as usize]);
         Refused(awaited.into_values().chain(background.into_values()).collect())
     }
 
     /// Takes these requests off their queue.
     pub(super) fn take(&mut self, tier: Tier, is_taken: impl Fn(&Request) -> bool) -> Refused {
-        let TierRequests { awaited, background } = &mut self.tiers[tier as usize];
+        let TierRequests { awaited, background, .. } = &mut self.tiers[tier as usize];
         let is_taken = |_: &u64, request: &mut Request| is_taken(request);
         let requests = awaited.extract_if(.., is_taken).chain(background.extract_if(.., is_taken));
         Refused(requests.map(|(_, request)| request).collect())
+    }
+
+    /// Takes the requests for slots of `tier` off their queue that wait since too early a tick.
+    pub(super) fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
+        let queue = &self.tiers[tier as usize];
+        // Not each of them at each tick.
+        if queue.len() == 0 || !is_overdue(queue.oldest) {
+            return Refused(Vec::new());
+        }
+        let overdue = self.take(tier, |request| is_overdue(request.since));
+        let queue = &mut self.tiers[tier as usize];
+        // One that was raised has an older number than others that wait longer.
+        let since = queue.awaited.values().chain(queue.background.values()).map(|request| request.since);
+        queue.oldest = since.min().unwrap_or_default();
+        overdue
     }
 }
 
@@ -89,5 +115,45 @@ impl Refused {
         for request in self.0 {
             drop(request.answer.send(Err(error.clone())));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Ticks of requests whose time is over, and how many were looked at.
+    fn overdue(requests: &mut SlotRequests, before: u64) -> (Vec<u64>, usize) {
+        let looks = Cell::new(0);
+        let is_overdue = |since| {
+            looks.set(looks.get() + 1);
+            since < before
+        };
+        let Refused(overdue) = requests.take_overdue(Tier::Host, is_overdue);
+        (overdue.into_iter().map(|request| request.since).collect(), looks.get())
+    }
+
+    #[test]
+    fn requests_are_looked_at_only_once_one_of_them_may_be_overdue() {
+        let mut requests = SlotRequests::default();
+        let request = |since| Request { since, movement: None, answer: oneshot::channel().0 };
+        let queue = &mut requests.tiers[Tier::Host as usize];
+        for number in 100..200 {
+            queue.insert(number, Urgency::Awaited, request(number / 10));
+        }
+        // It has a lower number and is younger.
+        queue.insert(1, Urgency::Background(1), request(20));
+        queue.raise(1);
+        assert_eq!(overdue(&mut requests, 10), (Vec::new(), 1), "all are young enough");
+        assert_eq!(overdue(&mut requests, 11).0, [10; 10]);
+        assert_eq!(overdue(&mut requests, 11), (Vec::new(), 1));
+        assert_eq!(overdue(&mut requests, 13).0.len(), 20, "behind the one that was raised");
+        assert_eq!(overdue(&mut requests, 99).0.len(), 71);
+        assert_eq!(overdue(&mut requests, 99), (Vec::new(), 0));
+        requests.tiers[Tier::Host as usize].insert(300, Urgency::Awaited, request(30));
+        assert_eq!(overdue(&mut requests, 30), (Vec::new(), 1));
+        assert_eq!(overdue(&mut requests, 31).0, [30]);
     }
 }

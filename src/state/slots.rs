@@ -4,10 +4,7 @@ use std::sync::{Arc, atomic::Ordering};
 
 use tokio::sync::oneshot;
 
-use super::{
-    Class, Filling, KEPT_PART, Locked, Shared, State,
-    requests::{Request, TierRequests},
-};
+use super::{Class, Filling, KEPT_PART, Locked, Shared, State, requests::Request};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, HeldSlots, Result},
@@ -202,7 +199,7 @@ impl Shared {
         for tier in Tier::ALL {
             let (overdue, held) = {
                 let mut state = self.lock();
-                let overdue = state.slot_requests.take(tier, |request| self.is_overdue(request.since));
+                let overdue = state.slot_requests.take_overdue(tier, |since| self.is_overdue(since));
                 (overdue, self.held_slots(tier))
             };
             for request in overdue.0 {
@@ -347,19 +344,11 @@ impl SlotWait {
         };
         let request = Request { since: shared.looks(), movement, answer: sender };
         let State { slot_requests, flights, .. } = &mut **state;
-        let TierRequests { awaited, background } = &mut slot_requests.tiers[tier as usize];
         let number = match urgency {
-            Urgency::Awaited => {
-                let number = flights.next_number();
-                awaited.insert(number, request);
-                number
-            }
-            Urgency::Background(number) => {
-                let earlier = background.insert(number, request);
-                assert!(earlier.is_none(), "a movement waits for one slot of a tier at a time");
-                number
-            }
+            Urgency::Awaited => flights.next_number(),
+            Urgency::Background(number) => number,
         };
+        slot_requests.tiers[tier as usize].insert(number, urgency, request);
         state.raise_holders();
         let waiting = SlotWait { shared: Arc::clone(shared), tier, number, movement, answer };
         waiting.note(state, Some(tier));

@@ -209,7 +209,7 @@ impl World {
         self.caller(async |cache: Cache| {
             let begun = cache.shared().begun.load(std::sync::atomic::Ordering::Relaxed);
             shuttle::future::yield_now().await;
-            cache.shared().give_up_overdue(begun);
+            cache.shared().give_up_overdue(begun).await;
         })
     }
 
