@@ -1,5 +1,7 @@
 //! Copies of blocks within memory.
 
+use std::sync::Arc;
+
 use super::{
     Mover,
     block_memory::{BlockMemory, FilledMemory},
@@ -11,6 +13,7 @@ use crate::{
     io::Storage,
     shield::caught_future,
     state::{Pin, Shared},
+    task,
 };
 
 impl Shared {
@@ -72,7 +75,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if result.is_err() {
             self.shared.metrics.copy_errors.add(1);
             if let Some(reason) = self.copy.fault() {
-                self.shared.retire_device(reason);
+                self.retire_device(reason);
             }
         }
         Ok((result, owner))
@@ -96,9 +99,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let fault = if is_of_tier { self.copy.fault() } else { None };
         let reason = fault.unwrap_or_else(|| "the device did not say whether an operation had ended".into());
         if is_of_tier {
-            self.shared.retire_device(reason.clone());
+            self.retire_device(reason.clone());
         }
         Err(Error::copy(self.copy.name(), reason))
+    }
+
+    /// Takes the device tier out of service. Its copies are dropped by and by: no movement waits for that.
+    fn retire_device(&self, reason: String) {
+        if self.shared.retire_device(reason) {
+            let shared = Arc::clone(&self.shared);
+            drop(task::spawn(async move {
+                for () in shared.drop_device_copies() {
+                    crate::io::yield_now().await;
+                }
+            }));
+        }
     }
 
     /// The direction of copies between memory of these kinds. A simulated device is host memory.

@@ -44,39 +44,41 @@ impl Shared {
         self.lower_service(Health::ReadOnly(reason));
     }
 
-    /// Takes the device tier out of service: its blocks cannot be read any more. Host and disk keep serving.
-    pub(crate) fn retire_device(self: &Arc<Self>, reason: String) {
+    /// Takes the device tier out of service: its blocks cannot be read any more. Host and disk keep serving. True if
+    /// its [copies](Self::drop_device_copies) are to be dropped.
+    #[must_use = "the copies keep their entries in the index"]
+    pub(crate) fn retire_device(self: &Arc<Self>, reason: String) -> bool {
         let mut state = self.lock();
         if !state.device_service.lower(Health::Retired(reason.clone())) {
-            return;
+            return false;
         }
         let refused = state.slot_requests.take_all(Tier::Device);
         let error = state.check_service(Tier::Device);
         drop(state);
         refused.refuse(&error.expect_err("the device tier was just taken out of service"));
-        self.drop_device_copies();
         log(|| tracing::error!(reason, "the device tier is out of service"));
+        true
     }
 
-    /// Drops every copy in the device tier that has no reader. The last unpin drops each of the others, also of those
-    /// that are published later.
-    fn drop_device_copies(self: &Arc<Self>) {
-        let mut next = Some(0);
-        while let Some(page) = next {
-            let mut keys = Vec::new();
-            // The device is the fastest tier of every block that has a copy there.
-            let visit = |key, tier| keys.extend((tier == Tier::Device).then_some(key));
-            next = self.lock().index.visit_page(page, visit);
-            for keys in keys.chunks(DROPPED_PER_LOCK) {
-                let mut state = self.lock();
-                for key in keys {
-                    let id = state.index.find(key);
-                    if let Some(slot) = id.and_then(|id| state.index.drop_copy(id, Tier::Device)) {
-                        state.push_free(Tier::Device, slot);
-                    }
+    /// Drops every copy in the device tier that has no reader, a few in each step of the iterator: the index may be
+    /// large. The last unpin drops each of the others, also of those that are published later.
+    pub(crate) fn drop_device_copies(self: &Arc<Self>) -> impl Iterator<Item = ()> {
+        let (mut next, mut keys) = (Some(0), Vec::new());
+        std::iter::from_fn(move || {
+            if keys.is_empty() {
+                // The device is the fastest tier of every block that has a copy there.
+                let visit = |key, tier| keys.extend((tier == Tier::Device).then_some(key));
+                next = self.lock().index.visit_page(next?, visit);
+            }
+            let mut state = self.lock();
+            for key in keys.drain(..keys.len().min(DROPPED_PER_LOCK)) {
+                let id = state.index.find(&key);
+                if let Some(slot) = id.and_then(|id| state.index.drop_copy(id, Tier::Device)) {
+                    state.push_free(Tier::Device, slot);
                 }
             }
-        }
+            Some(())
+        })
     }
 
     /// Lowers the service of the disk tier; it never rises again.
@@ -148,9 +150,16 @@ mod tests {
         }
         drop(state);
         let before = locks_taken();
-        shared.retire_device("a test retires it".into());
-        assert!(locks_taken() - before > 3, "no lock is held for all blocks");
-        assert_eq!(shared.lock().free_slots(Tier::Device), BLOCKS);
+        assert!(shared.retire_device("a test retires it".into()), "it was in service");
+        assert_eq!(locks_taken() - before, 1, "no copy is dropped yet");
+        let (mut steps, mut dropped) = (0, 0);
+        for () in shared.drop_device_copies() {
+            let free = shared.lock().free_slots(Tier::Device);
+            assert!(free - dropped <= DROPPED_PER_LOCK, "{} in one step", free - dropped);
+            (steps, dropped) = (steps + 1, free);
+        }
+        assert!(dropped == BLOCKS && steps >= 3, "{dropped} in {steps} steps");
+        assert!(!shared.retire_device("again".into()), "once");
     }
 
     #[test]
