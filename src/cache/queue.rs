@@ -157,9 +157,12 @@ impl CompletionQueue {
         region: Option<&Region>,
     ) -> Result<u64> {
         let jobs = self.jobs(keys, None, segments, region)?;
-        self.cache.want_remote(&jobs);
         let submitter = self.cache.inner.submitter.as_deref();
-        self.submit(jobs, Vec::new(), |jobs, reply| Submitter::begin_load(submitter, jobs, reply))
+        self.submit(jobs, Vec::new(), |jobs, reply| {
+            // Not before there is room: nothing is read for a submission that is refused.
+            self.cache.want_remote(&jobs);
+            Submitter::begin_load(submitter, jobs, reply)
+        })
     }
 
     /// Submits a store, as [`submit_load_of`](Self::submit_load_of) a load.

@@ -10,11 +10,11 @@ use crate::{
         key, payload,
         remote_store::{MemoryStore, Trouble},
     },
-    remote::{BLOCK_BYTES, BLOCKS, eventually, open, reader, settings, write_chain},
+    remote::{BLOCK_BYTES, BLOCKS, assert_serves, eventually, open, reader, settings, write_chain},
 };
 use bytes::Bytes;
 use kvhoist::{
-    Config, RemotePolicy, Tier,
+    Config, Error, Memory, RemotePolicy, Segment, Tier,
     remote::{Capabilities, Created, Page, ReadBuffer, RemoteError, RemoteFuture, RemoteStore},
 };
 use tokio::sync::oneshot;
@@ -264,4 +264,30 @@ async fn a_read_that_is_answered_with_slots_of_another_cache_is_a_miss() {
         assert_eq!((stats.remote_invalid, stats.tier(Tier::Host).free), (1, before), "its slot is free again");
         cache.close().await.expect("closed");
     }
+}
+
+#[tokio::test]
+async fn a_submission_that_is_refused_has_nothing_read() {
+    let store = MemoryStore::new(8 * BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config).await;
+    let tables = store.reads();
+    let mut pool = vec![0; BLOCK_BYTES];
+    // SAFETY: the pool lives until the region is unregistered, and nobody touches it during the load.
+    let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    let region = cache.register(memory).await.expect("registered");
+    let place = [vec![Segment { ptr: pool.as_mut_ptr(), len: BLOCK_BYTES }]];
+    let queue = cache.completion_queue(1).expect("an eventfd");
+    queue.submit_load(&[key(0)], &place).expect("there is room");
+    // A block of each other object.
+    for n in [8, 16] {
+        let refused = queue.submit_load(&[key(n)], &place);
+        assert!(matches!(refused, Err(Error::Busy { .. })), "{refused:?}");
+    }
+    eventually("loaded", async || !queue.drain().is_empty()).await;
+    // Reads begin in the order in which blocks are wanted.
+    assert_serves(&cache, 16).await;
+    assert_eq!(store.reads(), tables + 2, "of two objects");
+    cache.unregister(&region).await.expect("unregistered");
+    cache.close().await.expect("closed");
 }
