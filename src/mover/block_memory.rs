@@ -106,7 +106,12 @@ pub(super) struct Buffer {
 impl Buffer {
     /// `bytes`, resized to a block.
     pub(super) fn new(mut bytes: Vec<u8>, shared: &Shared) -> Self {
-        bytes.resize(shared.config.block_bytes, 0);
+        let block_bytes = shared.config.block_bytes;
+        match bytes.capacity() {
+            // What the system gives is zeros already.
+            0 => bytes = vec![0; block_bytes],
+            _ => bytes.resize(block_bytes, 0),
+        }
         Buffer { start: bytes.as_mut_ptr().expose_provenance(), bytes }
     }
 

@@ -6,7 +6,7 @@
 
 use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
-use super::{CufileRoute, Mover};
+use super::{CufileRoute, Mover, block_memory};
 use crate::{
     block::{FileId, IO_ALIGN, OpKind, Tier},
     config::EngineMode,
@@ -124,7 +124,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
         let (read, wanted) = transfer_owned(&self.storage, OpKind::Read, last, 0, wanted.into_io()).await;
         read.map_err(|error| format!("the store cannot be read: {error}"))?;
-        match self.copy_to_host(filling).await {
+        match self.copy_to_host(filling).await.map(block_memory::Buffer::into_bytes) {
             Ok(found) if found[..len] == wanted[..len] => Ok((cufile, proof)),
             Ok(_) => {
                 cufile.close().await;

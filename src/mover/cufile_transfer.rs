@@ -18,7 +18,6 @@ use super::{
 };
 use crate::{
     block::{BlockKey, OpKind, Route, Segment, Tier},
-    checksum::checksum,
     device::{
         CopyEngine,
         cufile::{Ended, Part},
@@ -214,7 +213,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&filling) as _) };
         let result = match self.ended(sum).await? {
             Some(result) => result,
-            None => self.copy_to_host(Arc::clone(&filling)).await.map(|bytes| checksum(&bytes)),
+            None => match self.copy_to_host(Arc::clone(&filling)).await {
+                Ok(buffer) => Ok(self.checksum_of(buffer, 0).await.0),
+                Err(error) => Err(error),
+            },
         };
         match Arc::into_inner(filling) {
             Some(filling) => Ok((result, filling)),
@@ -223,9 +225,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Copies a device slot, which nothing writes to, to the host.
-    pub(super) async fn copy_to_host(&self, filling: Arc<Filling>) -> Result<Vec<u8>> {
+    pub(super) async fn copy_to_host(&self, filling: Arc<Filling>) -> Result<Buffer> {
         let (result, _, buffer) = self.copy(filling, Buffer::new(Vec::new(), &self.shared)).await?;
-        result.map(|()| buffer.into_bytes())
+        result.map(|()| buffer)
     }
 }
 
