@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Result},
     mover::{DeviceRead, Urgent},
     shield::shield,
-    state::{BegunStore, Committed, IfTaken, LookedUp, Purpose},
+    state::{Committed, Known, LookedUp, Purpose},
 };
 
 impl Cache {
@@ -66,21 +66,19 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        let miss = match self.inner.shared.look_up(key, Tier::Host, IfTaken::Leave)? {
-            Some(LookedUp::Hit(pin)) => {
+        let Some(guard) = self.inner.shared.guard_if_free() else {
+            // Boxed: every fetch would have room for it.
+            return Ok(Box::pin(self.fetch_deferred(key)).await?.map(Lease::new));
+        };
+        let asked = match self.inner.shared.look_up(key, Tier::Host, guard)? {
+            LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(Lease::new(self.inner.shared.leased(Tier::Host, pin))));
             }
-            Some(LookedUp::NoHit((state, id))) => Some(self.promote_missing(state, (key, id), Tier::Host)?),
-            Some(LookedUp::Nowhere) => return Ok(None),
-            None => None,
+            LookedUp::NoHit((state, id)) => self.promote_missing(state, (key, id), Tier::Host)?,
+            LookedUp::Nowhere => return Ok(None),
         };
-        let pin = match miss {
-            Some(miss) => self.pin_promoted(miss, key, Tier::Host).await,
-            // Boxed: every fetch would have room for it.
-            None => Box::pin(self.fetch_deferred(key)).await,
-        };
-        Ok(pin?.map(Lease::new))
+        Ok(self.pin_promoted(asked, key, Tier::Host).await?.map(Lease::new))
     }
 
     /// Stores a block: copies `data` into a host slot, then does what the write policy wants.
@@ -129,12 +127,12 @@ impl Cache {
         let mut failed = None;
         let mut filling = loop {
             match shared.begin_store(key, parent)? {
-                BegunStore::Known(committed) => return Ok(committed),
-                BegunStore::Slot(filling) => break filling,
-                BegunStore::NoSlot => break shared.acquire(Tier::Host, Purpose::Call).await?,
+                (Known::Yes(committed), _) => return Ok(committed),
+                (Known::No, Some(filling)) => break filling,
+                (Known::No, None) => break shared.acquire(Tier::Host, Purpose::Call).await?,
                 // Boxed: every store would have room for it.
-                BegunStore::Unproven if failed.is_none() => failed = Box::pin(self.prove(key)).await.err(),
-                BegunStore::Unproven => return Err(failed.expect("it was tried")),
+                (Known::Unproven, _) if failed.is_none() => failed = Box::pin(self.prove(key)).await.err(),
+                (Known::Unproven, _) => return Err(failed.expect("it was tried")),
             }
         };
         filling.bytes_mut().copy_from_slice(data);

@@ -9,7 +9,7 @@ use crate::{
     index::EntryId,
     mover::{Begun, Command, Submitter, Urgent},
     shield::shield,
-    state::{Class, IfTaken, Locked, LookedUp, Outcome, Pin, Promotion, Room, TierMiss, Use},
+    state::{Class, Locked, LookedUp, Outcome, Pin, Promotion, Room, Use},
 };
 
 impl Cache {
@@ -25,16 +25,15 @@ impl Cache {
 
     /// Fetches a block to a tier; waits for the lock.
     pub(super) async fn fetch_waiting(&self, key: &BlockKey, tier: Tier) -> Outcome {
-        let miss = match self.inner.shared.look_up(key, tier, IfTaken::Wait)? {
-            Some(LookedUp::Hit(pin)) => {
+        let asked = match self.inner.shared.look_up(key, tier, self.inner.shared.guard())? {
+            LookedUp::Hit(pin) => {
                 self.write_if_selected(key);
                 return Ok(Some(self.inner.shared.leased(tier, pin)));
             }
-            Some(LookedUp::NoHit((state, id))) => self.promote_missing(state, (key, id), tier)?,
-            Some(LookedUp::Nowhere) => return Ok(None),
-            None => unreachable!("it waits for the lock"),
+            LookedUp::NoHit((state, id)) => self.promote_missing(state, (key, id), tier)?,
+            LookedUp::Nowhere => return Ok(None),
         };
-        self.pin_promoted(miss, key, tier).await
+        self.pin_promoted(asked, key, tier).await
     }
 
     /// Begins the promotion of a block that is not resident in `tier`, for its caller.
@@ -44,27 +43,32 @@ impl Cache {
         state: Locked<'_>,
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
-    ) -> Result<TierMiss<Begun<Room>>> {
+    ) -> Result<Option<Promotion<Begun<Room>>>> {
         let room = || self.shared().commands.try_take().ok();
         let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
         self.inner.shared.promote_missing(state, (key, id), tier, begin)
     }
 
-    /// Pins a block in `tier` for its caller, once it has come from elsewhere.
-    pub(super) async fn pin_promoted(&self, miss: TierMiss<Begun<Room>>, key: &BlockKey, tier: Tier) -> Outcome {
-        let asked = match miss {
-            TierMiss::Nowhere => return Ok(None),
-            TierMiss::Remote => (Promotion::NotStarted, self.inner.shared.bring(key, Use::Now).await?),
-            TierMiss::Promotion(asked) => (asked, Use::Counted),
+    /// Pins a block in `tier` for its caller, once it has come from elsewhere: where nothing was asked for, from the
+    /// remote tier.
+    pub(super) async fn pin_promoted(
+        &self,
+        asked: Option<Promotion<Begun<Room>>>,
+        key: &BlockKey,
+        tier: Tier,
+    ) -> Outcome {
+        let usage = match &asked {
+            Some(_) => Use::Counted,
+            None => self.shared().bring(key, Use::Now).await?,
         };
-        let pin = shield(self.promote(key, tier, asked)).await?;
+        let pin = shield(self.promote(key, tier, (asked, usage))).await?;
         self.write_if_pinned(pin.as_ref(), key);
         Ok(pin)
     }
 
     /// Reads a block that the disk has from an earlier run to host memory. One that was cut off is given up.
     pub(super) async fn prove(&self, key: &BlockKey) -> Result<()> {
-        shield(self.promote(key, Tier::Host, (Promotion::NotStarted, Use::Counted))).await.map(drop)
+        shield(self.promote(key, Tier::Host, (None, Use::Counted))).await.map(drop)
     }
 
     /// Begins the movement of a block for a waiter.
@@ -85,9 +89,13 @@ impl Cache {
     }
 
     /// Promotes a block, or waits for its promotion, which was asked for. Counts the use that the other half says.
-    async fn promote(&self, key: &BlockKey, tier: Tier, (asked, mut usage): (Promotion<Begun<Room>>, Use)) -> Outcome {
+    async fn promote(
+        &self,
+        key: &BlockKey,
+        tier: Tier,
+        (mut asked, mut usage): (Option<Promotion<Begun<Room>>>, Use),
+    ) -> Outcome {
         let shared = &self.inner.shared;
-        let mut asked = Some(asked);
         loop {
             let promotion = match asked.take() {
                 Some(Promotion::NotStarted) | None => {

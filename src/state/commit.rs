@@ -35,31 +35,22 @@ pub(crate) enum Known {
     No,
 }
 
-/// The first step of a store.
-pub(crate) enum BegunStore {
-    /// The block is resident already.
-    Known(Committed),
-    /// As [`Known::Unproven`].
-    Unproven,
-    /// A slot for its bytes.
-    Slot(Filling),
-    /// Its bytes are needed, and no slot is available.
-    NoSlot,
-}
-
 /// The end of a flight: the answers to its waiters, sent after the lock is released, and the write that follows. Boxed:
 /// every read would move it.
 pub(crate) type FlightEnd = (Few<(oneshot::Sender<Outcome>, Outcome)>, Option<Box<PendingWrite>>);
 
 impl Shared {
-    /// Begins a store: as [`store_known`](Locked::store_known), and with a slot for a block whose bytes are needed.
-    pub(crate) fn begin_store(self: &Arc<Self>, key: &BlockKey, parent: Option<&BlockKey>) -> Result<BegunStore> {
+    /// Begins a store: as [`store_known`](Locked::store_known), and with a slot for a block whose bytes are needed, if
+    /// one is available.
+    pub(crate) fn begin_store(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+    ) -> Result<(Known, Option<Filling>)> {
         let mut state = self.lock();
-        Ok(match state.store_known(key, parent)? {
-            Known::Yes(committed) => BegunStore::Known(committed),
-            Known::Unproven => BegunStore::Unproven,
-            Known::No => state.acquire(Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot),
-        })
+        let known = state.store_known(key, parent)?;
+        let slot = if matches!(known, Known::No) { state.acquire(Tier::Host) } else { None };
+        Ok((known, slot))
     }
 
     /// Makes a filled host slot visible under `key`.

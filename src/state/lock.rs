@@ -32,13 +32,6 @@ const UNLOCKED: &str = "its drop unlocks it";
 /// take it instead.
 const TURNS_MAX: u32 = 4;
 
-/// What a thread does that finds the lock taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum IfTaken {
-    Wait,
-    Leave,
-}
-
 impl Shared {
     /// Locks the state.
     ///
@@ -46,23 +39,28 @@ impl Shared {
     /// If an earlier holder panicked.
     #[inline]
     pub(crate) fn lock(self: &Arc<Self>) -> Locked<'_> {
-        self.locked(self.state.lock())
+        self.locked(self.guard())
     }
 
-    /// The guard of a [`locked`](Self::locked) state. `None` if the lock is taken, and is to be left then.
+    /// The guard of a [`locked`](Self::locked) state.
     ///
     /// # Panics
     /// If an earlier holder panicked.
     #[inline(always)] // each hit pays for it
-    pub(super) fn guard(&self, if_taken: IfTaken) -> Option<MutexGuard<'_, State>> {
-        let leaves = if_taken == IfTaken::Leave;
-        if leaves && seems_taken() && !self.is_broken() {
+    pub(crate) fn guard(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    /// As [`guard`](Self::guard); `None` if another thread has the lock.
+    #[inline(always)] // each hit pays for it
+    pub(crate) fn guard_if_free(&self) -> Option<MutexGuard<'_, State>> {
+        if seems_taken() && !self.is_broken() {
             return None;
         }
         match self.state.try_lock() {
             Ok(guard) => Some(guard),
-            Err(Refused::Taken) if leaves => None,
-            Err(_) => Some(self.state.lock()),
+            Err(Refused::Taken) => None,
+            Err(Refused::Broken) => Some(self.guard()),
         }
     }
 

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, IfTaken, Joined, Locked, Outcome, Pin, Shared, State, spare};
+use super::{Class, Joined, Locked, Outcome, Pin, Shared, State, spare};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
     index::EntryId,
+    sync::MutexGuard,
 };
 
 /// The result of a look-up. Small: it is made for each hit.
@@ -29,15 +30,6 @@ pub(crate) type WithLock<'a> = (Locked<'a>, Option<EntryId>);
 pub(crate) struct CountedPin {
     id: EntryId,
     slot: u32,
-}
-
-/// What a miss in the wanted tier leads to.
-pub(crate) enum TierMiss<P> {
-    /// In another tier. The promotion that was requested.
-    Promotion(Promotion<P>),
-    /// Resident nowhere, and offered by the remote tier. Not counted yet.
-    Remote,
-    Nowhere,
 }
 
 /// A block that is resident no more.
@@ -82,31 +74,29 @@ fn hit_route(tier: Tier) -> Route {
 
 impl Shared {
     /// Looks `key` up for a fetch, and pins it in `tier` if it is resident there. Counts the use and the hit,
-    /// or the miss. A block that is not resident there comes with the lock, and its entry if it has one. `None` if
-    /// another thread has the lock, and the caller does not wait for it.
+    /// or the miss. A block that is not resident there comes with the lock, and its entry if it has one.
     #[inline(always)] // each hit pays for it
-    pub(crate) fn look_up(
-        self: &Arc<Self>,
+    pub(crate) fn look_up<'a>(
+        self: &'a Arc<Self>,
         key: &BlockKey,
         tier: Tier,
-        if_taken: IfTaken,
-    ) -> Result<Option<LookedUp<WithLock<'_>>>> {
+        guard: MutexGuard<'a, State>,
+    ) -> Result<LookedUp<WithLock<'a>>> {
         let counted = {
-            let Some(guard) = self.guard(if_taken) else { return Ok(None) };
             let mut state = self.locked(guard);
             match state.find_used(key, tier)? {
                 LookedUp::Hit(counted) => Some(counted),
-                LookedUp::NoHit(id) => return Ok(Some(LookedUp::NoHit((state, id)))),
+                LookedUp::NoHit(id) => return Ok(LookedUp::NoHit((state, id))),
                 LookedUp::Nowhere => None,
             }
             // The lock ends here without a move, which would take as long as the lock.
         };
         let Some(counted) = counted else {
             self.metrics.misses.export(1);
-            return Ok(Some(LookedUp::Nowhere));
+            return Ok(LookedUp::Nowhere);
         };
         self.metrics.export_hit(tier, hit_route(tier));
-        Ok(Some(LookedUp::Hit(counted)))
+        Ok(LookedUp::Hit(counted))
     }
 
     /// The owner of a pin that a look-up in `tier` has counted: made where it stays.
@@ -116,7 +106,8 @@ impl Shared {
     }
 
     /// Begins the promotion of a block that [was looked up](Self::look_up) and is not resident in `tier`, as
-    /// [`promote`](Locked::promote) does. Counts the use, and the hit of the tier that has it, or the miss.
+    /// [`promote`](Locked::promote) does. Counts the use, and the hit of the tier that has it, or the miss. `None` if
+    /// it is resident nowhere, and offered by the remote tier; then nothing is counted yet.
     #[inline(never)]
     pub(crate) fn promote_missing<P>(
         self: &Arc<Self>,
@@ -124,7 +115,7 @@ impl Shared {
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
         begin: impl FnOnce(&mut Locked<'_>, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
-    ) -> Result<TierMiss<P>> {
+    ) -> Result<Option<Promotion<P>>> {
         let Some(id) = id else { return Ok(self.miss(state, key)) };
         let source = state.served_tier(id);
         let requested = (Class::Awaited, Use::Now);
@@ -137,22 +128,21 @@ impl Shared {
         drop(state);
         counted.export(1);
         spare::make();
-        Ok(TierMiss::Promotion(promotion))
+        Ok(Some(promotion))
     }
 
     /// Looks `key` up for a lease of a block that is in host memory already. Where it comes from elsewhere nothing is
     /// counted.
     pub(crate) fn look_up_host(self: &Arc<Self>, key: &BlockKey) -> Result<Option<Pin>> {
-        match self.look_up(key, Tier::Host, IfTaken::Wait)? {
-            Some(LookedUp::Hit(counted)) => return Ok(Some(self.leased(Tier::Host, counted))),
-            Some(LookedUp::NoHit((state, id))) => {
+        match self.look_up(key, Tier::Host, self.guard())? {
+            LookedUp::Hit(counted) => return Ok(Some(self.leased(Tier::Host, counted))),
+            LookedUp::NoHit((state, id)) => {
                 let is_coming = || state.flights.contains(key, Tier::Host);
                 if !id.is_some_and(|id| state.served_tier(id).is_some() || is_coming()) {
-                    let _: TierMiss<()> = self.miss(state, key);
+                    self.miss::<()>(state, key);
                 }
             }
-            Some(LookedUp::Nowhere) => {}
-            None => unreachable!("it waits for the lock"),
+            LookedUp::Nowhere => {}
         }
         Ok(None)
     }
@@ -163,15 +153,15 @@ impl Shared {
         self.remote.as_ref().is_some_and(|remote| remote.offers(key))
     }
 
-    /// Counts a miss, unless the remote tier offers the block.
-    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> TierMiss<P> {
+    /// Counts a miss, unless the remote tier offers the block: `None` then.
+    fn miss<P>(&self, mut state: Locked<'_>, key: &BlockKey) -> Option<Promotion<P>> {
         if self.is_offered(key) {
-            return TierMiss::Remote;
+            return None;
         }
         self.metrics.misses.add_locked(1, &mut state);
         drop(state);
         self.metrics.misses.export(1);
-        TierMiss::Nowhere
+        Some(Promotion::Miss)
     }
 
     /// Forgets `key`. Pinned copies stay until their last reader is done.

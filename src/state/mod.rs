@@ -33,7 +33,7 @@ mod taken;
 pub(crate) mod verify;
 mod write_policy;
 
-pub(crate) use commit::{BegunStore, Committed, FlightEnd, Known};
+pub(crate) use commit::{Committed, FlightEnd, Known};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
@@ -41,10 +41,10 @@ pub(crate) use flights::{Class, NoWait, Raised};
 pub(crate) use health::{Failures, Health, blames_disk, is_of_memory};
 pub(crate) use in_flight::{InFlight, Permit};
 pub(crate) use lenders::{Lender, Lenders};
-pub(crate) use lock::{IfTaken, Locked};
+pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
-pub(crate) use lookup::{LookedUp, Promotion, Removed, TierMiss, Use};
+pub(crate) use lookup::{LookedUp, Promotion, Removed, Use};
 pub(crate) use rooms::{NoRoom, Room, Rooms};
 pub(crate) use slots::Purpose;
 pub(crate) use taken::{Need, READ, READ_TO_HOST, Taken, WRITE};

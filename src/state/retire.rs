@@ -130,8 +130,7 @@ mod tests {
         error::Error,
         index::EntryId,
         state::{
-            BegunStore, Class, Committed, DiskWrite, Few, Filling, Pin, Shared, flights::Joined, locks_taken,
-            verify::Fault,
+            Class, Committed, DiskWrite, Few, Filling, Known, Pin, Shared, flights::Joined, locks_taken, verify::Fault,
         },
     };
 
@@ -209,9 +208,9 @@ mod tests {
 
     fn store(shared: &Arc<Shared>, key: &BlockKey) -> Result<Committed, Error> {
         match shared.begin_store(key, None)? {
-            BegunStore::Known(committed) => Ok(committed),
-            BegunStore::Slot(filling) => shared.commit(key, None, filling, 2),
-            BegunStore::NoSlot | BegunStore::Unproven => panic!("there are four, and there was no earlier run"),
+            (Known::Yes(committed), _) => Ok(committed),
+            (Known::No, Some(filling)) => shared.commit(key, None, filling, 2),
+            (Known::No | Known::Unproven, _) => panic!("there are four, and there was no earlier run"),
         }
     }
 
