@@ -8,7 +8,7 @@ use super::{Cache, Lease, OpenCache};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
-    mover::{Begun, Command, Submitter},
+    mover::{Begun, Command},
     state::{Class, Locked, Promotion, State, Use},
 };
 
@@ -211,7 +211,7 @@ impl Cache {
             }
             let begin = |state: &mut Locked<'_>, id, waiter| {
                 let room = || shared.commands.try_take().ok();
-                Submitter::begin(submitter.as_deref(), state, (key, id), (Tier::Host, Class::Background), waiter, room)
+                submitter.begin(state, (key, id), (Tier::Host, Class::Background), waiter, room)
             };
             let requested = (Class::Background, Use::Announced);
             match state.promote(key, Tier::Host, requested, begin) {
@@ -219,7 +219,7 @@ impl Cache {
                 Ok((Promotion::Started(_, begun), _)) => {
                     started += 1;
                     match begun {
-                        Begun::Read(read) => pushed.push(self.submitter().submit(read)),
+                        Begun::Read(read) => pushed.push(submitter.submit(read)),
                         Begun::Command(room) => to_send.push((room, *key)),
                     }
                 }
@@ -232,7 +232,7 @@ impl Cache {
             taken += 1;
         }
         drop(state);
-        pushed.into_iter().for_each(|pushed| self.submitter().wake(pushed));
+        pushed.into_iter().for_each(|pushed| submitter.wake(pushed));
         to_send.into_iter().for_each(|(room, key)| self.send((Command::Promote { key, to: Tier::Host }, room)));
         Ok((started, taken))
     }

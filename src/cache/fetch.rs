@@ -1,26 +1,22 @@
 //! The way of a fetch whose block was not found at once.
 
-use tokio::sync::oneshot;
-
 use super::Cache;
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
     index::EntryId,
-    mover::{Begun, Command, Submitter, Urgent},
+    mover::{Begun, Urgent},
     shield::shield,
-    state::{Class, Locked, LookedUp, Outcome, Pin, Promotion, Room, Use},
+    state::{Class, Locked, LookedUp, Outcome, Pin, Promotion, Use},
 };
 
 impl Cache {
     /// Fetches a block to host memory for a caller that found the lock taken: by the holder of the lock, if that can.
     pub(super) async fn fetch_deferred(&self, key: &BlockKey) -> Outcome {
-        if let Some(submitter) = &self.inner.submitter
-            && let Some(outcome) = shield(submitter.defer_fetch(key)).await
-        {
-            return outcome.inspect(|pin| self.write_if_pinned(pin.as_ref(), key));
+        match shield(self.inner.submitter.defer_fetch(key)).await {
+            Some(outcome) => outcome.inspect(|pin| self.write_if_pinned(pin.as_ref(), key)),
+            None => self.fetch_waiting(key, Tier::Host).await,
         }
-        self.fetch_waiting(key, Tier::Host).await
     }
 
     /// Fetches a block to a tier; waits for the lock.
@@ -43,20 +39,17 @@ impl Cache {
         state: Locked<'_>,
         (key, id): (&BlockKey, Option<EntryId>),
         tier: Tier,
-    ) -> Result<Option<Promotion<Begun<Room>>>> {
+    ) -> Result<Option<Promotion<Begun>>> {
         let room = || self.shared().commands.try_take().ok();
-        let begin = |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, room);
+        let begin = |state: &mut Locked<'_>, id, waiter| {
+            self.inner.submitter.begin(state, (key, id), (tier, Class::Awaited), waiter, room)
+        };
         self.inner.shared.promote_missing(state, (key, id), tier, begin)
     }
 
     /// Pins a block in `tier` for its caller, once it has come from elsewhere: where nothing was asked for, from the
     /// remote tier.
-    pub(super) async fn pin_promoted(
-        &self,
-        asked: Option<Promotion<Begun<Room>>>,
-        key: &BlockKey,
-        tier: Tier,
-    ) -> Outcome {
+    pub(super) async fn pin_promoted(&self, asked: Option<Promotion<Begun>>, key: &BlockKey, tier: Tier) -> Outcome {
         let usage = match &asked {
             Some(_) => Use::Counted,
             None => self.shared().bring(key, Use::Now).await?,
@@ -71,39 +64,23 @@ impl Cache {
         shield(self.promote(key, Tier::Host, (None, Use::Counted))).await.map(drop)
     }
 
-    /// Begins the movement of a block for a waiter.
-    fn begin(
-        &self,
-        state: &mut Locked<'_>,
-        found: (&BlockKey, EntryId),
-        tier: Tier,
-        waiter: oneshot::Sender<Outcome>,
-        room: impl FnOnce() -> Option<Room>,
-    ) -> Option<Begun<Room>> {
-        Submitter::begin(self.inner.submitter.as_deref(), state, found, (tier, Class::Awaited), waiter, room)
-    }
-
-    /// What began a read, and submits it.
-    pub(super) fn submitter(&self) -> &Submitter {
-        self.inner.submitter.as_deref().expect("a read has begun")
-    }
-
     /// Promotes a block, or waits for its promotion, which was asked for. Counts the use that the other half says.
     async fn promote(
         &self,
         key: &BlockKey,
         tier: Tier,
-        (mut asked, mut usage): (Option<Promotion<Begun<Room>>>, Use),
+        (mut asked, mut usage): (Option<Promotion<Begun>>, Use),
     ) -> Outcome {
-        let shared = &self.inner.shared;
+        let (shared, submitter) = (&self.inner.shared, &self.inner.submitter);
         loop {
             let promotion = match asked.take() {
                 Some(Promotion::NotStarted) | None => {
                     let room = self.room().await?;
                     // What is not used is dropped after the unlock: it wakes the next caller.
                     let mut room = Some(room);
-                    let begin =
-                        |state: &mut Locked<'_>, id, waiter| self.begin(state, (key, id), tier, waiter, || room.take());
+                    let begin = |state: &mut Locked<'_>, id, waiter| {
+                        submitter.begin(state, (key, id), (tier, Class::Awaited), waiter, || room.take())
+                    };
                     let requested = (Class::Awaited, usage);
                     let (promotion, source) = shared.lock().promote(key, tier, requested, begin)?;
                     if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
@@ -118,10 +95,7 @@ impl Cache {
                 Promotion::Miss | Promotion::NotStarted => return Ok(None),
                 Promotion::Joined(receiver) => (receiver, true),
                 Promotion::Started(receiver, begun) => {
-                    match begun {
-                        Begun::Read(read) => self.submitter().wake(self.submitter().submit(read)),
-                        Begun::Command(room) => self.send((Command::Promote { key: *key, to: tier }, room)),
-                    }
+                    submitter.hand_on(begun, key, tier);
                     (receiver, false)
                 }
             };

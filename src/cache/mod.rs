@@ -38,7 +38,7 @@ pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 
 use crate::{
     error::{Error, Result},
@@ -64,10 +64,7 @@ pub struct Cache {
 /// What the handles of a cache share.
 struct OpenCache {
     shared: Arc<Shared>,
-    commands: mpsc::UnboundedSender<QueuedCommand>,
-    urgent: mpsc::UnboundedSender<Urgent>,
-    /// Where callers submit reads, if there are I/O threads for them.
-    submitter: Option<Arc<Submitter>>,
+    submitter: Arc<Submitter>,
     end: watch::Receiver<Option<Result<()>>>,
     regions: regions::Regions,
     /// Blocks that callers compute.
@@ -111,7 +108,7 @@ impl Cache {
 
     /// Sends a command. One that finds no reactor is dropped, and its reply.
     fn send(&self, command: QueuedCommand) {
-        drop(self.inner.commands.send(command));
+        drop(self.inner.submitter.commands.send(command));
     }
 
     /// Refuses what is not one block.
@@ -124,7 +121,7 @@ impl Cache {
     }
 
     fn send_urgent(&self, request: Urgent) -> Result<()> {
-        self.inner.urgent.send(request).map_err(|_| Error::Closed)
+        self.inner.submitter.ends.urgent.send(request).map_err(|_| Error::Closed)
     }
 
     fn need_device(&self) -> Result<()> {

@@ -8,7 +8,7 @@ use super::{Cache, Region};
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
-    mover::{Command, Job, Reply, StoreCall, Submitter},
+    mover::{Command, Job, Reply},
     shield::shield,
 };
 
@@ -98,7 +98,7 @@ impl Cache {
 
     pub(super) async fn load_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         self.want_remote(&jobs);
-        self.ask_jobs(|reply| Submitter::begin_load(self.inner.submitter.as_deref(), jobs, reply)).await
+        self.ask_jobs(|reply| self.inner.submitter.begin_load(jobs, reply)).await
     }
 
     /// Has what the remote tier alone has brought together.
@@ -124,8 +124,7 @@ impl Cache {
             shared.metrics.stores_failed.add(failed as u64);
             reply(results);
         });
-        let call = StoreCall::new(self.shared(), &self.inner.urgent, jobs.len(), reply);
-        Submitter::begin_store(self.inner.submitter.as_deref(), jobs, call)
+        self.inner.submitter.begin_store(jobs, reply)
     }
 
     /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie

@@ -230,22 +230,17 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     // A reactor that polls before it sleeps is to be used.
     let pool = workers.pool().filter(|_| shared.config.spin_us == 0);
     let files: Option<Vec<_>> = (0..members.len()).map(|at| storage.file(FileId(u16::try_from(at).ok()?))).collect();
-    let submitter = pool.cloned().zip(files);
+    let threads = pool.cloned().zip(files);
     let memory_align_bytes = facts.memory_align_bytes;
-    let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes, is_new);
     let (sender, commands) = mpsc::unbounded_channel();
-    let (urgent, urgent_requests) = mpsc::unbounded_channel();
+    let (urgent_sender, urgent) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let submitter = submitter.map(|(pool, files)| {
-        let ends = Ends::new(Arc::clone(&shared), urgent.clone());
-        mover.submit_reads(&ends);
-        Submitter::new(ends, pool, files, sender.clone(), memory_align_bytes)
-    });
+    let ends = Ends::new(Arc::clone(&shared), urgent_sender);
+    let reads_end = threads.is_some().then(|| Arc::clone(&ends));
+    let mover = Mover::new(Arc::clone(&shared), reads_end, storage, copy, workers, memory_align_bytes, is_new);
     let inner = OpenCache {
         shared,
-        commands: sender,
-        urgent,
-        submitter,
+        submitter: Submitter::new(ends, sender, threads, memory_align_bytes),
         end: told,
         regions: Regions::default(),
         computations: Computations::new(),
@@ -253,7 +248,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         facts,
     };
     let cache = Cache { inner: Arc::new(HomeBound::new(inner)) };
-    Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
+    Ok(Started { cache, mover, commands, urgent, end })
 }
 
 /// Records are decoded by any thread there is, which also has the memory of their entries cleared: no caller needs one

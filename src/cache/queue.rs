@@ -17,7 +17,7 @@ use super::{Cache, Region};
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
-    mover::{Command, Job, Reply, Submitter},
+    mover::{Command, Job, Reply},
     state::NoRoom,
 };
 
@@ -157,11 +157,10 @@ impl CompletionQueue {
         region: Option<&Region>,
     ) -> Result<u64> {
         let jobs = self.jobs(keys, None, segments, region)?;
-        let submitter = self.cache.inner.submitter.as_deref();
         self.submit(jobs, Vec::new(), |jobs, reply| {
             // Not before there is room: nothing is read for a submission that is refused.
             self.cache.want_remote(&jobs);
-            Submitter::begin_load(submitter, jobs, reply)
+            self.cache.inner.submitter.begin_load(jobs, reply)
         })
     }
 

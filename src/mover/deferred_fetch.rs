@@ -4,20 +4,17 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{
-    Command,
-    submit::{Begun, Submitter},
-};
+use super::submit::{Begun, Submitter};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::{Error, Result},
     index::EntryId,
-    state::{Class, DeferredWork, Locked, LookedUp, Outcome, Room},
+    state::{Class, DeferredWork, Locked, LookedUp, Outcome},
 };
 
 /// What the holder of the lock found, with the movement that has begun, from which tier. Without one the caller looks
 /// the block up itself.
-type FoundFor = LookedUp<Option<(Tier, Begun<Room>)>>;
+type FoundFor = LookedUp<Option<(Tier, Begun)>>;
 
 /// A fetch of a block to host memory, for the holder of the lock.
 struct DeferredFetch {
@@ -31,8 +28,10 @@ struct DeferredFetch {
 
 impl Submitter {
     /// Has the holder of the lock look up a block for a fetch to host memory. `None` if the caller is to look it up
-    /// itself: it may have to join a movement, to ask the remote tier, or to wait for room.
+    /// itself: no I/O thread reads for it, or it may have to join a movement, to ask the remote tier, or to wait for
+    /// room.
     pub(crate) async fn defer_fetch(self: &Arc<Self>, key: &BlockKey) -> Option<Outcome> {
+        self.pool.as_ref()?;
         let (waiter, answer) = oneshot::channel();
         let fetch = DeferredFetch { submitter: Arc::clone(self), key: *key, waiter: Some(waiter), found: None };
         self.ends.shared.run_or_defer(fetch);
@@ -55,7 +54,7 @@ impl DeferredWork for DeferredFetch {
         let begin = |state: &mut Locked<'_>, id: EntryId, waiter| {
             let (found, requested) = ((key, id), (Tier::Host, Class::Awaited));
             let room = || rooms.try_take().ok();
-            Submitter::begin(Some(submitter), state, found, requested, waiter, room)
+            submitter.begin(state, found, requested, waiter, room)
         };
         self.found = Some(state.look_up_for(key, &mut self.waiter, rooms.any(), begin));
     }
@@ -69,13 +68,7 @@ impl DeferredWork for DeferredFetch {
             }
             Some(Ok(LookedUp::NoHit(Some((source, begun))))) => {
                 shared.metrics.look_ups(Some(source)).export(1);
-                return match begun {
-                    Begun::Read(read) => self.submitter.wake(self.submitter.submit(read)),
-                    Begun::Command(room) => {
-                        let promote = Command::Promote { key: self.key, to: Tier::Host };
-                        drop(self.submitter.commands.send((promote, room)));
-                    }
-                };
+                return self.submitter.hand_on(begun, &self.key, Tier::Host);
             }
             Some(Ok(LookedUp::Nowhere)) => {
                 shared.metrics.misses.export(1);

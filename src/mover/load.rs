@@ -88,18 +88,18 @@ pub(super) fn begin_in_parts(
 
 impl Submitter {
     /// Begins a load. What is left of it to the reactor, which the caller sends there.
-    pub(crate) fn begin_load(this: Option<&Self>, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
+    pub(crate) fn begin_load(&self, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
         let results = Arc::new(CallResults::new(jobs.len(), reply));
         if jobs.is_empty() {
             results.settle([]);
             return None;
         }
-        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Read)) else {
+        if !self.is_worth_waking(&jobs, OpKind::Read) {
             return Some(Command::Load { jobs: jobs.into_iter().enumerate().collect(), results });
-        };
-        let rest = match this.reach_in_place(&jobs) {
-            true => this.begin_in_place(jobs, &results),
-            false => this.begin_to_slots(jobs, &results),
+        }
+        let rest = match self.reach_in_place(&jobs) {
+            true => self.begin_in_place(jobs, &results),
+            false => self.begin_to_slots(jobs, &results),
         };
         (!rest.is_empty()).then_some(Command::Load { jobs: rest, results })
     }
@@ -144,11 +144,12 @@ impl Submitter {
         rest
     }
 
-    /// Whether a call is worth waking threads for, as it is where the reactor hands transfers over.
+    /// Whether there are I/O threads, and a call is worth waking them for, as it is where the reactor hands transfers
+    /// over.
     pub(super) fn is_worth_waking(&self, jobs: &[Job], kind: OpKind) -> bool {
         let shared = &self.ends.shared;
         let bytes = jobs.len() as u64 * shared.config.slot_bytes() as u64 + shared.in_flight.bytes(kind);
-        self.pool.is_worth_waking(jobs.len(), bytes)
+        self.pool.as_ref().is_some_and(|pool| pool.is_worth_waking(jobs.len(), bytes))
     }
 
     /// Whether blocks of a call may be read or written in place: as its first, which most of them are like.
@@ -236,7 +237,7 @@ impl Submitter {
         let load = Arc::clone(load);
         let end = move |result| load.ended(planned, permit, result);
         let waiter = Waiter::calling(self.ends.shared.config.block_bytes, end);
-        self.pool.push_transfer(Urgency::Awaited, transfer, waiter).wake();
+        self.pool().push_transfer(Urgency::Awaited, transfer, waiter).wake();
     }
 }
 

@@ -52,7 +52,6 @@ pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 #[cfg(test)]
 pub(crate) use region::COMPARED;
 pub(crate) use region::{CallerMemory, Job, RegionMemory, RegionUse};
-pub(crate) use store::StoreCall;
 pub(crate) use submit::{Begun, Ends, Submitter};
 
 use std::{
@@ -94,7 +93,7 @@ pub(crate) struct Mover<S, C> {
     /// libcufile, where it is in use.
     cufile: OnceCell<CufileRoute>,
     /// What ends reads that I/O threads make for a movement; they make none without it.
-    ends: OnceCell<Arc<Ends>>,
+    ends: Option<Arc<Ends>>,
     /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
     /// What may be written to the disk tier, where that is limited.
@@ -158,9 +157,10 @@ impl Flush {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// `is_new`: no earlier run wrote to the store.
+    /// `ends`: has I/O threads end reads to host slots by themselves. `is_new`: no earlier run wrote to the store.
     pub(crate) fn new(
         shared: Arc<Shared>,
+        ends: Option<Arc<Ends>>,
         storage: S,
         copy: C,
         workers: Rc<Workers>,
@@ -190,7 +190,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             begun: Notify::new(),
             defect: Notify::new(),
             cufile: OnceCell::new(),
-            ends: OnceCell::new(),
+            ends,
             memory_align_bytes,
             shared,
             storage,

@@ -29,11 +29,6 @@ use crate::{
 pub(super) type Verifier = Option<Rc<SpeculativeCopy>>;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Has I/O threads end reads to host slots by themselves from now on.
-    pub(crate) fn submit_reads(&self, ends: &Arc<Ends>) {
-        assert!(self.ends.set(Arc::clone(ends)).is_ok(), "once");
-    }
-
     /// Fills a host slot for the waiters of a flight.
     pub(super) async fn promote_to_host(self: Rc<Self>, key: BlockKey) {
         let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Host);
@@ -60,7 +55,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// The file that an I/O thread is to read for a movement, and what ends the read.
     fn file_for_thread(&self, fill: &Fill) -> Option<(&Arc<Ends>, OpenFile)> {
-        let (Some(ends), Ok(Step::OnDisk(block))) = (self.ends.get(), &fill.step) else { return None };
+        let (Some(ends), Ok(Step::OnDisk(block))) = (&self.ends, &fill.step) else { return None };
         // One that nobody awaits would have to be queued under the lock of its plan, to be raised there.
         let is_awaited = fill.trip.taken.of_read().1 == Urgency::Awaited;
         let bytes = self.shared.config.slot_bytes() as u64;

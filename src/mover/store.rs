@@ -8,7 +8,7 @@
 
 use std::{io, sync::Arc};
 
-use tokio::{sync::mpsc, time::Instant};
+use tokio::time::Instant;
 
 use super::{
     Command, Urgent,
@@ -18,7 +18,7 @@ use super::{
     region::{Job, RegionMemory},
     results::CallResults,
     route::{self, Shape, View, Want},
-    submit::Submitter,
+    submit::{Ends, Submitter},
 };
 use crate::{
     block::{OpKind, Route, Tier},
@@ -27,17 +27,14 @@ use crate::{
     error::Result,
     index::EntryId,
     io::{OpenFile, Pool, Pushed, Summed, Transfer, TransferHandler, Waiter},
-    state::{
-        BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Shared, Taken, WRITE,
-    },
+    state::{BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Taken, WRITE},
     sync::Mutex,
     urgency::Urgency,
 };
 
 /// A call that stores blocks from its caller's memory.
 pub(crate) struct StoreCall {
-    shared: Arc<Shared>,
-    urgent: mpsc::UnboundedSender<Urgent>,
+    ends: Arc<Ends>,
     pub(super) results: CallResults,
     /// Those of its blocks that I/O threads write. Its lock may be taken under the state's, never around it.
     pages: Mutex<CallPages<SummedStore, PlannedStore>>,
@@ -151,16 +148,6 @@ impl PlannedStore {
 }
 
 impl StoreCall {
-    pub(crate) fn new(
-        shared: &Arc<Shared>,
-        urgent: &mpsc::UnboundedSender<Urgent>,
-        blocks: usize,
-        reply: Reply,
-    ) -> Arc<Self> {
-        let (results, pages) = (CallResults::new(blocks, reply), Mutex::new(CallPages::new()));
-        Arc::new(StoreCall { shared: Arc::clone(shared), urgent: urgent.clone(), results, pages })
-    }
-
     /// Queues the write of a block in one segment for the I/O threads. The caller wakes one if it must.
     pub(super) fn queue(self: &Arc<Self>, planned: PlannedStore, pool: &Pool, file: OpenFile) -> Pushed {
         let group = self.pages.lock().enter(planned.place.page);
@@ -168,7 +155,7 @@ impl StoreCall {
         let buf = unsafe { planned.job.lend_place() };
         let transfer = Transfer { kind: OpKind::Write, file, offset: planned.place.offset, buf };
         let queued = QueuedStore { call: Arc::clone(self), group, is_summed: false, planned };
-        pool.push_transfer(Urgency::Awaited, transfer, Waiter::calling(self.shared.config.block_bytes, queued))
+        pool.push_transfer(Urgency::Awaited, transfer, Waiter::calling(self.ends.shared.config.block_bytes, queued))
     }
 
     fn follow(self: &Arc<Self>, Next { record, written }: Next<PlannedStore>) {
@@ -181,7 +168,7 @@ impl StoreCall {
     /// Has the reactor record a group and end its stores.
     fn hand_over(self: &Arc<Self>, group: usize) {
         // Where the reactor is gone, the call ends as closed.
-        drop(self.urgent.send(Urgent::EndStores { call: Arc::clone(self), group }));
+        drop(self.ends.urgent.send(Urgent::EndStores { call: Arc::clone(self), group }));
     }
 
     /// The page of blocks that are checksummed, and their records.
@@ -214,7 +201,7 @@ impl TransferHandler for QueuedStore {
         if result.is_some() {
             drop(planned.permit.take());
         }
-        let shared = &call.shared;
+        let shared = &call.ends.shared;
         let failed = match result {
             Some(Ok(_)) => {
                 shared.account(&shared.failures, planned.place.file, OpKind::Write, &Ok(()));
@@ -228,20 +215,21 @@ impl TransferHandler for QueuedStore {
         let next = call.pages.lock().give_up(group, planned.number, is_summed);
         call.follow(next);
         let store = Box::new((planned, failed));
-        drop(call.urgent.send(Urgent::EndStore { call: Arc::clone(&call), store }));
+        drop(call.ends.urgent.send(Urgent::EndStore { call: Arc::clone(&call), store }));
     }
 }
 
 impl Submitter {
     /// Begins a store. What is left of it to the reactor, which the caller sends there.
-    pub(crate) fn begin_store(this: Option<&Self>, jobs: Vec<Job>, call: Arc<StoreCall>) -> Option<Command> {
-        let Some(this) = this.filter(|this| this.is_worth_waking(&jobs, OpKind::Write) && this.reach_in_place(&jobs))
-        else {
+    pub(crate) fn begin_store(&self, jobs: Vec<Job>, reply: Reply) -> Option<Command> {
+        let (results, pages) = (CallResults::new(jobs.len(), reply), Mutex::new(CallPages::new()));
+        let call = Arc::new(StoreCall { ends: Arc::clone(&self.ends), results, pages });
+        if !self.is_worth_waking(&jobs, OpKind::Write) || !self.reach_in_place(&jobs) {
             return Some(Command::StoreFrom { jobs: jobs.into_iter().enumerate().collect(), call });
-        };
+        }
         let mut known = Vec::new();
         call.pages.lock().hold();
-        let rest = begin_in_parts(jobs, |part, rest| this.begin_stores(&call, part, &mut known, rest));
+        let rest = begin_in_parts(jobs, |part, rest| self.begin_stores(&call, part, &mut known, rest));
         let complete = call.pages.lock().release();
         complete.into_iter().for_each(|group| call.hand_over(group));
         call.results.settle(known);
@@ -276,7 +264,7 @@ impl Submitter {
             match step {
                 (Some(Ok(StoreStep::Begun(begun))), Some(file)) => {
                     let planned = PlannedStore::new(number, Box::new(job), began, begun);
-                    call.queue(planned, &self.pool, file).wake();
+                    call.queue(planned, self.pool(), file).wake();
                 }
                 (Some(Ok(StoreStep::Known(_))), _) => known.push((number, Ok(true))),
                 (Some(Err(error)), _) => known.push((number, Err(error))),

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    QueuedCommand, Urgent,
+    Command, QueuedCommand, Urgent,
     plan::{OnDisk, Step, Trip},
 };
 use crate::{
@@ -21,32 +21,32 @@ use crate::{
     index::EntryId,
     io::{OpenFile, Pool, Pushed, Summed, Transfer, Waiter},
     memory::Lent,
-    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Shared, Unverified},
+    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Room, Shared, Unverified},
     urgency::Urgency,
 };
 
-/// What callers submit reads to.
+/// Where callers send what the reactor carries out, and submit reads and writes.
 pub(crate) struct Submitter {
-    pub(super) pool: Arc<Pool>,
-    pub(super) ends: Arc<Ends>,
-    /// For movements that the reactor carries out.
-    pub(super) commands: mpsc::UnboundedSender<QueuedCommand>,
+    pub(crate) ends: Arc<Ends>,
+    pub(crate) commands: mpsc::UnboundedSender<QueuedCommand>,
+    /// `None`: no I/O thread reads or writes for callers.
+    pub(super) pool: Option<Arc<Pool>>,
     /// What addresses of reads must be multiples of.
     pub(super) memory_align_bytes: usize,
 }
 
-/// What the end of a read needs. The pool's queue owns the reads, so that they do not own the pool.
+/// What the ends of reads and writes need. The pool's queue owns these, so that they do not own the pool.
 pub(crate) struct Ends {
     pub(super) shared: Arc<Shared>,
-    pub(super) urgent: mpsc::UnboundedSender<Urgent>,
+    pub(crate) urgent: mpsc::UnboundedSender<Urgent>,
 }
 
 /// A flight that has begun, and who carries its movement out.
-pub(crate) enum Begun<P> {
+pub(crate) enum Begun {
     /// An I/O thread, once the read is [submitted](Submitter::submit).
     Read(Submission),
     /// The reactor, once it has the command, for which there is room.
-    Command(P),
+    Command(Room),
 }
 
 /// A read to a host slot, with all that it needs, and its flight.
@@ -91,29 +91,36 @@ impl DeferredWork for MatchedRead {
 pub(crate) struct Submission(Option<(Arc<Ends>, PlannedRead, OpenFile)>);
 
 impl Submitter {
+    /// `threads`: the queue of the I/O threads that read for callers, and the files.
     pub(crate) fn new(
         ends: Arc<Ends>,
-        pool: Arc<Pool>,
-        files: Vec<OpenFile>,
         commands: mpsc::UnboundedSender<QueuedCommand>,
+        threads: Option<(Arc<Pool>, Vec<OpenFile>)>,
         memory_align_bytes: usize,
     ) -> Arc<Self> {
-        ends.shared.lock().files = files;
-        Arc::new(Submitter { pool, ends, commands, memory_align_bytes })
+        let pool = threads.map(|(pool, files)| {
+            ends.shared.lock().files = files;
+            pool
+        });
+        Arc::new(Submitter { ends, commands, pool, memory_align_bytes })
+    }
+
+    pub(super) fn pool(&self) -> &Pool {
+        self.pool.as_ref().expect("it reads for callers")
     }
 
     /// Begins the flight of a block to `tier`, with its first waiter, where none is in flight: as a read to be
     /// submitted, where all that it needs is to be had now, else as a command, if there is `room` for it.
-    pub(crate) fn begin<P>(
-        this: Option<&Self>,
+    pub(crate) fn begin(
+        &self,
         state: &mut Locked<'_>,
         (key, id): (&BlockKey, EntryId),
         (tier, class): (Tier, Class),
         waiter: oneshot::Sender<Outcome>,
-        room: impl FnOnce() -> Option<P>,
-    ) -> Option<Begun<P>> {
-        let this = this.filter(|_| tier == Tier::Host);
-        let Some((this, read)) = this.and_then(|this| Some((this, this.plan(state, (key, id), class)?))) else {
+        room: impl FnOnce() -> Option<Room>,
+    ) -> Option<Begun> {
+        let may_read = self.pool.is_some() && tier == Tier::Host;
+        let Some(read) = may_read.then(|| self.plan(state, (key, id), class)).flatten() else {
             let Some(room) = room() else {
                 state.drop_after_unlock(waiter);
                 return None;
@@ -121,7 +128,15 @@ impl Submitter {
             state.flights.begin((key, tier), id, class, Few::from([waiter]), false);
             return Some(Begun::Command(room));
         };
-        Some(Begun::Read(this.begin_read(state, id, class, waiter, read)))
+        Some(Begun::Read(self.begin_read(state, id, class, waiter, read)))
+    }
+
+    /// Hands a movement that has begun on to whoever carries it out.
+    pub(crate) fn hand_on(&self, begun: Begun, key: &BlockKey, to: Tier) {
+        match begun {
+            Begun::Read(read) => self.wake(self.submit(read)),
+            Begun::Command(room) => drop(self.commands.send((Command::Promote { key: *key, to }, room))),
+        }
     }
 
     /// Plans the read of a block to a host slot. `None` where something must be waited for, or the block takes another
@@ -166,7 +181,7 @@ impl Submitter {
     /// Queues a read for the I/O threads. The caller [wakes](Self::wake) the one that it must. A read that nobody
     /// awaits is queued under the lock of its plan: a waiter that joins it raises it in the queue.
     pub(crate) fn submit(&self, submission: Submission) -> Pushed {
-        submission.submit(&self.pool)
+        submission.submit(self.pool())
     }
 
     /// Counts a read that is queued, and wakes the thread that it needs: outside of its caller's locks.

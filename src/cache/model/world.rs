@@ -288,18 +288,16 @@ async fn serve(
     let shared = Arc::new(shared);
     *bytes.lock().expect("nothing panics under it") = file;
     let storage = Memory(bytes);
-    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), Workers::none(), 1, true);
+    let mover = Mover::new(Arc::clone(&shared), None, storage, Memcpy::new(), Workers::none(), 1, true);
     let (commands, requests) = mpsc::unbounded_channel();
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let file = || OpenFile { file: Arc::new(File::open("/dev/null").expect("a file")), id: FileId(0), by_calls: false };
-    let ends = || Ends::new(Arc::clone(&shared), urgent.clone());
-    let submitter = io_thread.map(|(pool, _)| Submitter::new(ends(), pool, vec![file()], commands.clone(), 1));
+    let ends = Ends::new(Arc::clone(&shared), urgent);
+    let threads = io_thread.map(|(pool, _)| (pool, vec![file()]));
     let inner = OpenCache {
         shared,
-        commands,
-        urgent,
-        submitter,
+        submitter: Submitter::new(ends, commands, threads, 1),
         end: told,
         regions: Regions::default(),
         computations: Computations::new(),
