@@ -77,8 +77,6 @@ struct OpenCache {
 struct Facts {
     names: deleted::Names,
     direct_io: bool,
-    /// What addresses of reads and writes must be multiples of.
-    memory_align_bytes: usize,
     /// The arena was registered with the ring.
     registered: bool,
     /// The device, where it is a CUDA one.

@@ -152,6 +152,8 @@ pub(super) struct Parts<S, C> {
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
     pub(super) facts: Facts,
+    /// What addresses of direct reads and writes must be multiples of.
+    pub(super) memory_align_bytes: usize,
     /// The id of the store, should it have to be created.
     pub(super) uuid: [u8; 16],
     /// Seeds the hash of the index.
@@ -192,7 +194,8 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let device_in_use = gpu.clone();
     let names = Names::of(files);
     let parts = Parts {
-        facts: Facts { names, direct_io, memory_align_bytes, registered: storage.registered(), gpu, gdr },
+        facts: Facts { names, direct_io, registered: storage.registered(), gpu, gdr },
+        memory_align_bytes,
         storage,
         copy,
         workers,
@@ -216,7 +219,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts { storage, copy, workers, device, metrics, members, facts, uuid, seed } = parts;
+    let Parts { storage, copy, workers, device, metrics, members, facts, memory_align_bytes, uuid, seed } = parts;
     let mut index = empty(seed, &config)?;
     let (mut slots, mut generation, mut is_new) = (None, 1, false);
     if !config.disk.paths.is_empty() {
@@ -225,22 +228,23 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         (slots, generation, is_new) = (Some(recovered.slots), recovered.next_generation, recovered.is_new);
     }
     let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
-    let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
+    let mut shared = Shared::new(config, arena, device, index, slots, generation, metrics);
+    shared.memory_align_bytes = memory_align_bytes;
+    let shared = Arc::new(shared);
     shared.registered.store(storage.registered(), Ordering::Release);
     // A reactor that polls before it sleeps is to be used.
     let pool = workers.pool().filter(|_| shared.config.spin_us == 0);
     let files: Option<Vec<_>> = (0..members.len()).map(|at| storage.file(FileId(u16::try_from(at).ok()?))).collect();
     let threads = pool.cloned().zip(files);
-    let memory_align_bytes = facts.memory_align_bytes;
     let (sender, commands) = mpsc::unbounded_channel();
     let (urgent_sender, urgent) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
     let ends = Ends::new(Arc::clone(&shared), urgent_sender);
     let reads_end = threads.is_some().then(|| Arc::clone(&ends));
-    let mover = Mover::new(Arc::clone(&shared), reads_end, storage, copy, workers, memory_align_bytes, is_new);
+    let mover = Mover::new(Arc::clone(&shared), reads_end, storage, copy, workers, is_new);
     let inner = OpenCache {
         shared,
-        submitter: Submitter::new(ends, sender, threads, memory_align_bytes),
+        submitter: Submitter::new(ends, sender, threads),
         end: told,
         regions: Regions::default(),
         computations: Computations::new(),

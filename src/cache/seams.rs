@@ -86,11 +86,11 @@ pub async fn open<S: Storage, C: CopyEngine>(
         facts: Facts {
             names: Names::default(),
             direct_io: true,
-            memory_align_bytes,
             registered,
             gpu: None,
             gdr: GdrStatus::new(GdrState::Off("this is a simulation".into())),
         },
+        memory_align_bytes,
         uuid,
         seed,
     };

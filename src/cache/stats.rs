@@ -222,7 +222,7 @@ counters! { stats
         /// Alignment, in bytes, of memory that is transferred directly to and from the disk tier
         /// ([`Config::bypass_host`](crate::Config::bypass_host)): what the drives require, 4096 if the kernel does not
         /// report it, 1 without direct I/O.
-        memory_align_bytes: usize = |now| now.cache.inner.facts.memory_align_bytes;
+        memory_align_bytes: usize = |now| now.cache.shared().memory_align_bytes;
         /// Whether libcufile transfers blocks between disk and device, without host memory.
         cufile: bool = |now| now.state.cufile.reads();
         /// The evidence for that, or the reason why it does not.

@@ -93,9 +93,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Plans a load.
     pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job, read: Read<'_>) -> BegunLoad {
-        let shape = job.shape(self.shared.config.host.bypass, self.memory_align_bytes);
         let usage = if job.is_counted { Use::Counted } else { Use::Now };
-        let mut trip = Trip::load(&job.key, shape, usage);
+        let mut trip = Trip::load(&job.key, job.shape(&self.shared), usage);
         let step = self.plan_with(state, &mut trip, read);
         (trip, step)
     }
@@ -148,8 +147,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     fn begin_store(&self, state: &mut Locked<'_>, job: &Job) -> Result<StoreStep> {
-        let bypasses = self.shared.config.host.bypass && job.may_bypass_host(self.memory_align_bytes);
-        begin_store(state, job, bypasses && job.is_kept_unchanged(), self.cufile.get().is_some())
+        let is_in_place = job.shape(&self.shared).is_in_place && job.is_kept_unchanged();
+        begin_store(state, job, is_in_place, self.cufile.get().is_some())
     }
 
     /// Boxes as [`load_begun`](Self::load_begun). `false`: an I/O thread has it, and settles its result.

@@ -16,7 +16,6 @@ use super::{
     plan::{OnDisk, Step, Trip},
     region::Job,
     results::CallResults,
-    route::Shape,
     submit::{Ends, Submission, Submitter},
 };
 use crate::{
@@ -159,8 +158,7 @@ impl Submitter {
 
     /// Whether direct I/O reads or writes the block in its place by one operation.
     pub(super) fn reaches_in_place(&self, job: &Job) -> bool {
-        let bypasses = self.ends.shared.config.host.bypass && !job.through_host;
-        bypasses && job.segments.len() == 1 && job.may_bypass_host(self.memory_align_bytes)
+        job.segments.len() == 1 && job.shape(&self.ends.shared).is_in_place
     }
 
     /// Plans some blocks of a call. Those that must wait for something, or take another way, join the `rest`.
@@ -179,7 +177,7 @@ impl Submitter {
 
     fn plan_load(&self, state: &mut Locked<'_>, job: &Job) -> Option<(OnDisk, Permit, OpenFile)> {
         let id = state.find_open(&job.key).filter(|_| self.reaches_in_place(job))?;
-        let mut trip = Trip::load(&job.key, Shape { is_device: false, is_in_place: true }, Use::Now);
+        let mut trip = Trip::load(&job.key, job.shape(&self.ends.shared), Use::Now);
         let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToRegion)?;
         let Step::OnDisk(block) = trip.begin(state, route) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
@@ -211,9 +209,8 @@ impl Submitter {
         waiter: oneshot::Sender<Outcome>,
     ) -> Option<Option<Submission>> {
         let id = state.find_open(&job.key)?;
-        let shape = job.shape(self.ends.shared.config.host.bypass, self.memory_align_bytes);
         let has_cufile = state.cufile.reads() && state.device_service.reads();
-        let route = Trip::load(&job.key, shape, Use::Now).choose(state, Some(id), has_cufile)?;
+        let route = Trip::load(&job.key, job.shape(&self.ends.shared), Use::Now).choose(state, Some(id), has_cufile)?;
         if route != Route::HostToCaller || state.flights.contains(&job.key, Tier::Host) {
             return None;
         }

@@ -94,8 +94,6 @@ pub(crate) struct Mover<S, C> {
     cufile: OnceCell<CufileRoute>,
     /// What ends reads that I/O threads make for a movement; they make none without it.
     ends: Option<Arc<Ends>>,
-    /// What addresses of reads and writes must be multiples of.
-    memory_align_bytes: usize,
     /// What may be written to the disk tier, where that is limited.
     write_budget: Option<RefCell<WriteBudget>>,
     /// When the cache was opened.
@@ -164,7 +162,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         storage: S,
         copy: C,
         workers: Rc<Workers>,
-        memory_align_bytes: usize,
         is_new: bool,
     ) -> Rc<Self> {
         let config = &shared.config;
@@ -191,7 +188,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             defect: Notify::new(),
             cufile: OnceCell::new(),
             ends,
-            memory_align_bytes,
             shared,
             storage,
             copy,

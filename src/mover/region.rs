@@ -18,7 +18,7 @@ use crate::{
     disk::Origin,
     error::{Error, Result},
     memory::{Guard, SharedMemory},
-    state::{Few, Lender},
+    state::{Few, Lender, Shared},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -232,19 +232,19 @@ impl Job {
         self.regions.iter().filter_map(|region| region.lasting).collect()
     }
 
-    /// What the choice of a load's way depends on. `bypasses`: the settings want transfers in place.
-    pub(super) fn shape(&self, bypasses: bool, memory_align_bytes: usize) -> Shape {
+    /// What the choice of its way depends on.
+    pub(super) fn shape(&self, shared: &Shared) -> Shape {
         // One that several callers want goes through host memory once.
         let is_shared = self.through_host;
         Shape {
             is_device: self.memory() == RegionMemory::Device && !is_shared,
-            is_in_place: bypasses && !is_shared && self.may_bypass_host(memory_align_bytes),
+            is_in_place: shared.config.host.bypass && !is_shared && self.may_bypass_host(shared.memory_align_bytes),
         }
     }
 
     /// True where direct I/O can read and write all segments, and is not slower for it. Their lengths add up to offsets
     /// in the file, which are stricter than addresses.
-    pub(super) fn may_bypass_host(&self, memory_align_bytes: usize) -> bool {
+    fn may_bypass_host(&self, memory_align_bytes: usize) -> bool {
         let aligned = |segment: &Segment| {
             segment.ptr.addr().is_multiple_of(memory_align_bytes)
                 && segment.len.is_multiple_of(IO_ALIGN)

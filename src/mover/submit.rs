@@ -31,8 +31,6 @@ pub(crate) struct Submitter {
     pub(crate) commands: mpsc::UnboundedSender<QueuedCommand>,
     /// `None`: no I/O thread reads or writes for callers.
     pub(super) pool: Option<Arc<Pool>>,
-    /// What addresses of reads must be multiples of.
-    pub(super) memory_align_bytes: usize,
 }
 
 /// What the ends of reads and writes need. The pool's queue owns these, so that they do not own the pool.
@@ -96,13 +94,12 @@ impl Submitter {
         ends: Arc<Ends>,
         commands: mpsc::UnboundedSender<QueuedCommand>,
         threads: Option<(Arc<Pool>, Vec<OpenFile>)>,
-        memory_align_bytes: usize,
     ) -> Arc<Self> {
         let pool = threads.map(|(pool, files)| {
             ends.shared.lock().files = files;
             pool
         });
-        Arc::new(Submitter { ends, commands, pool, memory_align_bytes })
+        Arc::new(Submitter { ends, commands, pool })
     }
 
     pub(super) fn pool(&self) -> &Pool {

@@ -40,7 +40,7 @@ fn mover() -> Rc<Mover<Silent, Memcpy>> {
         .write_policy(WritePolicy::WriteBack);
     config.limits.read_bytes_in_flight_max = BYTES as u64;
     config.limits.write_bytes_in_flight_max = BYTES as u64;
-    Mover::new(Shared::of_test(config), None, Silent, Memcpy::new(), Workers::none(), 1, true)
+    Mover::new(Shared::of_test(config), None, Silent, Memcpy::new(), Workers::none(), true)
 }
 
 #[test]

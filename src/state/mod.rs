@@ -142,6 +142,8 @@ pub(crate) struct Shared {
     pub(crate) reservations: AtomicU64,
     /// Host slots that are parked.
     pub(crate) parked: AtomicU32,
+    /// What addresses of direct reads and writes must be multiples of; 1 without direct I/O.
+    pub(crate) memory_align_bytes: usize,
     /// Whether the kernel has the registered memory: it may refuse a later table, and then has none.
     pub(crate) registered: Arc<AtomicBool>,
     /// Leases that callers hold on blocks of the device and the host tier.
@@ -220,6 +222,7 @@ impl Shared {
             remote,
             reservations: AtomicU64::new(0),
             parked: AtomicU32::new(0),
+            memory_align_bytes: 1,
             registered: Arc::default(),
             leases: Default::default(),
             raised: Notify::new(),

@@ -288,7 +288,7 @@ async fn serve(
     let shared = Arc::new(shared);
     *bytes.lock().expect("nothing panics under it") = file;
     let storage = Memory(bytes);
-    let mover = Mover::new(Arc::clone(&shared), None, storage, Memcpy::new(), Workers::none(), 1, true);
+    let mover = Mover::new(Arc::clone(&shared), None, storage, Memcpy::new(), Workers::none(), true);
     let (commands, requests) = mpsc::unbounded_channel();
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
@@ -297,7 +297,7 @@ async fn serve(
     let threads = io_thread.map(|(pool, _)| (pool, vec![file()]));
     let inner = OpenCache {
         shared,
-        submitter: Submitter::new(ends, commands, threads, 1),
+        submitter: Submitter::new(ends, commands, threads),
         end: told,
         regions: Regions::default(),
         computations: Computations::new(),
@@ -305,7 +305,6 @@ async fn serve(
         facts: Facts {
             names: Names::default(),
             direct_io: true,
-            memory_align_bytes: 1,
             registered: false,
             gpu: None,
             gdr: GdrStatus::new(GdrState::Off(String::new())),
