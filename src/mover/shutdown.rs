@@ -51,9 +51,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.mark_used_pages().await;
         let mut result = self.sync().await;
         for _ in 1..SYNCS_MAX {
-            while self.active.get() > 0 {
-                self.settled.notified().await;
-            }
+            self.all_settled().await;
             if !matches!(&result, Err(error) if error.is_transient()) {
                 break;
             }
@@ -61,9 +59,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // unflushed.
             result = self.sync().await;
         }
-        while self.active.get() > 0 {
-            self.settled.notified().await;
-        }
+        self.all_settled().await;
         result.and_then(|()| refusals.report())
     }
 
@@ -77,12 +73,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let flights = self.shared.lock().flights.finish_all();
             drop(flights);
         }
-        let ended = async {
-            while self.active.get() > 0 {
-                self.settled.notified().await;
-            }
-        };
-        drop(timeout(self.shared.deadline(), ended).await);
+        drop(timeout(self.shared.deadline(), self.all_settled()).await);
+    }
+
+    /// Waits until no movement is under way.
+    async fn all_settled(&self) {
+        while self.active.get() > 0 {
+            self.settled.notified().await;
+        }
     }
 
     /// Marks the record pages of blocks that were used in this run as stale: the next run starts with the use order of
