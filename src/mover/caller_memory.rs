@@ -13,13 +13,12 @@ use super::{
     load::{Numbered, PLANNED_PER_LOCK},
     plan::{Read, Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
-    results::joined,
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
 use crate::{
     block::{BlockKey, Route, Tier},
     device::CopyEngine,
-    error::Result,
+    error::{Error, Result},
     io::Storage,
     state::{Class, Committed, Locked, Purpose, Use},
 };
@@ -82,7 +81,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let mut results = Vec::with_capacity(tasks.len());
         for (number, task) in tasks {
-            let result = joined(task).await;
+            // A part that has no result is gone with the reactor.
+            let result = task.await.ok().flatten().unwrap_or(Err(Error::Closed));
             // I/O threads have the others.
             if !matches!(result, Ok(false)) {
                 results.push((number, result));

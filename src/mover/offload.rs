@@ -1,6 +1,8 @@
 //! Transfers between disk slots and host memory, and checksums, on a worker or here.
 
-use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{ptr::NonNull, rc::Rc, sync::Arc};
+
+use futures_util::future::join_all;
 
 use super::{
     Mover,
@@ -115,7 +117,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// # Safety
     /// The parts are of the memory that `owner` keeps, as of [`transfer`](Self::transfer).
     async unsafe fn transfer_parts<O: Send + Sync + 'static>(
-        self: &Rc<Self>,
+        &self,
         kind: OpKind,
         file: FileId,
         offset: u64,
@@ -127,17 +129,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let operation = |(segment, fixed, _): Place| {
             // SAFETY: the caller's promise.
             let buf = unsafe { IoBuf::new(start_of(&segment), segment.len, fixed, Arc::clone(&owner)) };
-            let (this, from) = (Rc::clone(self), at);
+            let from = at;
             at += segment.len as u64;
-            self.spawn_part(async move { this.transfer_here(kind, file, from, buf).await.0 })
+            async move { self.transfer_here(kind, file, from, buf).await.0 }
         };
-        let operations: Vec<_> = parts.into_iter().map(operation).collect();
-        let mut result = Ok(None);
-        for operation in operations {
-            let ended =
-                operation.await.ok().flatten().unwrap_or_else(|| Err(io::Error::other("the operation was lost")));
-            result = result.and(ended);
-        }
+        let ended = join_all(parts.into_iter().map(operation)).await;
+        let result = ended.into_iter().fold(Ok(None), Result::and);
         (result, Arc::into_inner(owner).expect("every operation has given it back"))
     }
 

@@ -6,12 +6,13 @@ use std::{
     rc::Rc,
 };
 
+use futures_util::future::join_all;
 use tokio::sync::oneshot;
 
 use super::{
     Mover,
     pages::Waiters,
-    results::{is_of_part, joined, worse_of},
+    results::{is_of_part, worse_of},
 };
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
@@ -180,19 +181,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if !self.may_write_more(&settled) {
                 break;
             }
-            let writes: Vec<_> = batch
-                .iter()
-                .map(|&(page, is_stale)| {
-                    let this = Rc::clone(self);
-                    self.spawn_part(async move {
-                        let settled = this.settle_page(page, is_stale);
-                        this.within_deadline("the write of records", settled).await
-                    })
-                })
-                .collect();
-            for write in writes {
-                settled = worse_of(settled, joined(write).await);
-            }
+            let settle = |&(page, is_stale): &(PageId, bool)| {
+                self.within_deadline("the write of records", self.settle_page(page, is_stale))
+            };
+            settled = join_all(batch.iter().map(settle)).await.into_iter().fold(settled, worse_of);
         }
         settled
     }

@@ -1,6 +1,4 @@
-//! The results of calls, and of tasks.
-
-use tokio::task::JoinHandle;
+//! The results of calls, and of what was tried in turn.
 
 use super::command::Reply;
 use crate::{
@@ -54,9 +52,4 @@ pub(super) fn worse_of(first: Result<()>, second: Result<()>) -> Result<()> {
 /// Whether it is an error of a part of the disk, which says nothing of the others.
 pub(super) fn is_of_part(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { .. }))
-}
-
-/// The result of a [part](super::Mover::spawn_part) of a movement. One that has none is gone with the reactor.
-pub(super) async fn joined<T>(part: JoinHandle<Option<Result<T>>>) -> Result<T> {
-    part.await.ok().flatten().unwrap_or(Err(Error::Closed))
 }
