@@ -68,23 +68,6 @@ fn work_runs_on_another_thread_and_its_result_comes_back() {
 }
 
 #[test]
-fn all_of_many_pieces_are_done_with_any_workers_asleep() {
-    on_reactor(async {
-        let workers = workers(3);
-        for round in 0..200_u64 {
-            let run = |n| {
-                let workers = Rc::clone(&workers);
-                tokio::task::spawn_local(async move { workers.run(n << 12, move || n).await })
-            };
-            let all: Vec<_> = (0..round % 40).map(run).collect();
-            for (n, one) in (0..).zip(all) {
-                assert_eq!(one.await.expect("no panic"), Some(n));
-            }
-        }
-    });
-}
-
-#[test]
 fn a_worker_that_is_asleep_is_woken_for_the_smallest_work() {
     on_reactor(async {
         let workers = workers(1);
