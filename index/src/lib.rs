@@ -214,10 +214,10 @@ impl Index {
     pub fn try_reserve(&mut self, entries: usize) -> Result<(), usize> {
         let room = self.entries.len().saturating_add(entries);
         let bytes = room.saturating_mul(size_of::<Entry>() + size_of::<u32>());
-        // The slab itself could only panic. This allocates, and frees, what it and the map then take.
+        // Slab and map themselves could only panic. This allocates, and frees, what each then takes.
         Vec::<Entry>::new().try_reserve_exact(room).map_err(|_| bytes)?;
-        Vec::<u32>::new().try_reserve_exact(room).map_err(|_| bytes)?;
         self.entries.reserve_exact(entries);
+        Vec::<u32>::new().try_reserve_exact(room).map_err(|_| bytes)?;
         self.reach_capacity();
         self.policies.iter_mut().try_for_each(Policy::try_reserve)
     }

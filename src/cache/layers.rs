@@ -10,7 +10,7 @@ use crate::{
     device::cuda::{Gates, Gpu},
     error::{Error, Result},
     fork::HomeBound,
-    mover::{Command, LayerBoard, LayerJobs, LayerProgress},
+    mover::{Command, Job, LayerBoard, LayerJobs, LayerProgress},
     shield::shield,
 };
 
@@ -83,23 +83,41 @@ impl Cache {
                 format!("one for each of the {} numbers of layers", layer_of.len()),
             ));
         }
+        self.check_blocks(keys, segments)?;
         let progress = LayerProgress::new(layers.len(), keys.len());
         let load = LayerLoad {
             progress: HomeBound::new(Arc::clone(&progress)),
             layers: layers.len(),
             gpu: HomeBound::new(self.inner.facts.gpu.clone()),
         };
-        let room = self.room().await?;
         let (sender, jobs) = oneshot::channel();
-        self.send((Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }), room));
-        let jobs = self.jobs(keys, None, segments, None)?;
-        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
-            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
-        }
+        let command = Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) });
+        let jobs = match self.shared().commands.try_take() {
+            // First: waking a sleeping reactor takes as long as what follows.
+            Ok(room) => {
+                self.send((command, room));
+                self.layer_jobs(keys, segments)?
+            }
+            // The memory is held before anything is waited for: it might be another's after that.
+            Err(_) => {
+                let jobs = self.layer_jobs(keys, segments)?;
+                let room = self.room().await?;
+                self.send((command, room));
+                jobs
+            }
+        };
         self.want_remote(&jobs);
         // Where the load was refused, or the reactor has ended, the board says so.
         drop(sender.send(jobs));
         Ok(load)
+    }
+
+    fn layer_jobs(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Job>> {
+        let jobs = self.jobs(keys, None, segments, None)?;
+        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
+            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
+        }
+        Ok(jobs)
     }
 }
 

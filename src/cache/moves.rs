@@ -127,15 +127,8 @@ impl Cache {
         self.inner.submitter.begin_store(jobs, reply)
     }
 
-    /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie
-    /// in beside the registered regions.
-    pub(super) fn jobs(
-        &self,
-        keys: &[BlockKey],
-        chain: Option<Option<&BlockKey>>,
-        segments: &[Vec<Segment>],
-        lent: Option<&Region>,
-    ) -> Result<Vec<Job>> {
+    /// Refuses more blocks than a call may have, and other numbers of keys and lists.
+    pub(super) fn check_blocks(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<()> {
         if keys.len() != segments.len() {
             return Err(Error::argument(
                 "segments",
@@ -148,6 +141,19 @@ impl Cache {
             let most = format!("at most {jobs_max} in one call (`movements_max`): call once for each part of them");
             return Err(Error::argument("keys", keys.len(), most));
         }
+        Ok(())
+    }
+
+    /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie
+    /// in beside the registered regions.
+    pub(super) fn jobs(
+        &self,
+        keys: &[BlockKey],
+        chain: Option<Option<&BlockKey>>,
+        segments: &[Vec<Segment>],
+        lent: Option<&Region>,
+    ) -> Result<Vec<Job>> {
+        self.check_blocks(keys, segments)?;
         let mut parent = chain.flatten().copied();
         let mut jobs = Vec::with_capacity(keys.len());
         let held = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;

@@ -19,6 +19,18 @@ use crate::{
     state::{Class, Filling, Outcome, Pin, Purpose, Use},
 };
 
+/// How often a block is brought to host memory while it waits for a slot of the device. The last time it stays there.
+const DEVICE_SLOT_TRIES: u32 = 8;
+
+/// What the copy of a block to the device needs.
+struct Ready {
+    source: Pin,
+    filling: Filling,
+    /// It was copied on its way to host memory.
+    is_copied: bool,
+    route: Route,
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes a block resident on the device, and answers its waiters.
     pub(super) async fn promote_to_device(self: Rc<Self>, key: BlockKey) {
@@ -44,16 +56,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             trip.rule_out();
             step = self.plan(&mut self.shared.lock(), &mut trip)?;
         }
-        let taken = self.host_and_device_slot(&trip.key, step).await?;
-        let Some((source, filling, is_copied)) = taken else { return Ok(None) };
+        let Some(ready) = self.host_and_device_slot(&trip.key, step).await? else { return Ok(None) };
         if trip.is_suspect {
             self.blame_cufile();
         }
+        let Ready { source, filling, is_copied, route } = ready;
         let id = source.id();
-        let route = match source.route() {
-            Route::DiskToHost => Route::DiskToHostToDevice,
-            _ => Route::HostToDevice,
-        };
         {
             let mut state = self.shared.lock();
             if !state.index.begin_fill(id, Tier::Device) {
@@ -83,34 +91,42 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(pin)
     }
 
-    /// Pins a block in host memory, and takes a slot of the device for it. True where it has been copied there on its
-    /// way; `None` where it is resident nowhere.
-    async fn host_and_device_slot(
-        self: &Rc<Self>,
-        key: &BlockKey,
-        mut step: Step,
-    ) -> Result<Option<(Pin, Filling, bool)>> {
-        let mut taken = None;
-        loop {
+    /// Pins a block in host memory, and takes a slot of the device for it. `None` where it is resident nowhere.
+    async fn host_and_device_slot(self: &Rc<Self>, key: &BlockKey, mut step: Step) -> Result<Option<Ready>> {
+        let mut route = None;
+        for tries in (0..DEVICE_SLOT_TRIES).rev() {
             let offer = Offer::new();
-            let verifier = if taken.is_none() { Some(offer.copy()) } else { None };
-            let Some(source) = self.to_host(key, Class::Awaited, step, verifier).await? else { return Ok(None) };
-            if let Some(filling) = taken {
-                return Ok(Some((source, filling, false)));
-            }
+            let Some(source) = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await? else {
+                // A look-up has found it, in the slot that was given up.
+                self.shared.metrics.misses.add(u64::from(route.is_some()));
+                return Ok(None);
+            };
+            let route = *route.get_or_insert(match source.route() {
+                Route::DiskToHost => Route::DiskToHostToDevice,
+                _ => Route::HostToDevice,
+            });
             if let (Some(filling), is_copied) = offer.withdraw().await? {
-                return Ok(Some((source, filling, is_copied)));
+                return Ok(Some(Ready { source, filling, is_copied, route }));
             }
             let free = self.shared.lock().acquire(Tier::Device);
             if let Some(filling) = free {
-                return Ok(Some((source, filling, false)));
+                return Ok(Some(Ready { source, filling, is_copied: false, route }));
             }
-            // Its host slot may be what the holder of a device slot waits for.
+            let purpose = Purpose::Movement(key, Tier::Device);
+            if tries == 0 {
+                let filling = self.shared.acquire(Tier::Device, purpose).await?;
+                return Ok(Some(Ready { source, filling, is_copied: false, route }));
+            }
+            // Who holds a slot of one tier does not wait for one of the other: its holder may do the reverse.
             drop(source);
-            taken = Some(self.shared.acquire(Tier::Device, Purpose::Movement(key, Tier::Device)).await?);
+            let filling = self.shared.acquire(Tier::Device, purpose).await?;
             let again = (Class::Awaited, Use::Counted);
             step = self.begin_to_host(&mut self.shared.lock(), key, again, Read::Waits)?;
+            if let Step::Pinned(source) = step {
+                return Ok(Some(Ready { source, filling, is_copied: false, route }));
+            }
         }
+        unreachable!("the last try waits")
     }
 
     /// Pins a block in host memory, once its movement there has ended; carries that out where `step` has begun it.

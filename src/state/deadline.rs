@@ -23,22 +23,20 @@ impl Shared {
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.
     pub(crate) async fn give_up_overdue(self: &Arc<Self>, begun: u64) -> bool {
         let (mut told, held) = (0, Tier::ALL.map(|tier| self.held_slots(tier)));
-        let any = loop {
-            let waiters = {
+        loop {
+            let (waiters, is_all) = {
                 let mut state = self.lock();
                 let before = state.flights.overdue(Tier::Disk);
-                let Some(waiters) = state.flights.take_overdue(begun, OVERDUE_AT_ONCE) else {
-                    break state.flights.any_overdue();
-                };
+                let taken = state.flights.take_overdue(begun, OVERDUE_AT_ONCE);
                 if state.flights.overdue(Tier::Disk) > before {
                     // Of write-backs others begin in their place.
                     self.write_back.notify_one();
                 }
-                waiters
+                taken
             };
             told += waiters.len();
             let mut waiters = waiters.into_iter();
-            while waiters.len() > 0 {
+            loop {
                 for (waiter, slot_wanted) in waiters.by_ref().take(OVERDUE_AT_ONCE) {
                     let error = match slot_wanted {
                         Some(tier) => self.slot_timeout(tier, held[tier as usize]),
@@ -46,13 +44,20 @@ impl Shared {
                     };
                     drop(waiter.send(Err(error)));
                 }
+                if waiters.len() == 0 {
+                    break;
+                }
                 crate::io::yield_now().await;
             }
-        };
+            if is_all {
+                break;
+            }
+            crate::io::yield_now().await;
+        }
         if told > 0 {
             log(|| tracing::warn!(waiters = told, deadline = ?self.deadline(), "movements are overdue"));
         }
-        any
+        self.lock().flights.any_overdue()
     }
 
     /// Whether the clock is to be watched on: while a movement `is_active` on the reactor, a flight is in flight, or a

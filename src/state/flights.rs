@@ -296,12 +296,8 @@ impl<M> Flights<M> {
     }
 
     /// Marks movements up to the number `begun` that are still in flight as overdue, so many of them at most. Returns
-    /// their waiters, each with the tier of which its block waits for a slot; `None` if no other movement is to be
-    /// looked at.
-    pub(crate) fn take_overdue(&mut self, begun: u64, most: usize) -> Option<Overdue<M>> {
-        if self.by_age.front().is_none_or(|(number, _)| *number > begun) {
-            return None;
-        }
+    /// their waiters, each with the tier of which its block waits for a slot, and whether these were all.
+    pub(crate) fn take_overdue(&mut self, begun: u64, most: usize) -> (Overdue<M>, bool) {
         let mut waiters = Vec::new();
         for _ in 0..most {
             let Some((number, place)) = self.by_age.pop_front_if(|(number, _)| *number <= begun) else { break };
@@ -318,7 +314,7 @@ impl<M> Flights<M> {
             let told = std::mem::take(&mut flight.waiters).into_iter().chain(next);
             waiters.extend(told.map(|waiter| (waiter, slot_wanted)));
         }
-        Some(waiters)
+        (waiters, self.by_age.front().is_none_or(|(number, _)| *number > begun))
     }
 
     /// Number of movements to a tier that are in flight and overdue.

@@ -235,7 +235,8 @@ mod tests {
         let (shared, key) = (with_disk(WritePolicy::WriteThrough), BlockKey::new([7; 32]));
         shared.refuse_writes("a test makes it read-only".into());
         for _ in 0..2 {
-            let stored = store(&shared, &key).err().expect("on no disk");
+            let Ok(Committed::Wait(mut refused)) = store(&shared, &key) else { panic!("its caller gets the error") };
+            let stored = refused.try_recv().expect("at once").err().expect("on no disk");
             assert!(matches!(stored, Error::Unavailable { tier: "disk", .. }), "{stored:?}");
             assert!(!shared.lock().flights.any(), "nothing has to be ended");
             shared.forget_reported_one(&key, &stored);

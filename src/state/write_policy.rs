@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Class, Committed, Few, Locked, PendingWrite, Shared};
+use super::{Class, Committed, Few, Locked, PendingWrite, Shared, spare};
 use crate::{
     block::{BlockKey, Tier},
     config::WritePolicy,
@@ -62,7 +62,10 @@ impl Locked<'_> {
                     && let Err(error) = self.disk_service.check_writes("disk")
                 {
                     self.note_refused(key, error.clone());
-                    return Err(error);
+                    // As by a write that has ended.
+                    let (refuse, refused) = spare::take();
+                    drop(refuse.send(Err(error)));
+                    return Ok(Committed::Wait(refused));
                 }
                 self.begin_write(id, key, class, self.shared().config.limits.waiters_max)
             }

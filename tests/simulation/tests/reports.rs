@@ -117,6 +117,31 @@ fn a_store_that_reports_its_refusal_leaves_nothing_for_a_sync_to_report() {
     });
 }
 
+/// Nothing is tried once the disk takes no writes; whoever stores is told all the same, and nobody else.
+#[test]
+fn a_store_that_a_read_only_disk_refuses_leaves_nothing_for_a_sync_to_report() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+        for n in 100..103 {
+            store(&cache, n).await.expect_err("the disk takes nothing");
+        }
+        assert!(cache.stats().disk_read_only.is_some(), "three writes failed in a row");
+        disk.set_rates(FaultRates::default());
+        while let Err(error) = cache.sync().await {
+            assert!(!matches!(error, Error::Closed), "{error}");
+        }
+        let refused = store(&cache, 0).await;
+        assert!(matches!(refused, Err(Error::Unavailable { .. })), "{refused:?}");
+        let mut reservation = cache.reserve().await.expect("a slot");
+        reservation.copy_from_slice(&payload(1));
+        let refused = reservation.commit(&key(1), None).await;
+        assert!(matches!(refused, Err(Error::Unavailable { .. })), "{refused:?}");
+        cache.sync().await.expect("both were told");
+        finish(cache, reactor).await;
+    });
+}
+
 async fn compute(cache: &Cache, n: u8) {
     let block = cache.get_or_fetch_with(&key(n), None, async || Ok::<_, Error>(payload(n))).await;
     assert_eq!(block.expect("a block, whatever becomes of its store"), payload(n));

@@ -106,6 +106,39 @@ fn a_load_does_not_wait_for_a_promotion_that_waits_for_it() {
     });
 }
 
+/// While a call waits for room among the commands, its memory may be unregistered, and be another's from then on.
+#[test]
+fn a_layered_load_holds_its_memory_before_it_waits_for_room() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().movements_max(1)).await;
+        fill(&cache).await;
+        let mut memory = vec![0u8; BLOCK_BYTES];
+        // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
+        let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
+        let region = cache.register(lent).await.expect("registered");
+        let segments = vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let reading = spawn(&cache, async |cache| fetch(&cache, 0).await);
+        a_while().await;
+        let queued = spawn(&cache, async |cache| fetch(&cache, 1).await);
+        a_while().await;
+        let keys = [key(2)];
+        let mut load = Box::pin(cache.load_layers(&keys, &segments, &[0]));
+        assert!(is_pending(&mut load).await, "no room: a command is queued");
+        let mut unregistered = Box::pin(cache.unregister(&region));
+        assert!(is_pending(&mut unregistered).await, "the load holds the memory");
+        disk.release();
+        let load = load.await.expect("taken on");
+        assert!(matches!(load.blocks().await[..], [Ok(true)]), "loaded");
+        unregistered.await.expect("its own region");
+        assert_eq!(memory, payload(2));
+        for fetched in [reading, queued] {
+            assert!(fetched.await.expect("no panic").expect("served"), "resident");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
 #[test]
 fn what_a_write_that_was_cut_off_held_is_given_back() {
     let world = Rc::new(World::new(1, sim::blank_files(&config())));
@@ -191,11 +224,18 @@ fn a_promotion_that_waits_for_a_device_slot_holds_no_host_slot() {
         drop(lease);
         let (promoted, took) = promoting.await.expect("no panic");
         let promoted = promoted.expect("served").expect("resident");
+        assert_eq!(promoted.route(), Route::DiskToHostToDevice, "it was read twice");
         assert!(took < DEADLINE / 2, "woken after {took:?}, by the watch for deadlines");
         assert_eq!(cache.read_device(&promoted, Vec::new()).await.expect("read"), payload(1));
         drop(promoted);
         finish(cache, reactor).await;
     });
+}
+
+/// Polls once.
+async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
+    std::future::poll_fn(|context| std::task::Poll::Ready(std::pin::Pin::new(&mut *future).poll(context).is_pending()))
+        .await
 }
 
 /// Both results, polling the first one first.
