@@ -79,7 +79,7 @@ fn rounds(
         let (first, all) = (of(0), of(1));
         println!(
             "64 MiB from {from}, {LAYERS} layers, waited for by {waits}: first layer after {:.2} ms, all after {:.2} \
-             ms ({:.1} GB/s); share {:.1} % ({:.1}..{:.1}; bar 15 % from host memory)",
+             ms ({:.1} GB/s); share {:.1} % ({:.1}..{:.1}; bar 12 % from host memory)",
             first.median,
             all.median,
             pool.buffer.bytes() as f64 / all.median / 1e6,
