@@ -28,21 +28,21 @@ pub struct Targets {
 }
 
 impl Targets {
-    /// Checks that the file can be written, before the service starts: another's may be there until then.
+    /// Checks that there is no directory in its place, before the service starts, which says what is wrong with the
+    /// socket's folder.
     ///
     /// # Errors
-    /// Where it cannot be written.
+    /// Where there is one.
     pub fn check(socket: &Path) -> Result<(), Failure> {
-        match socket.parent() {
-            // The service says what is wrong with a folder that is missing.
-            Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => Ok(()),
-            _ => Self::create(socket).map(drop),
-        }
+        if Self::path(socket).is_dir() { Self::create(socket).map(drop) } else { Ok(()) }
+    }
+
+    fn path(socket: &Path) -> PathBuf {
+        socket.with_added_extension("targets.json")
     }
 
     fn create(socket: &Path) -> Result<OutputFile, Failure> {
-        let path = socket.with_added_extension("targets.json");
-        OutputFile::replacing("--http", path).map_err(|failure| Failure::run(failure.to_string()))
+        OutputFile::replacing("--http", Self::path(socket)).map_err(|failure| Failure::run(failure.to_string()))
     }
 
     /// Writes the file.
@@ -53,7 +53,7 @@ impl Targets {
         let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
         // Prometheus runs as another user; it holds an address only.
         let file = Self::create(socket)?.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
-        Ok(Targets { path: socket.with_added_extension("targets.json"), file })
+        Ok(Targets { path: Self::path(socket), file })
     }
 
     fn is_in_place(&self) -> io::Result<bool> {

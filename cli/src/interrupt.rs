@@ -2,8 +2,9 @@
 
 use std::{
     io,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{Arc, atomic::AtomicBool, mpsc},
     thread,
+    time::Duration,
 };
 
 use signal_hook::{
@@ -17,6 +18,9 @@ use crate::{failure::Failure, scratch};
 
 const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
+/// How long a second signal waits for the removal of temporary folders.
+const REMOVAL: Duration = Duration::from_secs(2);
+
 /// A flag that is set by a signal to end the command. The second signal ends it at once, without its temporary folders.
 pub fn catch() -> Result<Arc<AtomicBool>, Failure> {
     let failed = |error: io::Error| Failure::run(format!("cannot catch signals: {error}"));
@@ -27,7 +31,14 @@ pub fn catch() -> Result<Arc<AtomicBool>, Failure> {
     let mut signals = Signals::new(SIGNALS).map_err(failed)?;
     let end = move || {
         if signals.forever().nth(1).is_some() {
-            scratch::remove_all();
+            // On a thread of its own: on a file system that hangs it never ends.
+            let (tell, removed) = mpsc::channel();
+            let remove = move || {
+                scratch::remove_all();
+                drop(tell.send(()));
+            };
+            drop(thread::Builder::new().spawn(remove));
+            drop(removed.recv_timeout(REMOVAL));
             low_level::exit(Failure::interrupted().exit_status().into());
         }
     };

@@ -9,7 +9,7 @@ use std::{
 
 use tempfile::TempDir;
 
-use crate::shown::shown;
+use crate::shown::{reason, shown};
 
 /// Those that there are now.
 static ALL: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
@@ -46,7 +46,7 @@ pub fn remove_all() {
         // Another thread may make a file in it meanwhile.
         if let Err(error) = fs::remove_dir_all(path).or_else(|_| fs::remove_dir_all(path)) {
             let path = shown(path);
-            drop(writeln!(io::stderr(), "kvhoist: {path} is left: {}; remove it", error.kind()));
+            drop(writeln!(io::stderr(), "kvhoist: {path} is left: {}; remove it", reason(&error)));
         }
     }
 }

@@ -12,6 +12,7 @@ use std::{
     path::PathBuf,
     sync::{Arc, OnceLock},
     thread,
+    time::{Duration, Instant},
 };
 
 use kvhoist::{Config, DirectIo, Error, StorageKind, WritePolicy, internals::config::SETTING_NAMES};
@@ -31,6 +32,9 @@ use crate::{
     shown::shown,
     size::parse_bytes,
 };
+
+/// How long a signal waits for the handle of a service that listens already.
+const JUST_STARTED: Duration = Duration::from_millis(100);
 
 /// What the exit statuses mean: the first signal is no failure, and a service manager starts again after 1 only.
 pub const EXIT_STATUS: &str = "\
@@ -232,7 +236,7 @@ impl Args {
 
 /// Serves until a signal ends it.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    // Before the server starts: a signal in between would kill it undrained.
+    // Before the server starts: a signal in between would kill the process at once.
     let started = Arc::new(OnceLock::new());
     end_by_signals(Arc::clone(&started))?;
     let mut config = args.config()?;
@@ -259,6 +263,11 @@ fn end_by_signals(started: Arc<OnceLock<Arc<Server>>>) -> Result<(), Failure> {
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let end = move || {
         for (at, _) in signals.forever().enumerate() {
+            // One that has just begun to listen is drained.
+            let patience = Instant::now() + JUST_STARTED;
+            while at == 0 && started.get().is_none() && Instant::now() < patience {
+                thread::sleep(Duration::from_millis(5));
+            }
             match started.get() {
                 _ if at > 0 => std::process::exit(Failure::interrupted().exit_status().into()),
                 None => std::process::exit(0),

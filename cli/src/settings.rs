@@ -16,7 +16,11 @@ use kvhoist::{
 use kvhoist_service::Share;
 use serde_json::{Map, Value, json};
 
-use crate::{failure::Failure, json, shown::shown};
+use crate::{
+    failure::Failure,
+    json,
+    shown::{reason, shown},
+};
 
 /// Most bytes of a file of settings, which as a rule has some hundred.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -181,7 +185,7 @@ fn text(path: &Path) -> Result<String, String> {
     read.map_err(|error| match error.kind() {
         ErrorKind::NotFound => wrong("found no such file"),
         ErrorKind::IsADirectory => wrong("found a directory"),
-        why => wrong(&format!("cannot be read ({why})")),
+        _ => wrong(&format!("cannot be read ({})", reason(&error))),
     })?;
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(wrong(&format!("found more than {FILE_BYTES_MAX} bytes")));

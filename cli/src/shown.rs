@@ -1,6 +1,6 @@
 //! Text of users and files on a terminal.
 
-use std::{borrow::Cow, path::Path};
+use std::{borrow::Cow, io, path::Path};
 
 /// The text with every character escaped that could drive a terminal, break a line or turn text around.
 pub fn plain(text: &str) -> Cow<'_, str> {
@@ -21,6 +21,12 @@ pub fn plain(text: &str) -> Cow<'_, str> {
 /// A path for people, as [`plain`] shows it.
 pub fn shown(path: &Path) -> String {
     plain(&path.to_string_lossy()).into_owned()
+}
+
+/// Why the system refused something, without the number.
+pub fn reason(error: &io::Error) -> String {
+    let text = error.to_string();
+    text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
 /// Control characters (C0 and C1), line separators, and what changes the direction of text.

@@ -235,7 +235,7 @@ fn a_file_that_was_cut_short_is_damage() {
     let output = kvhoist(&["inspect", sample.path(0), sample.path(1)]);
     let wanted = format!(
         "found {} bytes, expected {bytes} bytes, as the store was made with; restore the whole file, or remove the \
-         store by `kvhoist wipe`\n",
+         store's files (wipe its devices)\n",
         bytes - 1
     );
     assert!(text(&output.stderr).ends_with(&wanted), "{}", text(&output.stderr));

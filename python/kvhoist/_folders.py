@@ -102,11 +102,11 @@ def make_private_folders(directory: str) -> None:
             _make_private(folder)
 
 
-def open_private(path: str) -> BinaryIO:
+def open_private(path: str, others: int = 0o077) -> BinaryIO:
     """Opens a file of this user alone to read it and to append to it; it is made where there is none.
 
-    Where others may write to the folder, what is there may be theirs: no link is followed, and nothing changed. Raises
-    StoreError.
+    Where others may write to the folder, what is there may be theirs: no link is followed, and nothing changed. `others`
+    are the rights that are taken from a file of earlier versions: who may read a lock may take it. Raises StoreError.
     """
     user = os.geteuid()
     expected = f"a file that is user {user}'s and no other's; remove it, or choose another `path`"
@@ -123,8 +123,13 @@ def open_private(path: str) -> BinaryIO:
     if not is_own:
         file.close()
         raise StoreError(f"{printable(path)}: found {found}, expected {expected}")
-    # Who may read it may lock it. Earlier versions made it so.
-    os.fchmod(file.fileno(), 0o600)
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & others:
+        try:
+            os.fchmod(file.fileno(), mode & ~others)
+        except OSError as error:
+            file.close()
+            raise StoreError(f"{printable(path)}: found {found}, expected {expected}") from error
     return file
 
 

@@ -96,11 +96,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut route = None;
         for tries in (0..DEVICE_SLOT_TRIES).rev() {
             let offer = Offer::new();
-            let Some(source) = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await? else {
-                // A look-up has found it, in the slot that was given up.
-                self.shared.metrics.misses.add(u64::from(route.is_some()));
-                return Ok(None);
-            };
+            let outcome = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await?;
+            let Some(source) = outcome else { return Ok(None) };
             let route = *route.get_or_insert(match source.route() {
                 Route::DiskToHost => Route::DiskToHostToDevice,
                 _ => Route::HostToDevice,

@@ -117,7 +117,7 @@ fn lost(fault: &Fault) -> Error {
         }
         _ => (format!("a damaged store ({fault})"), "one that can be opened".into(), "check the disk"),
     };
-    Error::store(&fault.path, found, expected, format!("{action}, or remove the store by `kvhoist wipe`"))
+    Error::store(&fault.path, found, expected, format!("{action}, or remove the store's files (wipe its devices)"))
 }
 
 async fn read<S: Storage>(store: &OpenStore, storage: &S, options: &Options) -> Result<Inspection> {

@@ -12,6 +12,7 @@ use super::{
     disk::{drive_name, scratch},
     system::{has_module, read},
 };
+use crate::shown::reason;
 
 /// Kernel and driver since which a drive can write to the GPU without nvidia-fs.
 const P2P_KERNEL: (u32, u32) = (6, 2);
@@ -74,7 +75,7 @@ fn peer_to_peer(path: Option<&Path>) -> Finding {
 
 /// What the engine itself makes of it: a small cache there, with a device tier; or why there is none.
 fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, String> {
-    let directory = scratch(path).map_err(|error| format!("no directory can be made ({})", error.kind()))?;
+    let directory = scratch(path).map_err(|error| format!("no directory can be made ({})", reason(&error)))?;
     let config = Config::default()
         .block_bytes(64 << 10)
         .host_blocks(4)

@@ -1,7 +1,8 @@
 //! A path: what it lies on, and what a store there reaches.
 
 use std::{
-    fs, io,
+    fs,
+    io::{self, ErrorKind},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Instant,
@@ -10,7 +11,10 @@ use std::{
 use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, Error, StorageKind, block_on};
 
 use super::{Finding, Want};
-use crate::{scratch::Scratch, shown::shown};
+use crate::{
+    scratch::Scratch,
+    shown::{reason, shown},
+};
 
 /// Bytes of a block of the store that is measured, and how many there are.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -31,8 +35,14 @@ fn measure(path: &Path, findings: &mut Vec<Finding>) -> Result<(), Finding> {
     let trouble = |found, fix: &str| Finding { is_trouble: true, ..Finding::note("a store there", found).fix(fix) };
     let failed = |error: Error| trouble(error.to_string(), "look at dmesg, or name another directory");
     let directory = scratch(Some(path)).map_err(|error| {
-        let found = format!("no directory can be made there ({})", error.kind());
-        trouble(found, "run the doctor as the user of the caches, let this user write there (chown), or name another")
+        let fix = match error.kind() {
+            ErrorKind::PermissionDenied => {
+                "run the doctor as the user of the caches, let this user write there (chown), or"
+            }
+            _ => "look at dmesg for the drive, at `df -i` for room, or",
+        };
+        let found = format!("no directory can be made there ({})", reason(&error));
+        trouble(found, &format!("{fix} name another directory"))
     })?;
     let config = |storage, direct_io| {
         Config::default()

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 #: Seconds until a started service must listen.
 _START_PATIENCE_S = 120
 
-#: Seconds for which another process may start it.
-_LOCK_PATIENCE_S = _START_PATIENCE_S + 30
+#: Seconds for which other processes may start it, one after the other.
+_LOCK_PATIENCE_S = 2 * _START_PATIENCE_S + 30
 
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
@@ -145,7 +145,10 @@ def find_or_start(settings: ServiceSettings) -> str:
 
 
 def _lock(lock: BinaryIO, name: str, path: str) -> None:
-    """Takes the lock, for which it waits while another process starts the service of this socket."""
+    """Takes the lock, for which it waits while another process starts the service of this socket.
+
+    Without it where the service listens after all.
+    """
     give_up = time.monotonic() + _LOCK_PATIENCE_S
     with contextlib.suppress(BlockingIOError):
         return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,10 +157,11 @@ def _lock(lock: BinaryIO, name: str, path: str) -> None:
         time.sleep(0.02)
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    raise UnavailableError(
-        f"service: found {name} locked by another process for {_LOCK_PATIENCE_S} s, expected that it starts the service "
-        f"at {path} within {_START_PATIENCE_S} s; end that process (`fuser {name}` finds it)"
-    )
+    if not listens(path):
+        raise UnavailableError(
+            f"service: found {name} locked by other processes for {_LOCK_PATIENCE_S} s, expected that one of them starts "
+            f"the service at {path} within {_START_PATIENCE_S} s; end the one that has it (`lslocks` names it)"
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class _Process:
 
 def _start(settings: ServiceSettings, path: str) -> None:
     log = os.path.join(settings.paths[0], "kvhoist-service.log")
-    with open_private(log) as output:
+    with open_private(log, others=0o022) as output:
         begun = output.seek(0, os.SEEK_END)
         process = _spawn(settings.command(), output, lambda: _last_line(log, begun))
     give_up = time.monotonic() + _START_PATIENCE_S

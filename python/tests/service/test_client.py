@@ -461,7 +461,7 @@ def test_a_start_waits_for_another_no_longer_than_one_takes(store_dir, monkeypat
     path.touch(mode=0o600)
     with open(path) as lock, caplog.at_level("INFO", logger="kvhoist"):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(kvhoist.UnavailableError, match="start.lock locked by another process.*end that process"):
+        with pytest.raises(kvhoist.UnavailableError, match="start.lock locked by other processes.*end the one"):
             service.find_or_start(settings_of(store_dir))
     assert "waiting for the process" in caplog.text
 

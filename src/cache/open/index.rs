@@ -11,12 +11,15 @@ use crate::{
 
 /// An index without blocks, and with memory for the entries of all tiers: one that grows moves them under the lock.
 pub(super) fn empty(seed: u64, config: &Config) -> Result<Index> {
-    let mut index = Index::with_policies(seed, |tier| policy(config, tier));
     // Beside blocks in slots there are parents that are resident nowhere, of which there are no more; and one that is
     // about to be stored. What no block takes is address space. Where that is scarce, there is room for the usual.
     let slots = usize::try_from(config.slots_of_all_tiers()).unwrap_or(usize::MAX);
     let [most, usual] = [slots, slots / 16].map(|parents| slots.saturating_add(parents).saturating_add(1024));
-    index.try_reserve(most).or_else(|_| index.try_reserve(usual)).map_err(|bytes| refused(config, bytes))?;
+    let reserved = |entries| {
+        let mut index = Index::with_policies(seed, |tier| policy(config, tier));
+        index.try_reserve(entries).map(|()| index)
+    };
+    let mut index = reserved(most).or_else(|_| reserved(usual)).map_err(|bytes| refused(config, bytes))?;
     for (start, len) in index.reserved() {
         huge::prefer(start, len);
     }

@@ -24,7 +24,11 @@ pub fn read(path: &Path, block_bytes: usize) -> Result<Vec<Request>, String> {
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => "found no such file, expected a trace file".to_owned(),
         // Of the system, without its number.
-        why if error.raw_os_error().is_some() => format!("cannot be read ({why}), expected a trace file"),
+        _ if error.raw_os_error().is_some() => {
+            let text = error.to_string();
+            let why = text.split(" (os error").next().unwrap_or_default();
+            format!("cannot be read ({why}), expected a trace file")
+        }
         _ => format!("{error}; expected a trace file"),
     };
     if path == Path::new("-") {
