@@ -35,10 +35,10 @@ pub fn catch() -> Result<Arc<AtomicBool>, Failure> {
             let (tell, removed) = mpsc::channel();
             let remove = move || {
                 scratch::remove_all();
-                drop(tell.send(()));
+                let _ = tell.send(());
             };
             drop(thread::Builder::new().spawn(remove));
-            drop(removed.recv_timeout(REMOVAL));
+            let _ = removed.recv_timeout(REMOVAL);
             low_level::exit(Failure::interrupted().exit_status().into());
         }
     };

@@ -99,7 +99,6 @@ fn a_drive_without_room_is_called_that_and_nothing_else() {
     }
 }
 
-/// What the settings do not use is not missed.
 #[test]
 fn a_folder_that_cannot_be_written_is_a_finding_in_the_report() {
     let path = "/proc/self";
@@ -110,10 +109,11 @@ fn a_folder_that_cannot_be_written_is_a_finding_in_the_report() {
         let (report, said) = (text(&output.stdout), text(&output.stderr));
         assert_eq!(output.status.code(), Some(1), "{report}{said}");
         assert!(report.contains("kernel ") && report.contains("no directory can be made there ("), "{report}{said}");
-        assert!(report.contains("-> run the doctor as the user of the caches") && !said.contains("--path"), "{said}");
+        assert!(report.contains("-> look at dmesg for the drive") && !said.contains("--path"), "{said}");
     }
 }
 
+/// What the settings do not use is not missed.
 #[test]
 fn a_path_is_not_refused_for_a_feature_that_the_settings_leave_out() {
     let directory = directory();
