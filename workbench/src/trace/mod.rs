@@ -127,7 +127,7 @@ mod tests {
         let refused = |path: &Path| read(path, 1).expect_err("no trace");
         assert_eq!(refused(&folder.path().join("none")), "found no such file, expected a trace file");
         assert_eq!(refused(folder.path()), "found a directory, expected a trace file");
-        assert!(refused(Path::new("/dev/null/x")).starts_with("cannot be read (not a directory), expected"));
+        assert!(refused(Path::new("/dev/null/x")).starts_with("cannot be read (Not a directory), expected"));
     }
 
     #[test]
