@@ -21,7 +21,7 @@ const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 /// How long a second signal waits for the removal of temporary folders.
 const REMOVAL: Duration = Duration::from_secs(2);
 
-/// A flag that is set by a signal to end the command. The second signal ends it at once, without its temporary folders.
+/// A flag that is set by a signal to end the command. The second signal removes its temporary folders, and ends it.
 pub fn catch() -> Result<Arc<AtomicBool>, Failure> {
     let failed = |error: io::Error| Failure::run(format!("cannot catch signals: {error}"));
     let interrupted = Arc::new(AtomicBool::new(false));

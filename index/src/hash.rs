@@ -78,23 +78,23 @@ impl Hasher for IdHasher {
 mod tests {
     use super::*;
 
-    /// Keys that differ in one bit only share buckets no more often than chance.
+    /// Keys that differ in one bit only share chains no more often than chance.
     #[test]
-    fn single_bit_keys_spread_over_buckets_and_tags() {
+    fn single_bit_keys_spread_by_the_low_and_the_high_bits() {
         for seed in 0..8 {
             let hasher = KeyHasher::new(seed);
-            let mut buckets = [0u32; 64];
-            let mut tags = [0u32; 64];
+            let mut low = [0u32; 64];
+            let mut high = [0u32; 64];
             for bit in 0..256 {
                 let mut bytes = [0u8; 32];
                 bytes[bit / 8] = 1 << (bit % 8);
                 let hash = hasher.hash(&BlockKey::new(bytes));
-                buckets[(hash % 64) as usize] += 1;
-                tags[(hash >> 58) as usize] += 1;
+                low[(hash % 64) as usize] += 1;
+                high[(hash >> 58) as usize] += 1;
             }
             // 4 expected in each; 16 or more has a chance below one in a hundred thousand.
-            assert!(buckets.iter().all(|&n| n < 16), "seed {seed}: {buckets:?}");
-            assert!(tags.iter().all(|&n| n < 16), "seed {seed}: {tags:?}");
+            assert!(low.iter().all(|&n| n < 16), "seed {seed}: {low:?}");
+            assert!(high.iter().all(|&n| n < 16), "seed {seed}: {high:?}");
         }
     }
 

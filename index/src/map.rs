@@ -17,10 +17,10 @@ pub(super) struct KeyMap {
     len: usize,
 }
 
-/// A link to an entry, or to none: 0. So memory that was never written has empty chains.
+/// A link to an entry. The link to none is 0: memory that was never written has empty chains.
 #[inline]
-fn link_to(id: Option<u32>) -> u32 {
-    id.map_or(0, |id| id + 1)
+fn link_to(id: u32) -> u32 {
+    id + 1
 }
 
 #[inline]
@@ -62,7 +62,7 @@ impl KeyMap {
     #[inline]
     pub(super) fn insert(&mut self, entries: &mut Slab<Entry>, hash: u64, id: u32) {
         let chain = self.chain(hash);
-        entries[id as usize].next = std::mem::replace(&mut self.heads[chain], link_to(Some(id)));
+        entries[id as usize].next = std::mem::replace(&mut self.heads[chain], link_to(id));
         self.len += 1;
     }
 
@@ -92,7 +92,7 @@ impl KeyMap {
         self.heads = vec![0; entries.capacity()];
         for (id, entry) in entries.iter_mut().filter(|(_, entry)| !entry.is_removed()) {
             let chain = self.chain(hash(&entry.key));
-            entry.next = std::mem::replace(&mut self.heads[chain], link_to(Some(id as u32)));
+            entry.next = std::mem::replace(&mut self.heads[chain], link_to(id as u32));
         }
     }
 

@@ -35,7 +35,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 }
 
-/// Waits for what a caller makes at this moment, awake for some 100 us. `None` if it gives up.
+/// Waits for what a caller makes at this moment, awake for some 100 us. `None` if the caller gives up.
 pub(super) async fn expected<T>(mut from_caller: oneshot::Receiver<T>) -> Option<T> {
     for _ in 0..EXPECTED_TURNS {
         match from_caller.try_recv() {

@@ -35,19 +35,15 @@ impl Shared {
                 taken
             };
             told += waiters.len();
-            let mut waiters = waiters.into_iter();
-            loop {
-                for (waiter, slot_wanted) in waiters.by_ref().take(OVERDUE_AT_ONCE) {
-                    let error = match slot_wanted {
-                        Some(tier) => self.slot_timeout(tier, held[tier as usize]),
-                        None => self.timeout("a movement"),
-                    };
-                    drop(waiter.send(Err(error)));
+            for (at, (waiter, slot_wanted)) in waiters.into_iter().enumerate() {
+                if at > 0 && at % OVERDUE_AT_ONCE == 0 {
+                    crate::io::yield_now().await;
                 }
-                if waiters.len() == 0 {
-                    break;
-                }
-                crate::io::yield_now().await;
+                let error = match slot_wanted {
+                    Some(tier) => self.slot_timeout(tier, held[tier as usize]),
+                    None => self.timeout("a movement"),
+                };
+                drop(waiter.send(Err(error)));
             }
             if is_all {
                 break;

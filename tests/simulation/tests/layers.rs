@@ -11,7 +11,7 @@ use common::{
     layers::{LAYERS, Pool, load, with_device},
     store,
 };
-use kvhoist::{Config, DiskPath};
+use kvhoist::{Config, DiskPath, internals::seams::locks_taken};
 use kvhoist_simulation::sim::{self, CopyOptions, FaultRates, Rng, SimCopy, Simulated, World};
 
 const STORED: u64 = 24;
@@ -103,5 +103,36 @@ fn the_first_layer_does_not_wait_for_the_last() {
             assert_eq!(started.elapsed(), latency * (layer as u32 + 1), "layer {layer}");
         }
         cache.unregister(&region).await.expect("its own region");
+    });
+}
+
+/// The reactor pins the blocks of a load that are in host memory, and gives them back, in turns.
+#[test]
+fn a_layered_load_of_many_blocks_lets_others_run() {
+    const BLOCKS: u64 = 512;
+    let settings = Config::default().block_bytes(BLOCK_BYTES).host_blocks(BLOCKS as u32);
+    let settings = with_device(settings);
+    let world = World::new(1, Vec::new());
+    sim::block_on(async {
+        let Simulated { cache, reactor } = sim::open(settings, &world).await.expect("open");
+        for n in 0..BLOCKS {
+            store(&cache, n).await;
+        }
+        let pool = Pool::new(BLOCKS as usize);
+        let region = pool.register(&cache, true);
+        let wanted: Vec<u64> = (0..BLOCKS).collect();
+        let load = load(&cache, &pool, &wanted).await;
+        let blocks = tokio::task::spawn_local(async move { load.blocks().await });
+        let mut locks_max = 0;
+        while !blocks.is_finished() {
+            let before = locks_taken();
+            tokio::time::advance(Duration::from_micros(100)).await;
+            locks_max = locks_max.max(locks_taken() - before);
+        }
+        assert!(blocks.await.expect("no panic").iter().all(|block| matches!(block, Ok(true))), "all are there");
+        assert!(locks_max < 16, "{locks_max} locks in one turn");
+        cache.unregister(&region).await.expect("its own region");
+        cache.close().await.ok();
+        reactor.ended().await;
     });
 }

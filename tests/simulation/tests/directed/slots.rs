@@ -232,6 +232,32 @@ fn a_promotion_that_waits_for_a_device_slot_holds_no_host_slot() {
     });
 }
 
+/// Whose turn it is at the device slot has lost its block to who waits behind it, and leases the only host slot.
+#[test]
+fn a_promotion_that_has_to_read_its_block_again_holds_no_device_slot_meanwhile() {
+    sim::block_on(async {
+        let settings = config().host_blocks(1).device_blocks(1);
+        let (cache, reactor, _disk) = open(settings).await;
+        for n in 0..3 {
+            store(&cache, n).await.expect("stored");
+        }
+        let lease = cache.fetch_to_device(&key(0)).await.expect("served").expect("resident");
+        let first = spawn(&cache, async |cache| cache.fetch_to_device(&key(1)).await);
+        a_while().await;
+        let held = cache.fetch(&key(2)).await.expect("served").expect("resident");
+        let second = spawn(&cache, async |cache| elapsed(cache.fetch_to_device(&key(2))).await);
+        a_while().await;
+        assert!(!first.is_finished() && !second.is_finished(), "the only device slot is leased");
+        drop(lease);
+        let (promoted, took) = second.await.expect("no panic");
+        let promoted = promoted.expect("the first gives its turn back").expect("resident");
+        assert!(took < DEADLINE / 2, "promoted after {took:?}");
+        drop((promoted, held));
+        assert!(first.await.expect("no panic").expect("in time").is_some(), "it is read again");
+        finish(cache, reactor).await;
+    });
+}
+
 /// Polls once.
 async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
     std::future::poll_fn(|context| std::task::Poll::Ready(std::pin::Pin::new(&mut *future).poll(context).is_pending()))
