@@ -5,9 +5,14 @@
 
 use std::{cell::Cell, pin::pin, rc::Rc, sync::Arc, time::Duration};
 
-use futures_util::{StreamExt, future::select, stream, stream::FuturesUnordered};
+use futures_util::{
+    StreamExt,
+    future::{Either, select},
+    stream,
+    stream::FuturesUnordered,
+};
 use tokio::{
-    sync::{Semaphore, SemaphorePermit},
+    sync::{Notify, Semaphore, SemaphorePermit},
     time::{Instant, sleep},
 };
 
@@ -16,7 +21,7 @@ use crate::{
     block::{Route, Tier},
     device::CopyEngine,
     io::Storage,
-    remote::{Batch, FAILURES_MAX, ReadBlock, ReadBuffer, Remote, RemoteError},
+    remote::{Batch, FAILURES_MAX, Read, ReadBlock, ReadBuffer, Remote, RemoteError},
     shield::{caught_future, log},
     state::{Committed, Filling, Purpose},
 };
@@ -71,16 +76,24 @@ impl ReadPermits {
         ReadPermits { all: Permits::new(requests), background, failed: Cell::new(0) }
     }
 
-    /// Waits for the turn of a read to so many slots, of those that reads may fill now. `None` where too many others
-    /// failed meanwhile: who waits has waited long enough.
+    /// Waits for the turn of a read to so many slots, of those that reads may fill now; once it is `raised`, because a
+    /// caller waits for it, not behind those that nobody waits for. `None` where too many others failed meanwhile: who
+    /// waits has waited long enough.
     async fn turn(
         &self,
         slots: usize,
-        is_awaited: bool,
+        (is_awaited, raised): (bool, &Notify),
         share: impl Fn(bool) -> usize,
     ) -> Option<[Option<[SemaphorePermit<'_>; 2]>; 2]> {
         let failed = self.failed.get();
-        let background = if is_awaited { None } else { Some(self.background.acquire(slots, || share(false)).await) };
+        let background = if is_awaited {
+            None
+        } else {
+            match select(pin!(self.background.acquire(slots, || share(false))), pin!(raised.notified())).await {
+                Either::Left((permits, _)) => Some(permits),
+                Either::Right(_) => None,
+            }
+        };
         let all = self.all.acquire(slots, || share(true)).await;
         let is_away = self.failed.get().saturating_sub(failed) >= FAILURES_MAX;
         (!is_away).then_some([background, Some(all)])
@@ -137,13 +150,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         remote: &Arc<Remote>,
         permits: &ReadPermits,
         batch: Batch,
-        planned: Vec<Vec<ReadBlock>>,
+        planned: Vec<Read>,
     ) {
         let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
-        let read = async |blocks: Vec<ReadBlock>| {
+        let read = async |Read { blocks, raised }: Read| {
             let slots = blocks.len().min(self.read_slots(batch.is_awaited));
             let share = |is_awaited| self.read_slots(is_awaited);
-            let Some(_turn) = permits.turn(slots, batch.is_awaited, share).await else { return };
+            let Some(_turn) = permits.turn(slots, (batch.is_awaited, &raised), share).await else { return };
             // There may be fewer by now.
             for blocks in blocks.chunks(slots.min(self.read_slots(batch.is_awaited))) {
                 if let Err(error) = self.read_blocks(remote, permits, blocks, &batch, &brought).await {

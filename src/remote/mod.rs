@@ -24,4 +24,4 @@ pub(crate) use format::Space;
 pub(crate) use health::FAILURES_MAX;
 pub(crate) use presence::ReadBlock;
 pub(crate) use tier::{Figures, Limits, Remote};
-pub(crate) use wanted::Batch;
+pub(crate) use wanted::{Batch, Read};

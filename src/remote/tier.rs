@@ -14,7 +14,7 @@ use super::{
     removed::{REMOVED_MIN, Removed},
     store::{Capabilities, Object, RemoteError, RemoteStore},
     uploads::Uploads,
-    wanted::{Batch, Full, Wanted},
+    wanted::{Batch, Full, Read, Wanted},
 };
 use crate::{block::BlockKey, index::KeyHasher, sync::Mutex};
 
@@ -239,9 +239,11 @@ impl Remote {
         let begun = state.want([*key].into_iter(), true, self.limits.awaited_max, self.now());
         let mut gone = Vec::new();
         let receiver = state.wanted.join(key, since, self.limits.waiters_max, &mut gone);
+        let raised = state.wanted.raised(key);
         drop(state);
         // After the unlock: wakers are callers' code.
         drop(gone);
+        raised.iter().for_each(|read| read.notify_one());
         if begun > 0 {
             self.wake.notify_one();
         }
@@ -261,10 +263,12 @@ impl Remote {
     }
 
     /// The next blocks to be brought, by reads; the keys that are not there any more have been answered.
-    pub(crate) fn next_batch(&self) -> Option<(Batch, Vec<Vec<ReadBlock>>)> {
+    pub(crate) fn next_batch(&self) -> Option<(Batch, Vec<Read>)> {
         let mut state = self.state.lock();
-        let batch = state.wanted.pop()?;
-        let (reads, unknown) = state.presence.plan(&batch.keys, self.read_limits(batch.keys.len()));
+        let TierState { presence, wanted, .. } = &mut *state;
+        let batch = wanted.pop()?;
+        let (reads, unknown) = presence.plan(&batch.keys, self.read_limits(batch.keys.len()));
+        let reads = reads.into_iter().map(|blocks| wanted.read(blocks)).collect();
         drop(state);
         unknown.iter().for_each(|key| self.answer(key, &batch, false));
         Some((batch, reads))

@@ -1,9 +1,13 @@
 //! Blocks that are wanted from the store: each is brought once, whoever waits for it.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
 
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
+use super::presence::ReadBlock;
 use crate::block::BlockKey;
 
 /// Blocks to be brought together.
@@ -16,6 +20,13 @@ pub(crate) struct Batch {
     pub(crate) is_awaited: bool,
 }
 
+/// Blocks that are read together.
+pub(crate) struct Read {
+    pub(crate) blocks: Vec<ReadBlock>,
+    /// Told once a caller waits for one of them.
+    pub(crate) raised: Arc<Notify>,
+}
+
 /// A block that is wanted.
 struct Pending {
     /// The batch that brings it.
@@ -23,6 +34,8 @@ struct Pending {
     waiters: Vec<Waiter>,
     /// It was removed since: it is not stored.
     is_removed: bool,
+    /// Tells the read that brings it of its waiters.
+    raised: Option<Arc<Notify>>,
 }
 
 /// It is told whether the block is there.
@@ -59,8 +72,9 @@ impl Wanted {
     pub(crate) fn push(&mut self, keys: Vec<BlockKey>, is_awaited: bool) {
         self.batches += 1;
         let batch = Batch { number: self.batches, keys, is_awaited };
-        let pending = |key: &BlockKey| (*key, Pending { batch: batch.number, waiters: Vec::new(), is_removed: false });
-        self.pending.extend(batch.keys.iter().map(pending));
+        let number = batch.number;
+        let pending = || Pending { batch: number, waiters: Vec::new(), is_removed: false, raised: None };
+        self.pending.extend(batch.keys.iter().map(|key| (*key, pending())));
         // What somebody waits for goes first.
         match batch.is_awaited {
             true => {
@@ -95,6 +109,24 @@ impl Wanted {
         let (answer, receiver) = oneshot::channel();
         waiters.push(Waiter { answer, since });
         Ok(Some(receiver))
+    }
+
+    /// A read of blocks, which is told of their waiters: at once, if there are some.
+    pub(crate) fn read(&mut self, blocks: Vec<ReadBlock>) -> Read {
+        let raised = Arc::<Notify>::default();
+        for block in &blocks {
+            let Some(pending) = self.pending.get_mut(&block.known.key) else { continue };
+            pending.raised = Some(Arc::clone(&raised));
+            if !pending.waiters.is_empty() {
+                raised.notify_one();
+            }
+        }
+        Read { blocks, raised }
+    }
+
+    /// What is to be told, after the unlock, of a waiter for a block.
+    pub(crate) fn raised(&self, key: &BlockKey) -> Option<Arc<Notify>> {
+        self.pending.get(key)?.raised.clone()
     }
 
     pub(crate) fn has_waiter(&self, key: &BlockKey) -> bool {

@@ -125,6 +125,23 @@ async fn a_store_that_answers_in_time_brings_all_of_a_call_that_takes_longer() {
     cache.close().await.expect("closed");
 }
 
+/// Prefetched, it is no later than a block that was not.
+#[tokio::test]
+async fn a_block_of_a_prefetch_does_not_wait_for_the_others_once_a_caller_waits_for_it() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let late = |config: Config| config.remote_interval_s(3600).remote_deadline_ms(600_000).deadline_ms(4_000);
+    let cache = reader(&store, late).await;
+    let before = store.reads();
+    let wanted = 9;
+    (0..16).filter(|n| *n != wanted).for_each(|n| store.hold(&key(n)));
+    assert_eq!(cache.prefetch(&keys()[..16]).expect("begun"), 16);
+    eventually("asked", async || store.reads() == before + 2).await;
+    let block = cache.fetch(&key(wanted)).await.expect("no error").expect("brought before all of these");
+    assert_eq!(block[..], payload(wanted, BLOCK_BYTES));
+    cache.close().await.expect("closed");
+}
+
 #[tokio::test]
 async fn a_block_that_a_caller_waits_for_does_not_wait_for_a_whole_prefetch() {
     let store = MemoryStore::new(BLOCK_BYTES as u64);
