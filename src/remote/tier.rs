@@ -98,10 +98,11 @@ impl TierState {
         }
     }
 
-    /// Has blocks brought that the store has and nobody wants yet, while no more than `most` are wanted; how many.
+    /// Has blocks brought that the store has and nobody wants yet, while no more than `most` are wanted: of those that
+    /// callers wait for, or of all. How many.
     fn want(&mut self, keys: impl Iterator<Item = BlockKey>, is_awaited: bool, most: usize, now: Duration) -> usize {
         let TierState { presence, wanted, health, .. } = self;
-        let room = most.saturating_sub(wanted.len());
+        let room = most.saturating_sub(if is_awaited { wanted.awaited() } else { wanted.len() });
         let mut keys: Vec<BlockKey> =
             keys.filter(|key| presence.contains(key) && !wanted.contains(key)).take(room).collect();
         keys.sort_unstable();

@@ -31,6 +31,8 @@ pub(crate) struct Read {
 struct Pending {
     /// The batch that brings it.
     batch: u64,
+    /// It counts among those of [`Wanted::awaited`].
+    is_awaited: bool,
     waiters: Vec<Waiter>,
     /// It was removed since: it is not stored.
     is_removed: bool,
@@ -54,6 +56,8 @@ pub(crate) struct Full;
 pub(crate) struct Wanted {
     pending: BTreeMap<BlockKey, Pending>,
     queue: VecDeque<Batch>,
+    /// Blocks of batches that a caller waits for.
+    awaited: usize,
     /// Batches so far.
     batches: u64,
 }
@@ -62,6 +66,11 @@ impl Wanted {
     /// Blocks that are wanted now.
     pub(crate) fn len(&self) -> usize {
         self.pending.len()
+    }
+
+    /// Those of them that a caller waited for from the beginning.
+    pub(crate) fn awaited(&self) -> usize {
+        self.awaited
     }
 
     pub(crate) fn contains(&self, key: &BlockKey) -> bool {
@@ -73,8 +82,9 @@ impl Wanted {
         self.batches += 1;
         let batch = Batch { number: self.batches, keys, is_awaited };
         let number = batch.number;
-        let pending = || Pending { batch: number, waiters: Vec::new(), is_removed: false, raised: None };
+        let pending = || Pending { batch: number, is_awaited, waiters: Vec::new(), is_removed: false, raised: None };
         self.pending.extend(batch.keys.iter().map(|key| (*key, pending())));
+        self.awaited += if is_awaited { batch.keys.len() } else { 0 };
         // What somebody waits for goes first.
         match batch.is_awaited {
             true => {
@@ -167,17 +177,19 @@ impl Wanted {
     /// unlock.
     #[must_use]
     pub(crate) fn end(&mut self, key: &BlockKey, batch: u64) -> Vec<oneshot::Sender<bool>> {
-        match self.pending.get(key) {
-            Some(pending) if pending.batch == batch => self.pending.remove(key).map(Pending::answers),
-            _ => None,
+        if self.pending.get(key).is_none_or(|pending| pending.batch != batch) {
+            return Vec::new();
         }
-        .unwrap_or_default()
+        let ended = self.pending.remove(key).expect("just looked at");
+        self.awaited -= usize::from(ended.is_awaited);
+        ended.answers()
     }
 
     /// Ends every wait.
     #[must_use]
     pub(crate) fn end_all(&mut self) -> Vec<oneshot::Sender<bool>> {
         self.queue.clear();
+        self.awaited = 0;
         std::mem::take(&mut self.pending).into_values().flat_map(Pending::answers).collect()
     }
 }

@@ -143,6 +143,20 @@ async fn a_block_of_a_prefetch_does_not_wait_for_the_others_once_a_caller_waits_
 }
 
 #[tokio::test]
+async fn a_prefetch_leaves_the_room_of_movements_to_callers() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let few = |config: Config| config.movements_max(8).background_max(8);
+    let cache = reader(&store, |config| few(config).remote_interval_s(3600).remote_deadline_ms(600_000)).await;
+    (0..8).for_each(|n| store.hold(&key(n)));
+    assert_eq!(cache.prefetch(&keys()[..8]).expect("begun"), 8);
+    assert_eq!(cache.prefetch(&keys()[8..9]).expect("begun"), 0, "as many as there may be");
+    let block = cache.fetch(&key(19)).await.expect("no error").expect("offered, and the store has it");
+    assert_eq!(block[..], payload(19, BLOCK_BYTES));
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
 async fn a_block_that_a_caller_waits_for_does_not_wait_for_a_whole_prefetch() {
     let store = MemoryStore::new(BLOCK_BYTES as u64);
     write_chain(&store).await;
