@@ -38,11 +38,16 @@ const SLOTS_SHARE: u32 = 4;
 /// Parts of such a share, which requests take: the host tier has more slots at one time than at another.
 pub(super) const SLOT_PARTS: usize = 1 << 30;
 
+/// Slots that are taken for a read, or blocks of one that are made visible, in one turn of the reactor.
+const PER_TURN: usize = 16;
+
 /// Permits of reads, those of all batches.
 struct ReadPermits {
     all: Permits,
     /// Those of them that no caller waits for: half of all, so that callers do not wait behind all of a prefetch.
     background: Permits,
+    /// One permit: whose slots are taken, or whose blocks made visible.
+    turn: Semaphore,
     /// Reads that failed, since the store answered one.
     failed: Cell<u32>,
 }
@@ -52,6 +57,9 @@ struct Permits {
     requests: Semaphore,
     slots: Semaphore,
 }
+
+/// Why a semaphore has permits.
+const OPEN: &str = "it is not closed";
 
 /// How many of its parts so many slots of a share take: exactly `share` slots fit, of up to 32,768.
 pub(super) fn parts_of(slots: usize, share: usize) -> u32 {
@@ -64,7 +72,6 @@ impl Permits {
     }
 
     async fn acquire(&self, slots: usize, share: impl Fn() -> usize) -> [SemaphorePermit<'_>; 2] {
-        const OPEN: &str = "it is not closed";
         let request = self.requests.acquire().await.expect(OPEN);
         [request, self.slots.acquire_many(parts_of(slots, share())).await.expect(OPEN)]
     }
@@ -73,7 +80,7 @@ impl Permits {
 impl ReadPermits {
     fn new(requests: usize) -> Self {
         let background = Permits::new(requests.div_ceil(2));
-        ReadPermits { all: Permits::new(requests), background, failed: Cell::new(0) }
+        ReadPermits { all: Permits::new(requests), background, turn: Semaphore::new(1), failed: Cell::new(0) }
     }
 
     /// Waits for the turn of a read to so many slots, of those that reads may fill now; once it is `raised`, because a
@@ -199,13 +206,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         while !blocks.is_empty() {
             let began = Instant::now();
             // A wait for memory says nothing of the store.
-            let first = Cell::new(Some(self.slots(remote, blocks, batch.is_awaited).await));
+            let first = Cell::new(Some(self.slots(remote, permits, blocks, batch.is_awaited).await));
             let failure = Cell::new(None);
             let read = async || {
                 let slots = match first.take() {
                     Some(slots) => slots,
                     // None is held while a repetition waits.
-                    None => self.slots(remote, blocks, batch.is_awaited).await,
+                    None => self.slots(remote, permits, blocks, batch.is_awaited).await,
                 };
                 let read = self.read_ranges(remote, blocks, slots).await;
                 read.inspect_err(|error| failure.set(Some(error.clone())))
@@ -221,11 +228,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             blocks = &blocks[now.len()..];
             // A store that serves several caches may answer one with the slots of another.
             let is_own = |filling: &Filling| filling.is_of(&self.shared);
+            let (_turn, mut published) = (permits.turn.acquire().await.expect(OPEN), 0);
             for (range, answer) in ranges(now).zip(answers) {
                 match answer.and_then(|buffer| buffer.into_slots(is_own)) {
                     Ok(filled) => {
                         self.shared.metrics.remote_reads.add(1);
                         for (block, (filling, sum)) in range.iter().zip(filled) {
+                            published += 1;
+                            if published % PER_TURN == 0 {
+                                crate::io::yield_now().await;
+                            }
                             if self.publish_brought(remote, block, filling, sum, began) {
                                 brought.set(brought.get() + 1);
                                 remote.answer(&block.known.key, batch, true);
@@ -268,14 +280,32 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Host slots for up to all of the blocks. Only the first is waited for, and only by a caller: who holds one waits
     /// for none.
-    async fn slots(&self, remote: &Remote, blocks: &[ReadBlock], is_awaited: bool) -> Vec<Filling> {
+    async fn slots(
+        &self,
+        remote: &Remote,
+        permits: &ReadPermits,
+        blocks: &[ReadBlock],
+        is_awaited: bool,
+    ) -> Vec<Filling> {
+        let mut slots = Vec::with_capacity(blocks.len());
         // A caller may wait by now for what was a prefetch.
-        let first = match is_awaited || remote.is_awaited(blocks) {
-            true => self.shared.acquire(Tier::Host, Purpose::Call).await.ok(),
-            false => self.shared.lock().acquire(Tier::Host),
-        };
-        let more = std::iter::from_fn(|| self.shared.lock().acquire(Tier::Host));
-        first.into_iter().chain(more).take(blocks.len()).collect()
+        if is_awaited || remote.is_awaited(blocks) {
+            slots.extend(self.shared.acquire(Tier::Host, Purpose::Call).await.ok());
+        }
+        let _turn = permits.turn.acquire().await.expect(OPEN);
+        while slots.len() < blocks.len()
+            && let Some(slot) = self.acquire_host()
+        {
+            slots.push(slot);
+            if slots.len().is_multiple_of(PER_TURN) {
+                crate::io::yield_now().await;
+            }
+        }
+        slots
+    }
+
+    fn acquire_host(&self) -> Option<Filling> {
+        self.shared.lock().acquire(Tier::Host)
     }
 
     /// Makes a block visible that a host slot has; false if it is not right, or not wanted any longer.

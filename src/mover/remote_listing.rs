@@ -29,6 +29,9 @@ const DELETED_PER_REQUEST: usize = 1000;
 /// Names of a listing that are looked up in one turn of the reactor.
 const SEEN_PER_TURN: usize = 1024;
 
+/// Blocks of tables that are entered in one turn of the reactor.
+const ENTERED_PER_TURN: usize = 256;
+
 /// Objects that are deleted after a listing at most: their names take some 13 MB.
 const DELETED_PER_LISTING: usize = 1 << 16;
 
@@ -206,8 +209,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let read = self.in_time(repeated(remote, || remote.store().read_each(reads()))).await;
         let Ok(tables) = read else { return self.shared.metrics.remote_errors.add(1) };
+        let mut entered = 0;
         for ((object, _), table) in known.iter().zip(tables) {
             self.enter_table(remote, object, table);
+            entered += remote.space.blocks_in(object.bytes).unwrap_or(0);
+            if entered >= ENTERED_PER_TURN {
+                entered = 0;
+                crate::io::yield_now().await;
+            }
         }
     }
 

@@ -4,6 +4,7 @@ mod closes;
 mod flights;
 mod loads;
 mod records;
+mod remote;
 mod removals;
 #[path = "../scene/mod.rs"]
 mod scene;
