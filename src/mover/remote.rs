@@ -159,11 +159,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         batch: Batch,
         planned: Vec<Read>,
     ) {
-        let (began, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
+        let (asked, brought, failed) = (Instant::now(), Cell::new(0), Cell::new(None));
+        // What is measured is what callers feel: not how long a prefetch waits for its turn behind others.
+        let began = Cell::new(batch.is_awaited.then_some(asked));
         let read = async |Read { blocks, raised }: Read| {
             let slots = blocks.len().min(self.read_slots(batch.is_awaited));
             let share = |is_awaited| self.read_slots(is_awaited);
             let Some(_turn) = permits.turn(slots, (batch.is_awaited, &raised), share).await else { return };
+            began.set(began.get().or_else(|| Some(Instant::now())));
             // There may be fewer by now.
             for blocks in blocks.chunks(slots.min(self.read_slots(batch.is_awaited))) {
                 if let Err(error) = self.read_blocks(remote, permits, blocks, &batch, &brought).await {
@@ -173,7 +176,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         stream::iter(planned).map(read).buffer_unordered(usize::MAX).for_each(async |()| {}).await;
-        let failed = failed.take();
+        let (failed, began) = (failed.take(), began.get().unwrap_or(asked));
         match &failed {
             // A store that brings blocks is there, whatever became of the others.
             Some(error) if brought.get() == 0 => remote.ended(Err(error), began),

@@ -157,6 +157,22 @@ async fn a_prefetch_leaves_the_room_of_movements_to_callers() {
 }
 
 #[tokio::test]
+async fn prefetches_that_wait_for_one_another_say_nothing_of_the_store() {
+    let store = MemoryStore::new(BLOCK_BYTES as u64);
+    write_chain(&store).await;
+    let cache = reader(&store, |config| config.recompute_us(200_000).remote_interval_s(3600)).await;
+    store.set(Trouble::Slow(Duration::from_millis(50)));
+    // Two at a time: the last ones come after half a second.
+    for n in 0..19 {
+        assert_eq!(cache.prefetch(&[key(n)]).expect("begun"), 1);
+    }
+    eventually("prefetched", async || cache.match_prefix(&keys()[..19]) == [Tier::Host; 19]).await;
+    let block = cache.fetch(&key(19)).await.expect("no error").expect("50 ms are less than 200 ms");
+    assert_eq!(block[..], payload(19, BLOCK_BYTES));
+    cache.close().await.expect("closed");
+}
+
+#[tokio::test]
 async fn a_block_that_a_caller_waits_for_does_not_wait_for_a_whole_prefetch() {
     let store = MemoryStore::new(BLOCK_BYTES as u64);
     write_chain(&store).await;
