@@ -247,3 +247,30 @@ fn busy_tasks_that_yield_do_not_starve_io() {
         sync.await.expect("no panic").expect("synced");
     });
 }
+
+/// A small store keeps more writes in flight than the ring has entries.
+#[test]
+fn a_read_waits_for_no_writes_that_would_take_the_whole_ring() {
+    let Some(runtime) = ring_runtime(8) else { return };
+    let (arena, files, (reader, writer)) = (Arena::new(), Files::new(), pipe());
+    runtime.block_on(async {
+        let engine = Rc::new(ring_engine(vec![Arc::clone(&files.files[1]), Arc::new(writer)], &arena));
+        engine.write(FileId(0), 0, arena.lend(0, 64, None)).await.expect("written");
+        // The pipe takes the first few. The others wait for a reader.
+        let write = |_| {
+            let (engine, buf) = (Rc::clone(&engine), arena.lend(0, 16 << 10, None));
+            tokio::task::spawn_local(async move { engine.write(FileId(1), 0, buf).await })
+        };
+        let writes: Vec<_> = (0..64).map(write).collect();
+        for _ in 0..64 {
+            yield_now().await;
+        }
+        let read = engine.read(FileId(0), 0, arena.lend(32 << 10, 64, None));
+        let read = tokio::time::timeout(std::time::Duration::from_secs(20), read).await;
+        drop(reader);
+        for write in writes {
+            _ = write.await.expect("no panic");
+        }
+        read.expect("it is not behind the writes").expect("read");
+    });
+}

@@ -33,7 +33,6 @@ pub use runtime::{Runtime, runtime};
 use std::{any::Any, cell::RefCell, fs::File, io, os::fd::AsRawFd, ptr::NonNull, rc::Rc, sync::Arc};
 
 use io_uring::{opcode, squeue, types};
-use tokio::sync::Semaphore;
 use tokio_uring::UnsubmittedOneshot;
 
 use self::{
@@ -52,10 +51,10 @@ pub const REGIONS_MAX: usize = 1024;
 /// The ring and its registered memory.
 ///
 /// Used on the thread and inside the [`Runtime`] that it was made in. At most as many operations are in flight as the
-/// ring has entries; further ones wait in order. So neither the submission queue nor the completion queue overflows.
+/// ring has entries; further ones wait in order, and writes leave a part to reads. So neither the submission queue nor
+/// the completion queue overflows.
 pub(super) struct Uring {
     ring: Rc<Ring>,
-    permits: Arc<Semaphore>,
     /// Registered memory. Operations on it use fixed buffers, identified by `Lent::fixed`.
     table: RefCell<Table<RingBuffers>>,
     /// Keeps the registered memory mapped as long as operations can be submitted.
@@ -79,11 +78,10 @@ impl Uring {
         keep_alive: Arc<dyn Any + Send + Sync>,
     ) -> io::Result<Self> {
         let ring = Ring::current()?;
-        let permits = ring.permits();
         let regions = regions.into_iter().take(REGIONS_MAX);
         let entry = |(ptr, len): (NonNull<u8>, usize)| Entry::new(ptr.as_ptr(), len, Some(Arc::clone(&keep_alive)));
         let table = RefCell::new(Table::new(regions.map(entry).collect(), RingBuffers::default()));
-        Ok(Uring { ring, permits, table, _keep_alive: keep_alive })
+        Ok(Uring { ring, table, _keep_alive: keep_alive })
     }
 
     /// Reads or writes once, with a fixed buffer if the memory is registered.
@@ -95,34 +93,35 @@ impl Uring {
         buf: Lent,
     ) -> (io::Result<usize>, Lent) {
         let region = self.table.borrow().fixed(&buf);
-        let (result, buf) = self.run(file, entry(kind, file, offset, &buf, region), Some(buf)).await;
+        let (result, buf) = self.run(kind, file, entry(kind, file, offset, &buf, region), Some(buf)).await;
         let buf = buf.expect(GIVES_BACK);
         let is_unreachable = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFAULT));
         if region.is_none() || !is_unreachable {
             return (result, buf);
         }
         // The region may have been unregistered before the operation was submitted.
-        let (result, buf) = self.run(file, entry(kind, file, offset, &buf, None), Some(buf)).await;
+        let (result, buf) = self.run(kind, file, entry(kind, file, offset, &buf, None), Some(buf)).await;
         (result, buf.expect(GIVES_BACK))
     }
 
     pub(super) async fn sync(&self, file: &Arc<File>) -> io::Result<()> {
         let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
-        self.run(file, entry, None).await.0.map(|_| ())
+        self.run(OpKind::Sync, file, entry, None).await.0.map(|_| ())
     }
 
-    /// Waits for a permit, submits, and waits for the completion.
+    /// Waits for its turn, submits, and waits for the completion.
     async fn run(
         &self,
+        kind: OpKind,
         file: &Arc<File>,
         entry: squeue::Entry,
         buf: Option<Lent>,
     ) -> (io::Result<usize>, Option<Lent>) {
-        let permit = Arc::clone(&self.permits).acquire_owned().await.expect("the semaphore is never closed");
+        let turn = self.ring.turn(kind).await;
         if let Err(error) = self.ring.check_current() {
             return (Err(error), buf);
         }
-        let state = OpState::new(buf, Arc::clone(file), permit, Rc::clone(&self.ring));
+        let state = OpState::new(buf, Arc::clone(file), turn, Rc::clone(&self.ring));
         UnsubmittedOneshot::new(state, OpOutput, entry).submit().await
     }
 

@@ -3,23 +3,25 @@
 use std::{fs::File, io, rc::Rc, sync::Arc};
 
 use io_uring::cqueue;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio_uring::OneshotOutputTransform;
 
-use super::{Lent, runtime::Ring};
+use super::{
+    Lent,
+    runtime::{Ring, Turn},
+};
 
 /// Everything that must outlive an operation in the kernel.
 pub(super) struct OpState {
     buf: Option<Lent>,
     /// The descriptor must stay open until the kernel has resolved it.
     file: Option<Arc<File>>,
-    permit: Option<OwnedSemaphorePermit>,
+    turn: Option<Turn>,
     ring: Rc<Ring>,
 }
 
 impl OpState {
-    pub(super) fn new(buf: Option<Lent>, file: Arc<File>, permit: OwnedSemaphorePermit, ring: Rc<Ring>) -> Self {
-        OpState { buf, file: Some(file), permit: Some(permit), ring }
+    pub(super) fn new(buf: Option<Lent>, file: Arc<File>, turn: Turn, ring: Rc<Ring>) -> Self {
+        OpState { buf, file: Some(file), turn: Some(turn), ring }
     }
 }
 
@@ -28,7 +30,7 @@ impl Drop for OpState {
     /// when the runtime shuts down while the kernel may still be at work.
     fn drop(&mut self) {
         self.ring.release(self.buf.take(), self.file.take());
-        drop(self.permit.take());
+        drop(self.turn.take());
     }
 }
 

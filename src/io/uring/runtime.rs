@@ -11,9 +11,9 @@ use std::{
 };
 
 use kvhoist_base::runtime::OnRing;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::{Lent, hold::hold_by_runtime, probe::probe};
+use super::{Lent, OpKind, hold::hold_by_runtime, probe::probe};
 
 /// A tokio-uring runtime that never frees memory the kernel may still use.
 ///
@@ -52,9 +52,14 @@ pub fn runtime(entries: u32, held: Option<BorrowedFd<'_>>) -> io::Result<Runtime
     if let Some(file) = held {
         hold_by_runtime(&inner, file)?;
     }
-    let permits = Arc::new(Semaphore::new(entries as usize));
-    let ring = Ring { permits, closing: Cell::new(false), deferred: RefCell::default() };
+    let [permits, writes] = [entries, writes_max(entries)].map(|most| Arc::new(Semaphore::new(most as usize)));
+    let ring = Ring { permits, writes, closing: Cell::new(false), deferred: RefCell::default() };
     Ok(Runtime { inner: Some(inner), ring: Rc::new(ring) })
+}
+
+/// Writes and flushes of so many operations: the others are left to reads, which wait for no write.
+fn writes_max(entries: u32) -> u32 {
+    (entries - entries / 4).max(1)
 }
 
 /// Without a single issuer the ring of another thread could be taken for this one.
@@ -109,10 +114,15 @@ impl Drop for CurrentGuard {
 pub(super) struct Ring {
     /// One permit per ring entry; shared by all engines on the ring.
     permits: Arc<Semaphore>,
+    /// One permit per write or flush.
+    writes: Arc<Semaphore>,
     closing: Cell<bool>,
     /// Data freed after the ring is closed, and leaked if closing fails.
     deferred: RefCell<Vec<ManuallyDrop<Deferred>>>,
 }
+
+/// The permits of an operation: to be in flight, and to be a write.
+pub(super) type Turn = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
 
 type Deferred = (Option<Lent>, Option<Arc<File>>);
 
@@ -128,8 +138,14 @@ impl Ring {
         if current { Ok(()) } else { Err(not_inside()) }
     }
 
-    pub(super) fn permits(&self) -> Arc<Semaphore> {
-        Arc::clone(&self.permits)
+    /// Waits for the turn of an operation, which it has until the permits are dropped.
+    pub(super) async fn turn(&self, kind: OpKind) -> Turn {
+        const OPEN: &str = "the semaphores are never closed";
+        let write = match kind {
+            OpKind::Read => None,
+            OpKind::Write | OpKind::Sync => Some(Arc::clone(&self.writes).acquire_owned().await.expect(OPEN)),
+        };
+        (Arc::clone(&self.permits).acquire_owned().await.expect(OPEN), write)
     }
 
     /// Frees an operation's data: now, or after the ring is closed if the runtime is shutting down.
