@@ -47,7 +47,7 @@ struct ReadPermits {
     /// Those of them that no caller waits for: half of all, so that callers do not wait behind all of a prefetch.
     background: Permits,
     /// One permit: whose slots are taken, or whose blocks made visible.
-    turn: Semaphore,
+    reactor: Semaphore,
     /// Reads that failed, since the store answered one.
     failed: Cell<u32>,
 }
@@ -80,7 +80,7 @@ impl Permits {
 impl ReadPermits {
     fn new(requests: usize) -> Self {
         let background = Permits::new(requests.div_ceil(2));
-        ReadPermits { all: Permits::new(requests), background, turn: Semaphore::new(1), failed: Cell::new(0) }
+        ReadPermits { all: Permits::new(requests), background, reactor: Semaphore::new(1), failed: Cell::new(0) }
     }
 
     /// Waits for the turn of a read to so many slots, of those that reads may fill now; once it is `raised`, because a
@@ -104,6 +104,18 @@ impl ReadPermits {
         let all = self.all.acquire(slots, || share(true)).await;
         let is_away = self.failed.get().saturating_sub(failed) >= FAILURES_MAX;
         (!is_away).then_some([background, Some(all)])
+    }
+
+    /// Waits for the turn of a read on the reactor.
+    async fn reactor(&self) -> SemaphorePermit<'_> {
+        self.reactor.acquire().await.expect(OPEN)
+    }
+
+    /// Ends a turn on the reactor, and waits for the next one behind other reads.
+    async fn reactor_again<'a>(&'a self, turn: SemaphorePermit<'a>) -> SemaphorePermit<'a> {
+        crate::io::yield_now().await;
+        drop(turn);
+        self.reactor().await
     }
 
     /// Notes the end of a read.
@@ -231,7 +243,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             blocks = &blocks[now.len()..];
             // A store that serves several caches may answer one with the slots of another.
             let is_own = |filling: &Filling| filling.is_of(&self.shared);
-            let (_turn, mut published) = (permits.turn.acquire().await.expect(OPEN), 0);
+            let (mut turn, mut published) = (permits.reactor().await, 0);
             for (range, answer) in ranges(now).zip(answers) {
                 match answer.and_then(|buffer| buffer.into_slots(is_own)) {
                     Ok(filled) => {
@@ -239,7 +251,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         for (block, (filling, sum)) in range.iter().zip(filled) {
                             published += 1;
                             if published % PER_TURN == 0 {
-                                crate::io::yield_now().await;
+                                turn = permits.reactor_again(turn).await;
                             }
                             if self.publish_brought(remote, block, filling, sum, began) {
                                 brought.set(brought.get() + 1);
@@ -259,6 +271,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     }
                 }
             }
+            drop(turn);
         }
         failed
     }
@@ -295,15 +308,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if is_awaited || remote.is_awaited(blocks) {
             slots.extend(self.shared.acquire(Tier::Host, Purpose::Call).await.ok());
         }
-        let _turn = permits.turn.acquire().await.expect(OPEN);
+        let mut turn = permits.reactor().await;
         while slots.len() < blocks.len()
             && let Some(slot) = self.acquire_host()
         {
             slots.push(slot);
             if slots.len().is_multiple_of(PER_TURN) {
-                crate::io::yield_now().await;
+                turn = permits.reactor_again(turn).await;
             }
         }
+        drop(turn);
         slots
     }
 
