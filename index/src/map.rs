@@ -34,20 +34,27 @@ impl KeyMap {
         self.len
     }
 
+    /// The chain of a hash.
     #[inline]
-    fn chain(&self, hash: u64) -> usize {
+    pub(super) fn chain(&self, hash: u64) -> usize {
         ((u128::from(hash) * self.heads.len() as u128) >> 64) as usize
     }
 
-    /// The first entry of the chain of a hash.
+    /// Where the first entry of a chain is found. It is good for hints only.
     #[inline]
-    pub(super) fn first(&self, hash: u64) -> Option<u32> {
-        self.heads.get(self.chain(hash)).copied().and_then(linked)
+    pub(super) fn head(&self, chain: usize) -> *const u32 {
+        self.heads.as_ptr().wrapping_add(chain)
+    }
+
+    /// The first entry of a chain.
+    #[inline]
+    pub(super) fn first(&self, chain: usize) -> Option<u32> {
+        self.heads.get(chain).copied().and_then(linked)
     }
 
     #[inline]
     pub(super) fn find(&self, entries: &Slab<Entry>, hash: u64, key: &BlockKey) -> Option<u32> {
-        let mut next = self.first(hash);
+        let mut next = self.first(self.chain(hash));
         while let Some(id) = next {
             let entry = &entries[id as usize];
             if entry.key == *key {
@@ -69,13 +76,13 @@ impl KeyMap {
     /// Takes out an entry, which is in it.
     pub(super) fn remove(&mut self, entries: &mut Slab<Entry>, hash: u64, id: u32) {
         let after = std::mem::take(&mut entries[id as usize].next);
+        let chain = self.chain(hash);
         let mut before = None;
-        let mut at = self.first(hash).expect("an entry that was not removed is in the map");
+        let mut at = self.first(chain).expect("an entry that was not removed is in the map");
         while at != id {
             before = Some(at);
             at = linked(entries[at as usize].next).expect("an entry that was not removed is in its chain");
         }
-        let chain = self.chain(hash);
         match before {
             None => self.heads[chain] = after,
             Some(before) => entries[before as usize].next = after,

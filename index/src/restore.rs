@@ -18,14 +18,18 @@ impl Index {
     /// Loads into the processor's caches what [`restore`](Self::restore) will need for these keys. One key at a time,
     /// half of its time would be waiting for memory; here the waits overlap.
     pub fn prepare_restore<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
-        let entries = self.entries_start();
-        for key in keys {
+        let Some(start) = self.entries_start() else { return };
+        // For an empty chain any entry: a branch on the head would wait for it.
+        let load_first = |chain| prefetch(start.wrapping_add(self.map.first(chain).unwrap_or(0) as usize));
+        // Chains whose heads are on their way: read at once, each would be waited for.
+        let mut heads = [0; AHEAD];
+        for (at, key) in keys.enumerate() {
+            let chain = self.map.chain(self.hasher.hash(key));
+            prefetch(self.map.head(chain));
             // Nearly always the key's own entry: a parent's, or that of another record of the key.
-            let first = self.map.first(self.hasher.hash(key));
-            if let (Some(start), Some(id)) = (entries, first) {
-                prefetch(start.wrapping_add(id as usize));
-            }
+            load_first(std::mem::replace(&mut heads[at % AHEAD], chain));
         }
+        heads.into_iter().for_each(load_first);
     }
 
     /// Where the entries lie, in the order of their ids: any of them tells. It is good for hints only.
@@ -131,17 +135,17 @@ impl Index {
         let mut leaves: Vec<u64> = Vec::new();
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
-                entry.set(tier, LISTED);
                 let last_use = entry.last_use;
                 match entry.list(tier) {
-                    List::Policy => {
-                        self.evictable[tier as usize] += 1;
-                        leaves.push(last_use.saturating_sub(oldest) << id_bits | id as u64);
+                    List::Policy => leaves.push(last_use.saturating_sub(oldest) << id_bits | id as u64),
+                    list => {
+                        entry.set(tier, LISTED);
+                        self.lists[list as usize][tier as usize].insert(id as u32, last_use);
                     }
-                    list => self.lists[list as usize][tier as usize].insert(id as u32, last_use),
                 }
             }
         }
+        self.evictable[tier as usize] += leaves.len();
         // In ascending order none arrives late.
         leaves.sort_unstable();
         let id = |leaf: u64| EntryId((leaf & ((1 << id_bits) - 1)) as u32);
@@ -150,6 +154,7 @@ impl Index {
             if let (Some(start), Some(&soon)) = (start, leaves.get(at + AHEAD)) {
                 prefetch(start.wrapping_add(id(soon).0 as usize));
             }
+            self.entry_mut(id(leaf)).set(tier, LISTED);
             self.enter_order(id(leaf), tier);
         }
     }
@@ -205,14 +210,14 @@ impl Tops {
     }
 }
 
-/// Hints that the memory at `place` is about to be written.
+/// Hints that the value at `place` is about to be read or written, all of it.
 #[inline]
 fn prefetch<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]
-    {
+    for line in (0..size_of::<T>()).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
         // SAFETY: a hint, which reads and writes nothing and cannot fault, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.wrapping_byte_add(line).cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = place;
