@@ -173,7 +173,12 @@ impl Index {
         }
         // The top of a chain is above all of it, and above nothing else.
         let Index { entries, tops, .. } = self;
-        tops.top_of(of, entries.capacity(), |id| entries[id.0 as usize].parent) == id
+        let top = tops.top_of(of, entries.capacity(), |id| entries[id.0 as usize].parent);
+        if top != id {
+            // It is linked below that chain now.
+            tops.0[id.0 as usize] = top.0;
+        }
+        top == id
     }
 }
 
