@@ -9,7 +9,7 @@ use super::{
     block_memory::Buffer,
     plan::{Fill, Flight, Read, Step, Trip},
     read::Verifier,
-    speculative_copy::Offer,
+    speculative_copy::DeviceCopy,
 };
 use crate::{
     block::{BlockKey, Route, Tier},
@@ -22,13 +22,12 @@ use crate::{
 /// How often a block is brought to host memory while it waits for a slot of the device. The last time it stays there.
 const DEVICE_SLOT_TRIES: u32 = 8;
 
-/// What the copy of a block to the device needs.
-struct Ready {
-    source: Pin,
-    filling: Filling,
-    /// It was copied on its way to host memory.
-    is_copied: bool,
-    route: Route,
+/// A block on its way to the device.
+enum Ready {
+    /// It is there: it was copied and verified on its way to host memory.
+    OnDevice(Pin),
+    /// It is in host memory, and has a slot of the device; the route of all of its way.
+    InHost(Pin, Filling, Route),
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -37,21 +36,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Device);
         // Otherwise a movement that could not wait for this command has taken it on.
         let Some(Fill { trip, step }) = fill else { return };
+        let started = Instant::now();
         let outcome = self.fill_device(trip, step).await;
+        if let Ok(Some(pin)) = &outcome
+            && pin.route() != Route::DeviceHit
+        {
+            self.shared.metrics.moved(pin.route(), started.elapsed());
+        }
         self.end_flight(&key, Tier::Device, outcome);
     }
 
     async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step>) -> Outcome {
-        let started = Instant::now();
         let mut step = self.ready(&mut trip, step).await?;
         if let Step::OnDisk(block) = step {
             let (id, checksum, route) = (block.pin.id(), block.checksum, trip.route());
             if let Some((pin, filling)) = self.read_by_cufile(&mut trip, block).await? {
-                let outcome = self.shared.lock().publish(id, filling, checksum, route, pin);
-                if outcome.is_some() {
-                    self.shared.metrics.moved(route, started.elapsed());
-                }
-                return Ok(outcome);
+                return Ok(self.shared.lock().publish(id, filling, checksum, route, pin));
             }
             trip.rule_out();
             step = self.plan(&mut self.shared.lock(), &mut trip)?;
@@ -60,7 +60,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if trip.is_suspect {
             self.blame_cufile();
         }
-        let Ready { source, filling, is_copied, route } = ready;
+        let (source, filling, route) = match ready {
+            Ready::OnDevice(pin) => return Ok(Some(pin)),
+            Ready::InHost(source, filling, route) => (source, filling, route),
+        };
         let id = source.id();
         {
             let mut state = self.shared.lock();
@@ -71,48 +74,40 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Ok(pin);
             }
         }
-        let (source, filling) = match is_copied {
-            true => (source, filling),
-            false => match self.copy_onward(source, filling).await {
-                Ok((Ok(()), source, filling)) => (source, filling),
-                Ok((Err(error), ..)) | Err(error) => {
-                    self.shared.lock().index.abort_fill(id, Tier::Device);
-                    return Err(error);
-                }
-            },
+        let (source, filling) = match self.copy_onward(source, filling).await {
+            Ok((Ok(()), source, filling)) => (source, filling),
+            Ok((Err(error), ..)) | Err(error) => {
+                self.shared.lock().index.abort_fill(id, Tier::Device);
+                return Err(error);
+            }
         };
         let mut state = self.shared.lock();
         let checksum = state.host_checksums[source.slot() as usize];
-        let pin = state.publish(id, filling, checksum, route, source);
-        drop(state);
-        if pin.is_some() {
-            self.shared.metrics.moved(route, started.elapsed());
-        }
-        Ok(pin)
+        Ok(state.publish(id, filling, checksum, route, source))
     }
 
-    /// Pins a block in host memory, and takes a slot of the device for it. `None` where it is resident nowhere.
+    /// Pins a block in host memory, and takes a slot of the device for it, unless it is there by then. `None` where it
+    /// is resident nowhere.
     async fn host_and_device_slot(self: &Rc<Self>, key: &BlockKey, mut step: Step) -> Result<Option<Ready>> {
-        let mut route = None;
+        let (mut route, copy) = (None, DeviceCopy::default());
         for tries in (0..DEVICE_SLOT_TRIES).rev() {
-            let offer = Offer::new();
-            let outcome = self.to_host(key, Class::Awaited, step, Some(offer.copy())).await?;
+            let outcome = self.to_host(key, Class::Awaited, step, Some(Rc::clone(&copy))).await?;
             let Some(source) = outcome else { return Ok(None) };
+            if let Some(pin) = copy.take() {
+                return Ok(Some(Ready::OnDevice(pin)));
+            }
             let route = *route.get_or_insert(match source.route() {
                 Route::DiskToHost => Route::DiskToHostToDevice,
                 _ => Route::HostToDevice,
             });
-            if let (Some(filling), is_copied) = offer.withdraw().await? {
-                return Ok(Some(Ready { source, filling, is_copied, route }));
-            }
             let free = self.shared.lock().acquire(Tier::Device);
             if let Some(filling) = free {
-                return Ok(Some(Ready { source, filling, is_copied: false, route }));
+                return Ok(Some(Ready::InHost(source, filling, route)));
             }
             let purpose = Purpose::Movement(key, Tier::Device);
             if tries == 0 {
                 let filling = self.shared.acquire(Tier::Device, purpose).await?;
-                return Ok(Some(Ready { source, filling, is_copied: false, route }));
+                return Ok(Some(Ready::InHost(source, filling, route)));
             }
             // Who holds a slot of one tier does not wait for one of the other: its holder may do the reverse.
             drop(source);
@@ -120,7 +115,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let again = (Class::Awaited, Use::Counted);
             step = self.begin_to_host(&mut self.shared.lock(), key, again, Read::Waits)?;
             if let Step::Pinned(source) = step {
-                return Ok(Some(Ready { source, filling, is_copied: false, route }));
+                return Ok(Some(Ready::InHost(source, filling, route)));
             }
         }
         unreachable!("the last try waits")

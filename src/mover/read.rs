@@ -12,7 +12,7 @@ use super::{
     Mover,
     block_memory::BlockMemory,
     plan::{Fill, OnDisk, Step, Trip},
-    speculative_copy::SpeculativeCopy,
+    speculative_copy::DeviceCopy,
     submit::{Ends, PlannedRead, Submission},
 };
 use crate::{
@@ -26,7 +26,7 @@ use crate::{
 
 /// The copy to the device that verifies a block there, where one is offered; otherwise the thread that reads it does,
 /// or the reactor.
-pub(super) type Verifier = Option<Rc<SpeculativeCopy>>;
+pub(super) type Verifier = Option<DeviceCopy>;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Fills a host slot for the waiters of a flight.
