@@ -160,11 +160,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     false => self.next_write_back(),
                 };
                 let Some(write) = next else { break };
-                let demoting = Demoting::new(&self);
+                self.demoting.update(|demoting| demoting + 1);
                 let this = Rc::clone(&self);
                 self.spawn(async move {
-                    this.write(write).await;
-                    drop(demoting);
+                    Rc::clone(&this).write(write).await;
+                    this.demoting.update(|demoting| demoting - 1);
+                    this.shared.write_back.notify_one();
                 });
             }
         }
@@ -198,22 +199,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let id = state.demotable()?;
         Some((id, state.index.key(id)))
-    }
-}
-
-/// Counts a write-back while it is in flight.
-struct Demoting<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>);
-
-impl<S: Storage, C: CopyEngine> Demoting<S, C> {
-    fn new(mover: &Rc<Mover<S, C>>) -> Self {
-        mover.demoting.set(mover.demoting.get() + 1);
-        Demoting(Rc::clone(mover))
-    }
-}
-
-impl<S: Storage, C: CopyEngine> Drop for Demoting<S, C> {
-    fn drop(&mut self) {
-        self.0.demoting.set(self.0.demoting.get() - 1);
-        self.0.shared.write_back.notify_one();
     }
 }
