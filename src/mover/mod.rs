@@ -290,16 +290,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Answers the waiters of a flight that has ended, and starts the write that follows it.
+    ///
+    /// They are answered when the tasks that are ready now have run. Movements that completed together then wake their
+    /// callers together: waking a thread costs more than most of what it then does.
     pub(super) fn answer_all(self: &Rc<Self>, (answers, next): FlightEnd) {
-        self.answer(answers);
-        if let Some(write) = next {
-            self.spawn(Rc::clone(self).write(*write));
-        }
-    }
-
-    /// Answers waiters when the tasks that are ready now have run. Movements that completed together
-    /// then wake their callers together: waking a thread costs more than most of what it then does.
-    fn answer(self: &Rc<Self>, answers: impl IntoIterator<Item = (oneshot::Sender<Outcome>, Outcome)>) {
         let first = {
             let mut waiting = self.answers.borrow_mut();
             let first = waiting.is_empty();
@@ -316,6 +310,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     drop(waiter.send(answer));
                 }
             });
+        }
+        if let Some(write) = next {
+            self.spawn(Rc::clone(self).write(*write));
         }
     }
 
