@@ -24,7 +24,7 @@ use crate::{
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
     shield::log,
-    state::{Class, Locked, Outcome, Permit, Use},
+    state::{Class, Locked, Outcome, Permit, Purpose, Use},
     sync::Mutex,
     urgency::Urgency,
 };
@@ -179,7 +179,7 @@ impl Submitter {
         let id = state.find_open(&job.key).filter(|_| self.reaches_in_place(job))?;
         let mut trip = Trip::load(&job.key, job.shape(&self.ends.shared), Use::Now);
         let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToRegion)?;
-        let Step::OnDisk(block) = trip.begin(state, route) else { return None };
+        let Step::OnDisk(block) = trip.begin_for(state, route, Purpose::Call) else { return None };
         let file = state.files[usize::from(block.file.0)].clone();
         // From here on a close waits for it: no I/O thread ends before.
         state.flights.begin_load();

@@ -123,12 +123,6 @@ impl Trip {
 
     /// Takes what the first transfer of a way needs, pins its source, and begins to fill the slot that it goes to: of a
     /// call, or of a movement whose flight has begun. Under the lock under which the way was chosen.
-    pub(super) fn begin(&mut self, state: &mut Locked<'_>, route: Route) -> Step {
-        let key = self.key;
-        self.begin_for(state, route, purpose(&key, self.flight))
-    }
-
-    /// As [`begin`](Self::begin), for this purpose.
     pub(super) fn begin_for(&mut self, state: &mut Locked<'_>, route: Route, purpose: Purpose<'_>) -> Step {
         let (needs, tier): (&[Need], _) = match route {
             Route::HostHit => (&[], Tier::Host),
@@ -228,7 +222,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let usage = std::mem::replace(&mut trip.usage, Use::Counted);
             return self.begin_to_host(state, &trip.key, (Class::Awaited, usage), read);
         }
-        Ok(trip.begin(state, route))
+        let key = trip.key;
+        Ok(trip.begin_for(state, route, purpose(&key, trip.flight)))
     }
 
     /// As [`plan`](Self::plan), after waiting for what the first transfer needs.
