@@ -88,9 +88,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to: Tier::Host } => self.spawn(this.promote_to_host(key)),
-            Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
-            Command::Promote { to: Tier::Disk | Tier::Remote, .. } => unreachable!("copies to disk are writes"),
+            Command::Promote { key, to } => self.spawn(this.promote(key, to)),
             Command::Load { jobs, results } => self.load(jobs, results),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, call } => self.spawn(this.store_from(jobs, call)),

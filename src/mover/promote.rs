@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     block_memory::Buffer,
-    plan::{Fill, Flight, Read, Step, Trip},
+    plan::{Fill, Flight, Read, Step},
     read::Verifier,
     speculative_copy::DeviceCopy,
 };
@@ -31,13 +31,18 @@ enum Ready {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Makes a block resident on the device, and answers its waiters.
-    pub(super) async fn promote_to_device(self: Rc<Self>, key: BlockKey) {
-        let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Device);
+    /// Makes a block resident in host memory or on the device, and answers its waiters.
+    pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
+        let fill = self.take_on(&mut self.shared.lock(), &key, to);
         // Otherwise a movement that could not wait for this command has taken it on.
-        let Some(Fill { trip, step }) = fill else { return };
+        let Some(fill) = fill else { return };
+        if to == Tier::Host {
+            return self.fill_host(fill, None).await;
+        }
+        assert_eq!(to, Tier::Device, "copies to disk are writes");
         let started = Instant::now();
-        let outcome = self.fill_device(trip, step).await;
+        // Boxed: every read would have room for it.
+        let outcome = Box::pin(self.fill_device(fill)).await;
         if let Ok(Some(pin)) = &outcome
             && pin.route() != Route::DeviceHit
         {
@@ -46,7 +51,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.end_flight(&key, Tier::Device, outcome);
     }
 
-    async fn fill_device(self: &Rc<Self>, mut trip: Trip, step: Result<Step>) -> Outcome {
+    async fn fill_device(self: &Rc<Self>, Fill { mut trip, step }: Fill) -> Outcome {
         let mut step = self.ready(&mut trip, step).await?;
         if let Step::OnDisk(block) = step {
             let (id, checksum, route) = (block.pin.id(), block.checksum, trip.route());

@@ -29,15 +29,6 @@ use crate::{
 pub(super) type Verifier = Option<DeviceCopy>;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Fills a host slot for the waiters of a flight.
-    pub(super) async fn promote_to_host(self: Rc<Self>, key: BlockKey) {
-        let fill = self.take_on(&mut self.shared.lock(), &key, Tier::Host);
-        // Otherwise a movement that could not wait for this command has taken it on.
-        if let Some(fill) = fill {
-            self.fill_host(fill, None).await;
-        }
-    }
-
     /// Fills a host slot, and ends its flight: a read that has all that it needs is an I/O thread's, if waking one is
     /// worth it and that is to verify the block, and otherwise a task of its own, which goes on without its waiters.
     pub(super) fn begin_fill(self: &Rc<Self>, fill: Box<Fill>, verifier: Verifier) {
