@@ -60,10 +60,9 @@ pub(crate) enum Urgent {
     EndStores { call: Arc<StoreCall>, group: usize },
     /// End a store whose write by an I/O thread has failed, or was lost.
     EndStore { call: Arc<StoreCall>, store: Box<FailedStore> },
-    /// Copy blocks of a call, which I/O threads read to host slots, as they arrive there.
-    Arriving { blocks: Vec<Coming>, results: Arc<CallResults> },
-    /// Load blocks whose reads to their caller's memory have failed.
-    Load { jobs: Vec<Numbered>, results: Arc<CallResults> },
+    /// Load blocks whose reads to their caller's memory have failed, and copy those that I/O threads read to host slots
+    /// as they arrive there.
+    Load { jobs: Vec<Numbered>, coming: Vec<Coming>, results: Arc<CallResults> },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
     /// Finish the movements in flight, write dirty blocks, flush, and end. The caller waits for the end itself, and
@@ -89,7 +88,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let this = Rc::clone(self);
         match command {
             Command::Promote { key, to } => self.spawn(this.promote(key, to)),
-            Command::Load { jobs, results } => self.load(jobs, results),
+            Command::Load { jobs, results } => self.load(jobs, Vec::new(), results),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, call } => self.spawn(this.store_from(jobs, call)),
             // If its caller is gone, the memory may be unmapped.
@@ -127,8 +126,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(room);
                 drop(reply.send(result));
             }),
-            Urgent::Arriving { blocks, results } => self.load_arriving(blocks, results),
-            Urgent::Load { jobs, results } => self.load(jobs, results),
+            Urgent::Load { jobs, coming, results } => self.load(jobs, coming, results),
             Urgent::EndRead(read, result) => self.spawn(this.end_submitted(read, result)),
             Urgent::EndStores { call, group } => self.spawn(this.end_stores(call, group)),
             Urgent::EndStore { call, store } => self.spawn(this.end_store(call, store)),

@@ -120,7 +120,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (sender, receiver) = oneshot::channel();
         if !jobs.is_empty() {
             let results = CallResults::new(jobs.len(), Box::new(|outcomes| drop(sender.send(outcomes))));
-            self.load(jobs.into_iter().enumerate().collect(), Arc::new(results));
+            self.load(jobs.into_iter().enumerate().collect(), Vec::new(), Arc::new(results));
         }
         (numbers, receiver)
     }

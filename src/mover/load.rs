@@ -124,7 +124,10 @@ impl Submitter {
     fn begin_to_slots(&self, jobs: Vec<Job>, results: &Arc<CallResults>) -> Vec<Numbered> {
         let mut coming = Vec::new();
         // Where the reactor has ended, or ends before it has them, the call ends as closed.
-        let hand_over = |blocks| drop(self.ends.urgent.send(Urgent::Arriving { blocks, results: Arc::clone(results) }));
+        let hand_over = |coming| {
+            let (jobs, results) = (Vec::new(), Arc::clone(results));
+            drop(self.ends.urgent.send(Urgent::Load { jobs, coming, results }));
+        };
         let rest = begin_in_parts(jobs, |part, rest| {
             let begun = self.plan_to_slots(part, rest);
             let is_going_on = !begun.is_empty();
@@ -284,7 +287,8 @@ impl Load {
             let blocks = again.len();
             log(|| tracing::debug!(blocks, "reads into a caller's memory failed; they are made by host slots"));
             // Where the reactor is gone, the call ends as closed.
-            drop(self.ends.urgent.send(Urgent::Load { jobs: again, results: Arc::clone(&self.results) }));
+            let (coming, results) = (Vec::new(), Arc::clone(&self.results));
+            drop(self.ends.urgent.send(Urgent::Load { jobs: again, coming, results }));
         }
         let submitted = pins.len();
         self.ends.shared.end_loads(Route::DiskToRegion, pins, submitted);

@@ -91,18 +91,18 @@ struct LoadCall<A> {
 }
 
 impl<A> LoadCall<A> {
-    fn new(results: Arc<CallResults>, active: A) -> Self {
+    fn new(jobs: Vec<Numbered>, coming: Vec<Coming>, results: Arc<CallResults>, active: A) -> Self {
         LoadCall {
             results,
             active: Rc::new(active),
             began: Instant::now(),
-            unplanned: VecDeque::new(),
+            unplanned: jobs.into(),
             waiting: VecDeque::new(),
             taken: Taken::default(),
             wait: None,
             deadline: None,
             refused: None,
-            coming: FuturesUnordered::new(),
+            coming: coming.into_iter().collect(),
             arrived: Vec::new(),
             ended: Vec::new(),
             is_behind: false,
@@ -169,17 +169,10 @@ impl<A> LoadCall<A> {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Copies blocks of a call into their segments; `false` for a block that is resident nowhere.
-    pub(super) fn load(self: &Rc<Self>, jobs: Vec<Numbered>, results: Arc<CallResults>) {
-        let mut call = LoadCall::new(results, Active::new(self));
-        call.unplanned = jobs.into();
-        self.spawn_part(Rc::clone(self).carry_out(call));
-    }
-
-    /// As [`load`](Self::load), of blocks that are on their way.
-    pub(super) fn load_arriving(self: &Rc<Self>, blocks: Vec<Coming>, results: Arc<CallResults>) {
-        let mut call = LoadCall::new(results, Active::new(self));
-        call.coming.extend(blocks);
+    /// Copies blocks of a call into their segments, also those that are on their way; `false` for a block that is
+    /// resident nowhere.
+    pub(super) fn load(self: &Rc<Self>, jobs: Vec<Numbered>, coming: Vec<Coming>, results: Arc<CallResults>) {
+        let call = LoadCall::new(jobs, coming, results, Active::new(self));
         self.spawn_part(Rc::clone(self).carry_out(call));
     }
 
