@@ -9,7 +9,7 @@ use std::{
 use tokio::time::Instant;
 
 use super::{
-    Mover,
+    Active, Mover,
     load::{Numbered, PLANNED_PER_LOCK},
     plan::{Read, Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
@@ -18,7 +18,7 @@ use super::{
 use crate::{
     block::{BlockKey, Route, Tier},
     device::CopyEngine,
-    error::{Error, Result},
+    error::Result,
     io::Storage,
     state::{Class, Committed, Locked, Purpose, Use},
 };
@@ -59,36 +59,33 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Stores blocks of a call from their segments, all at once: the byte budget, not the number of jobs, bounds what
-    /// is in flight. Stores begin under one lock, a few at a time.
-    pub(super) async fn store_from(self: Rc<Self>, jobs: Vec<Numbered>, call: Arc<StoreCall>) {
-        let mut tasks = Vec::with_capacity(jobs.len());
-        let mut jobs = jobs.into_iter();
+    /// is in flight. Stores begin under one lock, a few at a time. They are one movement, until all have ended.
+    pub(super) async fn store_from(self: Rc<Self>, jobs: Vec<Numbered>, call: Arc<StoreCall>, active: Active<S, C>) {
+        let (mut jobs, active) = (jobs.into_iter(), Rc::new(active));
         while jobs.len() > 0 {
-            if !tasks.is_empty() {
-                crate::io::yield_now().await;
-            }
             let turn: Vec<Numbered> = jobs.by_ref().take(BEGUN_PER_TURN).collect();
             let mut begun = Vec::with_capacity(turn.len());
             for jobs in turn.chunks(PLANNED_PER_LOCK) {
                 let mut state = self.shared.lock();
                 begun.extend(jobs.iter().map(|(_, job)| self.begin_store(&mut state, job)));
             }
-            let run = |((number, job), step): (Numbered, Result<StoreStep>)| {
-                let store = Rc::clone(&self).store_begun(Arc::clone(&call), (number, Box::new(job)), step);
-                (number, self.spawn_part(store))
-            };
-            tasks.extend(turn.into_iter().zip(begun).map(run));
-        }
-        let mut results = Vec::with_capacity(tasks.len());
-        for (number, task) in tasks {
-            // A part that has no result is gone with the reactor.
-            let result = task.await.ok().flatten().unwrap_or(Err(Error::Closed));
-            // I/O threads have the others.
-            if !matches!(result, Ok(false)) {
-                results.push((number, result));
+            for ((number, job), step) in turn.into_iter().zip(begun) {
+                let (this, call, active) = (Rc::clone(&self), Arc::clone(&call), Rc::clone(&active));
+                self.spawn_part(async move {
+                    let stored = this.store_begun(&call, (number, Box::new(job)), step).await;
+                    // I/O threads have the others.
+                    if !matches!(stored, Ok(false)) {
+                        call.results.settle([(number, stored)]);
+                    }
+                    drop(active);
+                });
+            }
+            if jobs.len() > 0 {
+                crate::io::yield_now().await;
             }
         }
-        call.results.settle(results);
+        // Answers a call of no blocks.
+        call.results.settle([]);
     }
 
     /// Plans a load.
@@ -154,7 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Boxes as [`load_begun`](Self::load_begun). `false`: an I/O thread has it, and settles its result.
     async fn store_begun(
         self: Rc<Self>,
-        call: Arc<StoreCall>,
+        call: &Arc<StoreCall>,
         (number, job): (usize, Box<Job>),
         step: Result<StoreStep>,
     ) -> Result<bool> {
@@ -178,7 +175,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             },
         };
         match begun {
-            Some(begun) => self.store_in_place(&call, PlannedStore::new(number, job, Instant::now(), begun)).await,
+            Some(begun) => self.store_in_place(call, PlannedStore::new(number, job, Instant::now(), begun)).await,
             None => Box::pin(self.store_by_copy(job)).await.map(|()| true),
         }
     }

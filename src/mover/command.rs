@@ -5,7 +5,7 @@ use std::{rc::Rc, sync::Arc};
 use tokio::sync::oneshot;
 
 use super::{
-    Mover,
+    Active, Mover,
     load::Numbered,
     load_call::Coming,
     progress::LayerJobs,
@@ -90,7 +90,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Promote { key, to } => self.spawn(this.promote(key, to)),
             Command::Load { jobs, results } => self.load(jobs, Vec::new(), results),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
-            Command::StoreFrom { jobs, call } => self.spawn(this.store_from(jobs, call)),
+            Command::StoreFrom { jobs, call } => drop(self.spawn_part(this.store_from(jobs, call, Active::new(self)))),
             // If its caller is gone, the memory may be unmapped.
             Command::Register { reply, .. } if reply.is_closed() => {}
             Command::Register { region, reply } => {
