@@ -177,7 +177,12 @@ impl<M> Flights<M> {
         if flight.overdue {
             return Joined::Overdue;
         }
-        wait(&mut flight.waiters, waiters_max, &mut self.gone)
+        if !has_room(&mut flight.waiters, 1, waiters_max, &mut self.gone) {
+            return Joined::Full;
+        }
+        let (sender, receiver) = oneshot::channel();
+        flight.waiters.push(sender);
+        Joined::Waiting(receiver)
     }
 
     /// Has waiters wait for a write of `entry`: for the movement in flight, if that is one, else for the write that
@@ -196,10 +201,7 @@ impl<M> Flights<M> {
         if flight.overdue {
             return Err((NoWait::Overdue, waiters));
         }
-        if others.len() + waiters.len() > waiters_max as usize {
-            prune(others, &mut self.gone);
-        }
-        if others.len() + waiters.len() > waiters_max as usize {
+        if !has_room(others, waiters.len(), waiters_max, &mut self.gone) {
             return Err((NoWait::Full, waiters));
         }
         others.extend(waiters);
@@ -355,24 +357,14 @@ fn is_at<M>(flights: &Table<Flight<M>>, number: u64, place: u32) -> bool {
     flights.at(place).is_some_and(|placed| placed.value.number == number)
 }
 
-/// Takes the waiters that have left.
-fn prune<M>(waiters: &mut Waiters<M>, gone: &mut Vec<oneshot::Sender<M>>) {
-    let (left, waiting): (Waiters<M>, Waiters<M>) =
-        std::mem::take(waiters).into_iter().partition(oneshot::Sender::is_closed);
-    *waiters = waiting;
-    gone.extend(left);
-}
-
-/// Adds a waiter to a movement, unless it has the largest permitted number.
-fn wait<M>(waiters: &mut Waiters<M>, waiters_max: u32, gone: &mut Vec<oneshot::Sender<M>>) -> Joined<M> {
-    if waiters.len() >= waiters_max as usize {
-        // Waiters that left make room: a movement without a caller begins with a dropped waiter.
-        prune(waiters, gone);
+/// Whether a movement may have so many more waiters. Those that left make room: a movement without a caller begins with
+/// a dropped waiter.
+fn has_room<M>(waiters: &mut Waiters<M>, more: usize, most: u32, gone: &mut Vec<oneshot::Sender<M>>) -> bool {
+    if waiters.len() + more > most as usize {
+        let (left, waiting): (Waiters<M>, Waiters<M>) =
+            std::mem::take(waiters).into_iter().partition(oneshot::Sender::is_closed);
+        *waiters = waiting;
+        gone.extend(left);
     }
-    if waiters.len() >= waiters_max as usize {
-        return Joined::Full;
-    }
-    let (sender, receiver) = oneshot::channel();
-    waiters.push(sender);
-    Joined::Waiting(receiver)
+    waiters.len() + more <= most as usize
 }
