@@ -119,8 +119,6 @@ pub(crate) struct LayerBoard {
     blocks: Vec<Option<Result<bool>>>,
     /// By layer, then by block.
     there: Vec<Vec<bool>>,
-    /// Of each block the layers that are not known to be there.
-    missing: Vec<usize>,
     /// Blocks of which a layer's bytes are not known yet.
     left: Vec<usize>,
 }
@@ -135,7 +133,6 @@ impl LayerBoard {
             progress,
             blocks: vec![None; blocks],
             there: vec![vec![false; blocks]; layers],
-            missing: vec![layers; blocks],
             left: vec![blocks; layers],
         };
         if blocks == 0 {
@@ -173,7 +170,6 @@ impl LayerBoard {
 
     fn mark(&mut self, layer: usize, block: usize, is_there: bool) {
         self.there[layer][block] = is_there;
-        self.missing[block] -= usize::from(is_there);
         self.left[layer] -= 1;
         if self.left[layer] == 0 {
             self.complete(layer);
@@ -193,8 +189,9 @@ impl LayerBoard {
 impl Drop for LayerBoard {
     fn drop(&mut self) {
         // A block of which only some layers are known to be there is not there.
-        for (outcome, &missing) in self.blocks.iter_mut().zip(&self.missing) {
-            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && missing > 0) {
+        for (block, outcome) in self.blocks.iter_mut().enumerate() {
+            let is_whole = self.there.iter().all(|layer| layer[block]);
+            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && !is_whole) {
                 *outcome = Some(Err(Error::Closed));
             }
         }
