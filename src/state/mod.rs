@@ -209,7 +209,7 @@ impl Shared {
         };
         Shared {
             in_flight: InFlight::new(read_bytes, write_bytes),
-            commands: Rooms::of_commands(&config.limits),
+            commands: Rooms::new(rooms::COMMANDS_MAX.min(config.limits.movements_max)),
             device_reads: Rooms::new(config.limits.movements_max),
             failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
             config,

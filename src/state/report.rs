@@ -24,9 +24,7 @@ impl Shared {
             result.as_ref().err().into_iter().for_each(|error| self.forget_reported_one(key, error));
         }
     }
-}
 
-impl Shared {
     /// Notes the error of a store that its caller does not get, unless the block is on disk all the same, or the policy
     /// promises no write of it.
     pub(crate) fn note_untold(self: &Arc<Self>, key: &BlockKey, error: &Error) {
@@ -41,6 +39,20 @@ impl Shared {
         if !is_on_disk {
             state.refusals.add(*key, error.clone());
         }
+    }
+
+    /// Begins a sync, or the close.
+    pub(crate) fn begin_report(self: &Arc<Self>) -> Reporter {
+        let began = self.lock().refusals.begin();
+        Reporter { shared: Some(Arc::clone(self)), began }
+    }
+
+    /// As [`begin_report`](Self::begin_report), for a caller that leaves the report to another one. `None` in a forked
+    /// child, and after a panic under the lock.
+    pub(crate) fn begin_covering(self: &Arc<Self>) -> Option<Reporter> {
+        let shared = Arc::clone(self).at_home()?;
+        let began = shared.lock_unless_broken()?.refusals.begin();
+        Some(Reporter { shared: Some(shared), began })
     }
 }
 
@@ -77,22 +89,6 @@ impl Drop for Reporter {
         {
             state.refusals.end(self.began);
         }
-    }
-}
-
-impl Shared {
-    /// Begins a sync, or the close.
-    pub(crate) fn begin_report(self: &Arc<Self>) -> Reporter {
-        let began = self.lock().refusals.begin();
-        Reporter { shared: Some(Arc::clone(self)), began }
-    }
-
-    /// As [`begin_report`](Self::begin_report), for a caller that leaves the report to another one. `None` in a forked
-    /// child, and after a panic under the lock.
-    pub(crate) fn begin_covering(self: &Arc<Self>) -> Option<Reporter> {
-        let shared = Arc::clone(self).at_home()?;
-        let began = shared.lock_unless_broken()?.refusals.begin();
-        Some(Reporter { shared: Some(shared), began })
     }
 }
 

@@ -11,7 +11,6 @@ use tokio::sync::oneshot;
 
 use super::Shared;
 use crate::{
-    config::Limits,
     error::{Error, Result},
     fork::Home,
     shield::shield,
@@ -110,10 +109,6 @@ impl Shared {
 }
 
 impl Rooms {
-    pub(super) fn of_commands(limits: &Limits) -> Self {
-        Rooms::new(COMMANDS_MAX.min(limits.movements_max))
-    }
-
     pub(super) fn new(max: u32) -> Self {
         let count = Count { taken: 0, max, is_closed: false, waiting: BTreeMap::new(), waited: 0 };
         Rooms(Arc::new(Shares { count: Mutex::new(count), home: Home::here() }))

@@ -149,17 +149,8 @@ impl Shared {
     pub(crate) async fn acquire_for_caller(self: &Arc<Self>) -> Result<Filling> {
         self.lock().check_open()?;
         let filling = self.acquire(Tier::Host, Purpose::Call).await?;
-        let mut state = self.lock();
-        match state.check_open() {
-            Ok(()) => {
-                drop(state);
-                Ok(filling)
-            }
-            Err(closed) => {
-                filling.release(&mut state);
-                Err(closed)
-            }
-        }
+        let open = self.lock().check_open();
+        open.map(|()| filling)
     }
 
     /// Host slots that are not parked.
