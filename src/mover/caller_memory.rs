@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::{
     Active, Mover,
     load::{Numbered, PLANNED_PER_LOCK},
-    plan::{Read, Step, Trip},
+    plan::{Step, Trip},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     store::{PlannedStore, StoreCall, StoreStep, begin_store},
 };
@@ -20,7 +20,7 @@ use crate::{
     device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Class, Committed, Locked, Purpose, Use},
+    state::{Class, Committed, Locked, Purpose},
 };
 
 /// A load, and its first step.
@@ -86,14 +86,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         // Answers a call of no blocks.
         call.results.settle([]);
-    }
-
-    /// Plans a load.
-    pub(super) fn begin_load(self: &Rc<Self>, state: &mut Locked<'_>, job: &Job, read: Read<'_>) -> BegunLoad {
-        let usage = if job.is_counted { Use::Counted } else { Use::Now };
-        let mut trip = Trip::load(&job.key, job.shape(&self.shared), usage);
-        let step = self.plan_with(state, &mut trip, read);
-        (trip, step)
     }
 
     /// The job is boxed, and what seldom happens: the future of every such block is the smaller for it.

@@ -25,7 +25,7 @@ use super::{
     caller_memory::{BEGUN_PER_TURN, BegunLoad},
     load::{Numbered, PLANNED_PER_LOCK},
     load_copies::Arrived,
-    plan::{Flight, Read, Step},
+    plan::{Flight, Read, Step, Trip},
     region::Job,
     results::CallResults,
     route::is_through_host,
@@ -34,7 +34,7 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    state::{Need, Outcome, Purpose, Taken},
+    state::{Need, Outcome, Purpose, Taken, Use},
 };
 
 /// A block on its way to host memory, by a movement that another one may have begun.
@@ -239,12 +239,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 && let Some((number, job)) = call.next()
             {
                 let read = if reads { Read::Now(&mut call.taken) } else { Read::Later };
-                let load = self.begin_load(&mut state, &job, read);
-                missing = match &load {
-                    (trip, Ok(Step::Wait(need))) if reads && is_through_host(trip.route()) => Some(*need),
+                let usage = if job.is_counted { Use::Counted } else { Use::Now };
+                let mut trip = Trip::load(&job.key, job.shape(&self.shared), usage);
+                let step = self.plan_with(&mut state, &mut trip, read);
+                missing = match &step {
+                    Ok(Step::Wait(need)) if reads && is_through_host(trip.route()) => Some(*need),
                     _ => None,
                 };
-                begun.push(((number, job), load));
+                begun.push(((number, job), (trip, step)));
             }
         }
         if let Some(need) = missing
