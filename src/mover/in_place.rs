@@ -12,15 +12,37 @@ use super::{
     write::Written,
 };
 use crate::{
-    block::{BlockKey, OpKind, Route, Tier},
+    block::{BlockKey, FileId, OpKind, Route, Tier},
     device::CopyEngine,
     disk::PageId,
     error::{Error, Result},
     index::EntryId,
     io::Storage,
     shield::log,
-    state::{BegunWrite, Locked, Purpose, Taken},
+    state::{BegunWrite, Locked, Purpose, Shared, Taken},
 };
+
+impl Shared {
+    /// The end of a read to a caller's memory; `None` where the block is to be read again, through a host slot.
+    pub(super) fn read_in_place<T>(self: &Arc<Self>, file: FileId, result: io::Result<T>) -> Result<Option<T>> {
+        match result {
+            Ok(read) => {
+                self.account(&self.failures, file, OpKind::Read, &Ok(()));
+                Ok(Some(read))
+            }
+            // The memory is not mapped writable: the processor could not write to it either.
+            Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+                self.metrics.looked_up(Some(Tier::Disk));
+                let path = self.config.disk.paths[usize::from(file.0)].path.clone();
+                Err(Error::io("read into the caller's memory from", path, source))
+            }
+            Err(error) => {
+                log(|| tracing::debug!(%error, "a read into a caller's memory failed; it is made by a host slot"));
+                Ok(None)
+            }
+        }
+    }
+}
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Reads a block to its caller's memory. Returns the job if the block must go another way.
@@ -40,21 +62,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<Option<Box<Job>>> {
         let (file, checksum, permit) = (block.file, block.checksum, trip.taken.permit());
         let (result, pin, job) = self.read(block, permit, job, self.shared.config.block_bytes).await;
-        let sum = match result {
-            Ok(sum) => {
-                self.shared.account(&self.shared.failures, file, OpKind::Read, &Ok(()));
-                sum
-            }
-            // The memory is not mapped writable: the processor could not write to it either.
-            Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
-                self.shared.metrics.looked_up(Some(Tier::Disk));
-                return Err(Error::io("read into the caller's memory from", self.path_of(file), source));
-            }
-            Err(error) => {
-                log(|| tracing::debug!(%error, "a read into a caller's memory failed; it is made by a host slot"));
-                return Ok(Some(job));
-            }
-        };
+        let Some(sum) = self.shared.read_in_place(file, result)? else { return Ok(Some(job)) };
         let (is_right, job) = self.is_right(job, sum, checksum).await;
         if !is_right {
             log(|| tracing::debug!("a block read into a caller's memory is not what it should be; it is read again"));

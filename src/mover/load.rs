@@ -20,10 +20,9 @@ use super::{
 };
 use crate::{
     block::{OpKind, Route, Tier},
-    error::{Error, Result},
+    error::Result,
     io::{OpenFile, Summed, Transfer, Waiter},
     memory::{IoBuf, Lent},
-    shield::log,
     state::{Class, Locked, Outcome, Permit, Purpose, Use},
     sync::Mutex,
     urgency::Urgency,
@@ -246,21 +245,11 @@ impl Load {
     /// memory.
     fn ended(self: &Arc<Self>, planned: PlannedLoad, permit: Permit, result: Summed) {
         drop(permit);
-        let shared = &self.ends.shared;
-        let file = planned.block.file;
+        let (shared, block) = (&self.ends.shared, &planned.block);
+        shared.metrics.work_done.add(u64::from(matches!(result, Some(Ok(_)))));
         let ended = match result {
-            Some(Ok(sum)) => {
-                shared.account(&shared.failures, file, OpKind::Read, &Ok(()));
-                shared.metrics.work_done.add(1);
-                Ok(sum == planned.block.checksum)
-            }
-            // The memory is not mapped writable: the processor could not write to it either.
-            Some(Err(source)) if source.raw_os_error() == Some(libc::EFAULT) => {
-                shared.metrics.looked_up(Some(Tier::Disk));
-                let path = shared.config.disk.paths[usize::from(file.0)].path.clone();
-                Err(Error::io("read into the caller's memory from", path, source))
-            }
-            Some(Err(_)) | None => Ok(false),
+            Some(result) => shared.read_in_place(block.file, result).map(|sum| sum == Some(block.checksum)),
+            None => Ok(false),
         };
         self.end(planned, ended);
     }
@@ -284,8 +273,6 @@ impl Load {
             }
         }
         if !again.is_empty() {
-            let blocks = again.len();
-            log(|| tracing::debug!(blocks, "reads into a caller's memory failed; they are made by host slots"));
             // Where the reactor is gone, the call ends as closed.
             let (coming, results) = (Vec::new(), Arc::clone(&self.results));
             drop(self.ends.urgent.send(Urgent::Load { jobs: again, coming, results }));
