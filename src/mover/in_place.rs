@@ -109,7 +109,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Records blocks of one page that I/O threads write, and makes those visible whose payload is written.
     pub(super) async fn end_stores(self: Rc<Self>, call: Arc<StoreCall>, group: usize) {
-        let recorded = self.record(call.record(group)).await;
+        let records = call.pages.lock().record(group);
+        let recorded = self.record(records).await;
         let results = self.end_written(call.written(group).await, recorded).await;
         call.results.settle(results.into_iter().map(|(number, result)| (number, result.map(|()| true))));
     }

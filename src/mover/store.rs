@@ -23,7 +23,7 @@ use super::{
 use crate::{
     block::{OpKind, Route, Tier},
     config::WritePolicy,
-    disk::{Origin, PageId},
+    disk::Origin,
     error::Result,
     index::EntryId,
     io::{OpenFile, Pool, Pushed, Summed, Transfer, TransferHandler, Waiter},
@@ -37,7 +37,7 @@ pub(crate) struct StoreCall {
     ends: Arc<Ends>,
     pub(super) results: CallResults,
     /// Those of its blocks that I/O threads write. Its lock may be taken under the state's, never around it.
-    pages: Mutex<CallPages<SummedStore, PlannedStore>>,
+    pub(super) pages: Mutex<CallPages<SummedStore, PlannedStore>>,
 }
 
 /// The first step of a store.
@@ -169,11 +169,6 @@ impl StoreCall {
     fn hand_over(self: &Arc<Self>, group: usize) {
         // Where the reactor is gone, the call ends as closed.
         drop(self.ends.urgent.send(Urgent::EndStores { call: Arc::clone(self), group }));
-    }
-
-    /// The page of blocks that are checksummed, and their records.
-    pub(super) fn record(&self, group: usize) -> (PageId, Vec<SummedStore>) {
-        self.pages.lock().record(group)
     }
 
     /// Waits for the payloads of blocks whose records are written.
