@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeSet, io, rc::Rc, time::Duration};
 
-use tokio::sync::{SemaphorePermit, oneshot};
+use tokio::sync::oneshot;
 
 use super::{
-    Mover,
+    Active, Mover,
     results::{is_of_part, worse_of},
     write::DEMOTING_MAX,
 };
@@ -137,29 +137,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let turn = flush.turn.acquire().await.expect("never closed");
         if flush.begun.get() < next {
             flush.begun.set(next);
-            self.flush_in_turn(file, turn).await?;
+            // It stays taken where the flush panics: nobody passes over what that came to.
+            turn.forget();
+            let (this, active) = (Rc::clone(self), Active::new(self));
+            // A task of its own: its failure counts, even if it has no waiter any more.
+            let ended = self.spawn_part(async move {
+                let flushed = this.flush_repeatedly(file).await;
+                if let Err(source) = &flushed {
+                    this.note_failed_flush(file, source);
+                }
+                this.shared.account(&this.shared.failures, file, OpKind::Sync, &flushed);
+                this.flushes[usize::from(file.0)].turn.add_permits(1);
+                drop(active);
+            });
+            // Without a result it has not ended, and the cache does.
+            ended.await.ok().flatten().ok_or(Error::Closed)?;
         }
         flush.failed.borrow().clone().map_or(Ok(()), Err)
-    }
-
-    /// Flushes; resolves when the turn is given back, and the flush is noted if it failed.
-    async fn flush_in_turn(self: &Rc<Self>, file: FileId, turn: SemaphorePermit<'_>) -> Result<()> {
-        // It stays taken where the flush panics: nobody passes over what that came to.
-        turn.forget();
-        let (ended, end) = oneshot::channel();
-        let this = Rc::clone(self);
-        // A task of its own: its failure counts, even if it has no waiter any more.
-        self.spawn(async move {
-            let flushed = this.flush_repeatedly(file).await;
-            if let Err(source) = &flushed {
-                this.note_failed_flush(file, source);
-            }
-            this.shared.account(&this.shared.failures, file, OpKind::Sync, &flushed);
-            this.flushes[usize::from(file.0)].turn.add_permits(1);
-            _ = ended.send(());
-        });
-        // Without a word it has not ended, and the cache does.
-        end.await.map_err(|_| Error::Closed)
     }
 
     /// Notes the failure of a flush, for good.
