@@ -190,7 +190,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (key, parent) = (job.key, job.parent);
         let filling = self.shared.acquire(Tier::Host, Purpose::Call).await?;
         job.check_is_there()?;
-        let (result, job, filling) = self.copy_promptly(Arc::new(*job), filling).await?;
+        let (result, job, filling) = self.copy_promptly(job, filling).await?;
         result?;
         // What the copy found may be zeros.
         job.check_is_there()?;
