@@ -111,7 +111,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         if let Some(write_budget) = &self.write_budget {
             let mut write_budget = write_budget.borrow_mut();
-            let declines = write_budget.declines(self.opened.elapsed(), worth.again, worth.coin);
+            let declines = write_budget.declines(shared.opened.elapsed(), worth.again, worth.coin);
             state.export(shared.metrics.write_share.set_later(write_budget.share()));
             if declines {
                 state.count(by_budget, 1);

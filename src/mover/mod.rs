@@ -70,7 +70,6 @@ use futures_util::{
 use tokio::{
     sync::{Notify, Semaphore, mpsc, oneshot},
     task::JoinHandle,
-    time::Instant,
 };
 
 use self::{pages::RecordPages, write_budget::WriteBudget};
@@ -96,8 +95,6 @@ pub(crate) struct Mover<S, C> {
     ends: Option<Arc<Ends>>,
     /// What may be written to the disk tier, where that is limited.
     write_budget: Option<RefCell<WriteBudget>>,
-    /// When the cache was opened.
-    opened: Instant,
     records: RefCell<RecordPages>,
     /// Pages whose write has ended, to be noted in the slots under the next lock that is taken anyway.
     written: RefCell<Vec<PageId>>,
@@ -169,7 +166,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             write_budget: config
                 .write_budget_bytes()
                 .map(|bytes| RefCell::new(WriteBudget::new(bytes, config.written_bytes(), is_new))),
-            opened: Instant::now(),
             records: RefCell::default(),
             written: RefCell::default(),
             workers,

@@ -162,8 +162,8 @@ pub(crate) struct Shared {
     pub(crate) looks: AtomicU64,
     /// Requests that libcufile has not returned.
     pub(crate) cufile_stuck: Arc<AtomicI64>,
-    /// The origin of the times of kept blocks.
-    opened: Instant,
+    /// The origin of the times of kept blocks, and of the budget of writes.
+    pub(crate) opened: Instant,
     pub(crate) home: Home,
 }
 
