@@ -59,26 +59,7 @@ impl Locked<'_> {
             None => Err(Taken { slot: Some(filling), permit: Some(permit) }),
         }
     }
-}
 
-impl State {
-    /// Notes the end of the write of `id`, whose flight has not ended; nothing if the block was removed meanwhile, also
-    /// if another was stored under its key since, even one with the same id.
-    pub(crate) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
-        if self.index.find(key) != Some(id) || self.flights.entry(key, Tier::Disk) != Some(id) {
-            return;
-        }
-        if self.dirty.remove(key) {
-            self.index.set_dirty(id, Tier::Host, false);
-        }
-        match error {
-            None => self.refusals.written(key),
-            Some(error) => self.refusals.add(*key, error.clone()),
-        }
-    }
-}
-
-impl Locked<'_> {
     /// Ends the write of a block to its disk slot; true if the block is visible there. If the block was removed
     /// meanwhile, or the write failed, the slot is given back, or quarantined where the drive is to blame: it would be
     /// the next one that a full disk tier takes. Its record page is stale then: the next write of the page, or a
@@ -124,6 +105,21 @@ impl Locked<'_> {
 }
 
 impl State {
+    /// Notes the end of the write of `id`, whose flight has not ended; nothing if the block was removed meanwhile, also
+    /// if another was stored under its key since, even one with the same id.
+    pub(crate) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+        if self.index.find(key) != Some(id) || self.flights.entry(key, Tier::Disk) != Some(id) {
+            return;
+        }
+        if self.dirty.remove(key) {
+            self.index.set_dirty(id, Tier::Host, false);
+        }
+        match error {
+            None => self.refusals.written(key),
+            Some(error) => self.refusals.add(*key, error.clone()),
+        }
+    }
+
     /// Notes in its flight that a write was given up, if its entry went with it: only a source's pin keeps an entry
     /// that is resident nowhere.
     pub(crate) fn note_given_up(&mut self, key: &BlockKey, id: EntryId) {

@@ -2,12 +2,9 @@
 //!
 //! Pure data: `M` is what answers a waiter.
 
-mod raised;
 mod table;
 #[cfg(test)]
 mod tests;
-
-pub(crate) use self::raised::Raised;
 
 use std::{
     collections::VecDeque,
@@ -81,6 +78,22 @@ pub(crate) struct Flights<M> {
 
 /// Movements that have ended and are still listed by age, however few are in flight.
 const ENDED_MAX: usize = 64;
+
+/// Movements requested as [`Urgency::Background`] that have a waiter by now.
+#[derive(Debug, Default)]
+pub(crate) struct Raised {
+    /// By number.
+    pub(crate) flights: Vec<u64>,
+    /// All movements that hold a host slot.
+    pub(crate) holders: bool,
+}
+
+impl Raised {
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.flights.is_empty() && !self.holders
+    }
+}
 
 /// What a flight leaves when it ends.
 pub(crate) struct Finished<M> {
