@@ -81,13 +81,10 @@ impl Leftovers {
         }
     }
 
-    /// The pages that may name the removed block `key`. True for pages that need another write, false for pages whose
-    /// write is in flight.
-    pub(super) fn pages(&self, key: &BlockKey) -> impl Iterator<Item = (PageId, bool)> + '_ {
-        [Some(tag(key)), None].into_iter().flat_map(move |tag| {
-            let pages = self.by_key.range((tag, PageId(0))..=(tag, PageId(u32::MAX)));
-            pages.map(move |&(_, page)| (page, self.by_page[&page].pending.contains(&tag)))
-        })
+    /// The pages that may name the removed block `key`.
+    pub(super) fn pages(&self, key: &BlockKey) -> impl Iterator<Item = PageId> + '_ {
+        let of = |tag| self.by_key.range((tag, PageId(0))..=(tag, PageId(u32::MAX)));
+        [Some(tag(key)), None].into_iter().flat_map(of).map(|&(_, page)| page)
     }
 
     /// Pages that need another write.
@@ -125,7 +122,7 @@ mod tests {
         BlockKey::new(bytes)
     }
 
-    fn pages(left: &Leftovers, n: usize) -> Vec<(PageId, bool)> {
+    fn pages(left: &Leftovers, n: usize) -> Vec<PageId> {
         left.validate().expect("valid");
         left.pages(&key(n)).collect()
     }
@@ -134,16 +131,16 @@ mod tests {
     fn a_record_is_left_over_until_a_page_encoded_after_its_clearing_is_written() {
         let mut left = Leftovers::default();
         left.add(PAGE, Some(&key(1)));
-        assert_eq!(pages(&left, 1), [(PAGE, true)]);
+        assert_eq!(pages(&left, 1), [PAGE]);
         assert_eq!(pages(&left, 2), []);
         left.encoded(PAGE);
         left.add(PAGE, Some(&key(2)));
-        assert_eq!((pages(&left, 1), pages(&left, 2)), (vec![(PAGE, false)], vec![(PAGE, true)]));
+        assert_eq!((pages(&left, 1), pages(&left, 2)), (vec![PAGE], vec![PAGE]));
         left.written(PAGE);
-        assert_eq!((pages(&left, 1), pages(&left, 2)), (vec![], vec![(PAGE, true)]));
+        assert_eq!((pages(&left, 1), pages(&left, 2)), (vec![], vec![PAGE]));
         left.encoded(PAGE);
         left.failed(PAGE);
-        assert_eq!(pages(&left, 2), [(PAGE, true)]);
+        assert_eq!(pages(&left, 2), [PAGE]);
         left.encoded(PAGE);
         left.written(PAGE);
         assert!(left.by_page.is_empty() && left.by_key.is_empty(), "{left:?}");
@@ -156,14 +153,14 @@ mod tests {
         left.encoded(PAGE);
         left.add(PAGE, Some(&key(1)));
         left.written(PAGE);
-        assert_eq!(pages(&left, 1), [(PAGE, true)]);
+        assert_eq!(pages(&left, 1), [PAGE]);
     }
 
     #[test]
     fn a_page_with_too_many_leftovers_may_name_any_block() {
         let mut left = Leftovers::default();
         (0..=KEYS_MAX).for_each(|n| left.add(PAGE, Some(&key(n))));
-        assert_eq!(pages(&left, KEYS_MAX + 9), [(PAGE, true)]);
+        assert_eq!(pages(&left, KEYS_MAX + 9), [PAGE]);
         assert_eq!(left.by_page[&PAGE].pending.len(), KEYS_MAX + 1);
         left.encoded(PAGE);
         left.written(PAGE);
@@ -182,7 +179,7 @@ mod tests {
             let kept = left.by_page[&PAGE].pending.len();
             assert!(kept <= KEYS_MAX + 1 && left.by_key.len() == kept, "{kept} tags after {n} failures");
         }
-        assert_eq!(pages(&left, 0), [(PAGE, true)], "it was forgotten alone");
+        assert_eq!(pages(&left, 0), [PAGE], "it was forgotten alone");
         left.encoded(PAGE);
         left.written(PAGE);
         assert!(left.by_page.is_empty() && left.by_key.is_empty(), "{left:?}");

@@ -323,9 +323,9 @@ impl DiskSlots {
         self.leftovers.add(page, key);
     }
 
-    /// Pages whose records on the medium may name `key` in a slot that does not hold it. True for pages that must be
-    /// written; false for pages whose write, already encoded, will clear it.
-    pub fn pages_naming(&self, key: &BlockKey) -> impl Iterator<Item = (PageId, bool)> + '_ {
+    /// Pages whose records on the medium may name `key` in a slot that does not hold it: until their next write has
+    /// ended.
+    pub fn pages_naming(&self, key: &BlockKey) -> impl Iterator<Item = PageId> + '_ {
         self.leftovers.pages(key)
     }
 

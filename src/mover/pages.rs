@@ -9,22 +9,18 @@ use tokio::sync::oneshot;
 
 use crate::{disk::PageId, error::Result, state::blames_disk};
 
-pub(super) type Waiter = oneshot::Sender<Result<()>>;
-
-/// The waiters for writes of a page.
+/// The waiters for a write of a page.
 #[derive(Default)]
 pub(super) struct Waiters {
-    /// For the write in flight.
-    pub(super) current: Vec<Waiter>,
-    /// For the next write.
-    pub(super) next: Vec<Waiter>,
-    /// One of the next is a store's.
+    pub(super) all: Vec<oneshot::Sender<Result<()>>>,
+    /// One of them is a store's.
     pub(super) is_of_store: bool,
 }
 
 /// Pages being written, or about to be, and those whose last write failed.
 #[derive(Default)]
 pub(super) struct RecordPages {
+    /// With the waiters for the next write.
     pub(super) written: BTreeMap<PageId, Waiters>,
     failed: BTreeSet<PageId>,
 }
@@ -36,22 +32,14 @@ impl RecordPages {
         self.written.len()
     }
 
-    /// Begins a write of the page for its waiters, and says whether a store is among them; `None` if there are none,
-    /// and the page is given up.
-    pub(super) fn begin(&mut self, page: PageId) -> Option<bool> {
+    /// Begins a write of the page for its waiters; `None` if there are none, and the page is given up.
+    pub(super) fn begin(&mut self, page: PageId) -> Option<Waiters> {
         let Entry::Occupied(mut waiters) = self.written.entry(page) else { return None };
-        if waiters.get().next.is_empty() {
+        if waiters.get().all.is_empty() {
             waiters.remove();
             return None;
         }
-        let Waiters { current, next, is_of_store } = waiters.get_mut();
-        std::mem::swap(current, next);
-        Some(std::mem::take(is_of_store))
-    }
-
-    /// Ends the write; returns its waiters.
-    pub(super) fn end(&mut self, page: PageId) -> Vec<Waiter> {
-        self.written.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
+        Some(std::mem::take(waiters.get_mut()))
     }
 
     /// Notes how a write of the page ended. Whether that counts for the health of its disk: a write that fails again

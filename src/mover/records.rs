@@ -2,7 +2,7 @@
 //! write; a page is never written twice at the same time.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeSet, btree_map::Entry},
     rc::Rc,
 };
 
@@ -46,34 +46,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match self.records.borrow_mut().written.entry(page) {
             Entry::Occupied(mut present) => {
                 let waiters = present.get_mut();
-                waiters.next.push(sender);
+                waiters.all.push(sender);
                 waiters.is_of_store |= is_of_store;
             }
             Entry::Vacant(vacant) => {
-                vacant.insert(Waiters { next: vec![sender], is_of_store, ..Waiters::default() });
+                vacant.insert(Waiters { all: vec![sender], is_of_store });
                 let this = Rc::clone(self);
                 self.spawn_part(async move { this.serve_page(page).await });
             }
         }
         receiver.await.unwrap_or(Err(Error::Closed))
-    }
-
-    /// Waits until the page on the medium is up to date: for the end of its write, if it has not changed since that
-    /// began, or for another write.
-    async fn settle_page(self: &Rc<Self>, page: PageId, is_stale: bool) -> Result<()> {
-        let receiver = match self.records.borrow_mut().written.get_mut(&page) {
-            // A write with waiters is in flight; one without has just ended.
-            Some(Waiters { current, next, .. }) if !is_stale && next.is_empty() && !current.is_empty() => {
-                let (sender, receiver) = oneshot::channel();
-                current.push(sender);
-                Some(receiver)
-            }
-            _ => None,
-        };
-        match receiver {
-            Some(receiver) => receiver.await.unwrap_or(Err(Error::Closed)),
-            None => self.write_page_for(page, false).await,
-        }
     }
 
     /// Writes `page` for as long as there are waiters.
@@ -82,11 +64,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             // Records that come in the same turn get into the same write.
             tokio::task::yield_now().await;
-            let Some(is_of_store) = self.records.borrow_mut().begin(page) else { return };
+            let Some(Waiters { all, is_of_store }) = self.records.borrow_mut().begin(page) else { return };
             let result;
             (result, buf) = self.write_page_once(page, is_of_store, buf).await;
-            let waiters = self.records.borrow_mut().end(page);
-            for waiter in waiters {
+            for waiter in all {
                 drop(waiter.send(result.clone()));
             }
         }
@@ -132,60 +113,56 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         state
     }
 
-    /// Writes the pages whose records name a block that was removed, or waits for their writes; without a key, all
-    /// pages that are out of date.
+    /// Writes the pages whose records name a block that was removed; without a key, all pages that are out of date.
     pub(super) async fn forget_records(self: &Rc<Self>, key: Option<&BlockKey>) -> Result<()> {
         let Some(key) = key else { return self.write_stale_records().await };
         let pages: Vec<_> = match &self.lock().disk {
             Some(slots) => slots.pages_naming(key).collect(),
             None => return Ok(()),
         };
-        self.settle_pages(&pages).await
+        self.write_pages(&pages).await
     }
 
-    /// Writes the pages that are out of date, and waits for the writes of pages in flight: some at a time, in the order
-    /// of the table. Until its records are on the medium a page is one or the other, so none is passed over. Returns
-    /// the [worse](worse_of) error.
+    /// Writes the pages that are out of date, and those whose write is in flight: some at a time, in the order of the
+    /// table. Until its records are on the medium a page is one or the other, so none is passed over. Returns the
+    /// [worse](worse_of) error.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
-        let (mut from, mut settled) = (PageId(0), Ok(()));
-        while self.may_write_more(&settled) {
+        let (mut from, mut written) = (PageId(0), Ok(()));
+        while self.may_write_more(&written) {
             let pages = self.unwritten_pages(from);
-            let Some((last, _)) = pages.last() else { break };
+            let Some(last) = pages.last() else { break };
             from = PageId(last.0 + 1);
-            settled = worse_of(settled, self.settle_pages(&pages).await);
+            written = worse_of(written, self.write_pages(&pages).await);
         }
-        settled
+        written
     }
 
     /// Whether the other pages are written after some came to this: those of a disk that does not take one page are,
     /// until it takes no more blocks.
-    fn may_write_more(&self, settled: &Result<()>) -> bool {
-        settled.is_ok() || is_of_part(settled) && self.shared.lock().disk_service.writes()
+    fn may_write_more(&self, written: &Result<()>) -> bool {
+        written.is_ok() || is_of_part(written) && self.shared.lock().disk_service.writes()
     }
 
-    /// The next pages that are in flight, or out of date (true).
-    fn unwritten_pages(&self, from: PageId) -> Vec<(PageId, bool)> {
-        let mut pages: BTreeMap<PageId, bool> =
-            self.records.borrow().written.range(from..).take(STALE_BATCH).map(|(page, _)| (*page, false)).collect();
+    /// The next pages that are in flight, or out of date.
+    fn unwritten_pages(&self, from: PageId) -> Vec<PageId> {
+        let mut pages: BTreeSet<PageId> =
+            self.records.borrow().written.range(from..).take(STALE_BATCH).map(|(page, _)| *page).collect();
         if let Some(slots) = &self.lock().disk {
-            pages.extend(slots.stale_pages(from).take(STALE_BATCH).map(|page| (page, true)));
+            pages.extend(slots.stale_pages(from).take(STALE_BATCH));
         }
         pages.into_iter().take(STALE_BATCH).collect()
     }
 
-    /// Waits until pages on the medium are up to date. True: the last image of the page is out of date. Returns the
-    /// [worse](worse_of) error.
-    async fn settle_pages(self: &Rc<Self>, pages: &[(PageId, bool)]) -> Result<()> {
-        let mut settled = Ok(());
+    /// Writes pages, also those in flight: an image of before may be another one. Returns the [worse](worse_of) error.
+    async fn write_pages(self: &Rc<Self>, pages: &[PageId]) -> Result<()> {
+        let mut written = Ok(());
         for batch in pages.chunks(STALE_BATCH) {
-            if !self.may_write_more(&settled) {
+            if !self.may_write_more(&written) {
                 break;
             }
-            let settle = |&(page, is_stale): &(PageId, bool)| {
-                self.within_deadline("the write of records", self.settle_page(page, is_stale))
-            };
-            settled = join_all(batch.iter().map(settle)).await.into_iter().fold(settled, worse_of);
+            let write = |&page| self.within_deadline("the write of records", self.write_page_for(page, false));
+            written = join_all(batch.iter().map(write)).await.into_iter().fold(written, worse_of);
         }
-        settled
+        written
     }
 }

@@ -90,9 +90,9 @@ fn a_removed_block_is_named_by_its_page_until_an_image_without_it_is_written() {
     slots.page_written(page);
     slots.clear(slot, &key);
     for _ in 0..2 {
-        assert!(slots.pages_naming(&key).eq([(page, true)]), "another write is needed");
+        assert!(slots.pages_naming(&key).eq([page]), "another write is needed");
         slots.encode_page(page, &mut bytes, describe).seal();
-        assert!(slots.pages_naming(&key).eq([(page, false)]), "it is in flight");
+        assert!(slots.pages_naming(&key).eq([page]), "it is in flight");
         slots.page_failed(page);
     }
     slots.encode_page(page, &mut bytes, describe).seal();
@@ -181,7 +181,7 @@ fn check_medium(
     for (page, bytes) in (0..).map(PageId).zip(&medium) {
         for (slot, record) in decode(slots, page, bytes) {
             let is_there = full.get(&slot).is_some_and(|at| describe(*at).0 == record.key);
-            prop_assert!(is_there || slots.pages_naming(&record.key).any(|(other, _)| other == page));
+            prop_assert!(is_there || slots.pages_naming(&record.key).any(|other| other == page));
         }
     }
     for page in slots.stale_pages(PageId(0)).collect::<Vec<_>>() {
