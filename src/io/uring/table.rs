@@ -75,12 +75,8 @@ pub struct Table<P> {
 impl<P: Pinner> Table<P> {
     /// Registers all entries. If that fails, logs the reason and keeps none.
     pub fn new(entries: Vec<Entry>, pinner: P) -> Self {
-        let wanted_bytes = bytes(&entries);
         let mut table = Table { entries, pinner };
-        if let Err(error) = table.renew() {
-            let refusal = memlock::Refusal { wanted_bytes, error: &error };
-            let what = "reads and writes continue unregistered, which is slower";
-            log(|| tracing::warn!(wanted_bytes, "{refusal}; {what}"));
+        if !table.renew_or_warn() {
             // A later, smaller region may still be registered; together with these entries it would be refused too.
             table.entries.clear();
         }
@@ -105,17 +101,13 @@ impl<P: Pinner> Table<P> {
     }
 
     /// The registered buffer that contains `buf`, if there is one.
-    pub fn fixed(&self, buf: &Lent) -> Option<u16> {
-        buf.fixed().filter(|&place| self.entry_contains(place, buf.as_ptr(), buf.len()))
-    }
-
-    /// Whether the entry at this index is registered and contains the range.
     ///
     /// Callers may name indices that were refused, or that belong to other memory by now: only an index checked here
     /// may be passed to the kernel.
-    fn entry_contains(&self, place: u16, start: *const u8, len: usize) -> bool {
-        let entry = self.entries.get(usize::from(place));
-        self.is_registered() && entry.is_some_and(|entry| entry.contains(start.addr(), len))
+    pub fn fixed(&self, buf: &Lent) -> Option<u16> {
+        let place = buf.fixed().filter(|_| self.is_registered())?;
+        let entry = self.entries.get(usize::from(place))?;
+        entry.contains(buf.as_ptr().addr(), buf.len()).then_some(place)
     }
 
     /// Registers a range in pieces of [`FIXED_BYTES_MAX`]; returns the index of the first.
@@ -155,12 +147,15 @@ impl<P: Pinner> Table<P> {
         (0..self.entries.len()).find(is_room).unwrap_or(self.entries.len())
     }
 
-    /// Registers the current entries. If that fails, they keep their indices unregistered until the next change.
-    fn renew_or_warn(&mut self) {
-        if let Err(error) = self.renew() {
-            let refusal = memlock::Refusal { wanted_bytes: bytes(&self.entries), error: &error };
+    /// Registers the current entries; false if that fails: they keep their indices unregistered until the next change.
+    fn renew_or_warn(&mut self) -> bool {
+        let renewed = self.renew();
+        if let Err(error) = &renewed {
+            let wanted_bytes = self.entries.iter().map(|entry| entry.len as u64).sum();
+            let refusal = memlock::Refusal { wanted_bytes, error };
             log(|| tracing::warn!("{refusal}; reads and writes continue unregistered, which is slower"));
         }
+        renewed.is_ok()
     }
 
     /// Replaces the registered table with `entries`.
@@ -168,8 +163,4 @@ impl<P: Pinner> Table<P> {
         self.pinner.unpin()?;
         if self.entries.is_empty() { Ok(()) } else { self.pinner.pin(&self.entries) }
     }
-}
-
-fn bytes(entries: &[Entry]) -> u64 {
-    entries.iter().map(|entry| entry.len as u64).sum()
 }
