@@ -121,7 +121,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             "{} operations wait for their permit",
             self.shared.in_flight.waiting()
         );
-        let pages = self.records.borrow().len();
+        let pages = self.records.borrow().written.len();
         ensure!(pages == 0, "{pages} record pages are being written");
         ensure!(self.answers.borrow().is_empty(), "{} answers are on their way", self.answers.borrow().len());
         ensure!(self.waiting.get() == 0, "{} blocks of calls are counted as waiting", self.waiting.get());

@@ -25,7 +25,6 @@ mod load;
 mod load_call;
 mod load_copies;
 mod offload;
-mod pages;
 mod plan;
 mod progress;
 mod promote;
@@ -72,7 +71,7 @@ use tokio::{
     task::JoinHandle,
 };
 
-use self::{pages::RecordPages, write_budget::WriteBudget};
+use self::{records::RecordPages, write_budget::WriteBudget};
 use crate::{
     block::{BlockKey, Tier},
     device::{CopyEngine, cufile::Cufile},

@@ -2,7 +2,8 @@
 //! write; a page is never written twice at the same time.
 
 use std::{
-    collections::{BTreeSet, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    io,
     rc::Rc,
 };
 
@@ -11,7 +12,6 @@ use tokio::sync::oneshot;
 
 use super::{
     Mover,
-    pages::Waiters,
     results::{is_of_part, worse_of},
 };
 use crate::{
@@ -22,11 +22,52 @@ use crate::{
     index::{EntryId, Used},
     io::{Storage, transfer_owned},
     memory::AlignedBuf,
-    state::Locked,
+    state::{Locked, blames_disk},
 };
 
 /// Pages written at once by `sync`.
 const STALE_BATCH: usize = 32;
+
+/// The waiters for a write of a page.
+#[derive(Default)]
+pub(super) struct Waiters {
+    all: Vec<oneshot::Sender<Result<()>>>,
+    /// One of them is a store's.
+    is_of_store: bool,
+}
+
+/// Pages being written, or about to be, and those whose last write failed.
+#[derive(Default)]
+pub(super) struct RecordPages {
+    /// With the waiters for the next write.
+    pub(super) written: BTreeMap<PageId, Waiters>,
+    failed: BTreeSet<PageId>,
+}
+
+impl RecordPages {
+    /// Begins a write of the page for its waiters; `None` if there are none, and the page is given up.
+    fn begin(&mut self, page: PageId) -> Option<Waiters> {
+        let Entry::Occupied(mut waiters) = self.written.entry(page) else { return None };
+        if waiters.get().all.is_empty() {
+            waiters.remove();
+            return None;
+        }
+        Some(std::mem::take(waiters.get_mut()))
+    }
+
+    /// Notes how a write of the page ended. Whether that counts for the health of its disk: a write that fails again
+    /// does not unless a store waits for it. Each sync repeats it, also of an idle cache, and one bad place says
+    /// nothing of the others.
+    fn counts(&mut self, page: PageId, is_of_store: bool, written: &io::Result<()>) -> bool {
+        match written {
+            Ok(()) => {
+                self.failed.remove(&page);
+                true
+            }
+            Err(error) => blames_disk(error) && self.failed.insert(page) || is_of_store,
+        }
+    }
+}
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes the page that holds the record of `slot`; resolves when a write that began after this
@@ -43,17 +84,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn write_page_for(self: &Rc<Self>, page: PageId, is_of_store: bool) -> Result<()> {
         let (sender, receiver) = oneshot::channel();
-        match self.records.borrow_mut().written.entry(page) {
-            Entry::Occupied(mut present) => {
-                let waiters = present.get_mut();
-                waiters.all.push(sender);
-                waiters.is_of_store |= is_of_store;
-            }
-            Entry::Vacant(vacant) => {
-                vacant.insert(Waiters { all: vec![sender], is_of_store });
+        {
+            let mut records = self.records.borrow_mut();
+            let waiters = records.written.entry(page).or_insert_with(|| {
                 let this = Rc::clone(self);
                 self.spawn_part(async move { this.serve_page(page).await });
-            }
+                Waiters::default()
+            });
+            waiters.all.push(sender);
+            waiters.is_of_store |= is_of_store;
         }
         receiver.await.unwrap_or(Err(Error::Closed))
     }
