@@ -26,7 +26,7 @@ pub use self::{files::Files, resume::in_parts, transfer::OpenFile};
 pub(crate) use self::{
     pool::{Pool, Pushed},
     transfer::Transfer,
-    waiter::{Summed, TransferHandler, Transferred, Waiter},
+    waiter::{TransferHandler, Transferred, Waiter},
     workers::{ThreadPlan, Workers},
 };
 pub use crate::{

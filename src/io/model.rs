@@ -172,20 +172,13 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
         pool.push_transfer(urgency, transfer, waiter).wake();
         pool.raise(&[u64::from(n / 2)], n == 5);
         let (answer, worked) = oneshot::channel();
-        pool.push_work(0, Box::new(move || Box::new(move || answer.send(n).expect("it is awaited"))));
+        pool.push_work(0, Box::new(move || answer.send(n).expect("it is awaited")));
         answered.push((n, transferred, worked));
     }
-    let all = async {
-        for (n, transferred, worked) in answered {
-            let transferred = transferred.await.expect("no worker died");
-            assert_eq!(transferred.expect("transferred"), Some(checksum(&[n; 4096])));
-            assert_eq!(worked.await, Ok(n));
-        }
-    };
-    tokio::select! {
-        biased;
-        () = Arc::clone(pool).take_answers() => unreachable!("it takes answers for ever"),
-        () = all => {}
+    for (n, transferred, worked) in answered {
+        let transferred = transferred.await.expect("no worker died");
+        assert_eq!(transferred.expect("transferred"), Some(checksum(&[n; 4096])));
+        assert_eq!(worked.await, Ok(n));
     }
 }
 

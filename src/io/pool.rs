@@ -4,18 +4,13 @@ mod queue;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
-
-use tokio::sync::Notify;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use self::queue::{Batch, Queue, Queued, Room, Sleeper, weight};
 use super::{
     driver::Driver,
-    transfer::{Completed, Transfer},
-    waiter::{self, Answer, Waiter},
+    transfer::Transfer,
+    waiter::{self, Waiter},
 };
 use crate::{
     block::OpKind,
@@ -28,8 +23,8 @@ use crate::{
 /// microseconds, so small blocks wait for a worker that is already awake.
 pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
-/// A unit of work. Returns what the reactor runs afterwards.
-pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
+/// A unit of work.
+pub(super) type Work = Box<dyn FnOnce() + Send>;
 
 /// State shared by callers, the reactor and the threads.
 pub struct Pool {
@@ -38,10 +33,6 @@ pub struct Pool {
     any_queued: AtomicBool,
     /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
     wake_bytes: u64,
-    /// Answers that the reactor has not taken yet.
-    answers: Mutex<Vec<Answer>>,
-    /// Wakes the reactor for the first answer; it then takes all of them.
-    answered: Notify,
 }
 
 /// What follows the queueing of something, outside of its caller's locks.
@@ -80,13 +71,7 @@ impl Pool {
     /// A queue for `threads` workers, the first `rings` of which transfer; one is woken for every `wake_bytes` queued.
     pub fn new(threads: u32, rings: u32, wake_bytes: u64) -> Self {
         let queue = Queue { threads, rings, ..Queue::default() };
-        Pool {
-            queue: Mutex::new(queue),
-            any_queued: AtomicBool::new(false),
-            wake_bytes,
-            answers: Mutex::new(Vec::new()),
-            answered: Notify::new(),
-        }
+        Pool { queue: Mutex::new(queue), any_queued: AtomicBool::new(false), wake_bytes }
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -164,17 +149,17 @@ impl Pool {
         }
         // What was taken is done first: a completion that the submission has found can wait.
         if let Some(work) = work {
-            self.answer(work());
+            work();
         } else if let Some((transfer, waiter)) = unsummed {
             match waiter::sum(transfer, waiter) {
                 Ok((transfer, waiter)) => {
                     driver.start(transfer, waiter);
                     *unsubmitted = true;
                 }
-                Err(refused) => self.end(refused),
+                Err(refused) => waiter::end(refused),
             }
         } else if let Some(ended) = driver.take_completed() {
-            self.end(ended);
+            waiter::end(ended);
         } else {
             return self.fall_asleep(worker, driver);
         }
@@ -221,31 +206,6 @@ impl Pool {
         let taken = queue.take(Room::of(driver), !driver.has_completed());
         self.any_queued.store(!queue.is_empty(), Ordering::Relaxed);
         taken
-    }
-
-    fn end(&self, ended: Completed<Waiter>) {
-        if let Some(answer) = waiter::answer(ended) {
-            self.answer(answer);
-        }
-    }
-
-    fn answer(&self, answer: Answer) {
-        let mut answers = self.answers.lock();
-        answers.push(answer);
-        let is_first = answers.len() == 1;
-        drop(answers);
-        if is_first {
-            self.answered.notify_one();
-        }
-    }
-
-    /// Runs the answers, on the reactor.
-    pub(super) async fn take_answers(self: Arc<Self>) {
-        loop {
-            self.answered.notified().await;
-            let answers = std::mem::take(&mut *self.answers.lock());
-            answers.into_iter().for_each(|answer| answer());
-        }
     }
 
     /// Closes the queue: workers end after the queued work.

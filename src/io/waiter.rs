@@ -1,4 +1,4 @@
-//! The waiter for a transfer, and its answer.
+//! The waiter for a transfer, which is told of the end on the thread that has made it.
 
 use std::io;
 
@@ -7,32 +7,17 @@ use tokio::sync::oneshot;
 use super::transfer::{Completed, Transfer};
 use crate::{checksum::checksum, memory::Lent, shield::caught};
 
-/// Sends a result, on the reactor.
-pub(super) type Answer = Box<dyn FnOnce() + Send>;
-
 /// The end of a transfer, whose memory has been dropped: the checksum of the requested number of bytes, if it was
 /// requested.
 pub(crate) type Transferred = io::Result<Option<u64>>;
 
-/// The end of a transfer with its checksum; `None` where it was lost with its thread. The kernel is done with its
-/// memory.
-pub(crate) type Summed = Option<io::Result<u64>>;
-
-/// Receiver of a block that is being transferred.
+/// Who waits for a transfer.
 pub struct Waiter {
     /// Bytes to checksum: after a read, before a write. 0: none.
     pub(super) sum_bytes: usize,
     /// The checksum of a block that is being written.
     sum: Option<u64>,
-    end: End,
-}
-
-/// Where the end of a transfer is told.
-enum End {
-    /// On the reactor.
-    Reactor(oneshot::Sender<Transferred>),
-    /// On the thread that has made it.
-    Here(Called),
+    handler: Called,
 }
 
 /// What is told of a transfer on the thread that makes it.
@@ -40,12 +25,12 @@ pub(crate) trait TransferHandler: Send {
     /// The block, which is about to be written, has this checksum.
     fn summed(&mut self, _sum: u64) {}
 
-    /// The transfer has ended.
-    fn ended(self: Box<Self>, result: Summed);
+    /// The transfer has ended; `None`: it was lost with its thread. The kernel is done with its memory.
+    fn ended(self: Box<Self>, result: Option<Transferred>);
 }
 
-impl<F: FnOnce(Summed) + Send> TransferHandler for F {
-    fn ended(self: Box<Self>, result: Summed) {
+impl<F: FnOnce(Option<Transferred>) + Send> TransferHandler for F {
+    fn ended(self: Box<Self>, result: Option<Transferred>) {
         self(result);
     }
 }
@@ -54,7 +39,7 @@ impl<F: FnOnce(Summed) + Send> TransferHandler for F {
 struct Called(Option<Box<dyn TransferHandler>>);
 
 impl Called {
-    fn call(&mut self, result: Summed) {
+    fn call(&mut self, result: Option<Transferred>) {
         if let Some(handler) = self.0.take() {
             // A panic is of this block alone.
             _ = caught(|| handler.ended(result));
@@ -69,19 +54,17 @@ impl Drop for Called {
 }
 
 impl Waiter {
+    /// Sends the end; nothing, if the transfer is lost.
     pub(super) fn new(sum_bytes: usize) -> (Waiter, oneshot::Receiver<Transferred>) {
-        let (answer, answered) = oneshot::channel();
-        (Waiter { sum_bytes, sum: None, end: End::Reactor(answer) }, answered)
+        let (sender, receiver) = oneshot::channel();
+        // The movement may be gone.
+        let send = |result: Option<Transferred>| drop(result.map(|transferred| sender.send(transferred)));
+        (Waiter::calling(sum_bytes, send), receiver)
     }
 
     /// Calls `handler` on the thread that makes the transfer, or that has lost it.
     pub(crate) fn calling(sum_bytes: usize, handler: impl TransferHandler + 'static) -> Waiter {
-        Waiter { sum_bytes, sum: None, end: End::Here(Called(Some(Box::new(handler)))) }
-    }
-
-    /// Whether its end is told on the thread that has made the transfer.
-    pub(super) fn is_called(&self) -> bool {
-        matches!(self.end, End::Here(_))
+        Waiter { sum_bytes, sum: None, handler: Called(Some(Box::new(handler))) }
     }
 
     /// Bytes to checksum: after a read, before a write. 0: none.
@@ -93,7 +76,7 @@ impl Waiter {
     /// Notes the checksum of a block that is about to be written. A panic of the handler loses its thread's transfers.
     fn with_sum(mut self, sum: u64) -> Waiter {
         self.sum = Some(sum);
-        if let End::Here(Called(Some(handler))) = &mut self.end {
+        if let Some(handler) = &mut self.handler.0 {
             handler.summed(sum);
         }
         self
@@ -121,18 +104,11 @@ pub(super) fn checksum_of(buf: &Lent, bytes: usize) -> u64 {
     checksum(unsafe { std::slice::from_raw_parts(buf.as_ptr().cast_const(), bytes.min(buf.len())) })
 }
 
-/// Checksums a block that was read, and tells its waiter: by an answer, where it waits on the reactor.
-pub(super) fn answer(ended: Completed<Waiter>) -> Option<Answer> {
-    let Completed { buf, result, tag: Waiter { sum_bytes, sum, end } } = ended;
+/// Checksums a block that was read, and tells its waiter.
+pub(super) fn end(ended: Completed<Waiter>) {
+    let Completed { buf, result, tag: Waiter { sum_bytes, sum, mut handler } } = ended;
     let result = result.map(|()| sum.or_else(|| (sum_bytes > 0).then(|| checksum_of(&buf, sum_bytes))));
-    // On this thread, and caught: the memory of a movement that is gone may be the last owner of something that panics.
+    // Caught: the memory of a movement that is gone may be the last owner of something that panics.
     _ = caught(move || drop(buf));
-    match end {
-        // The movement may be gone.
-        End::Reactor(answer) => Some(Box::new(move || drop(answer.send(result)))),
-        End::Here(mut end) => {
-            end.call(result.transpose());
-            None
-        }
-    }
+    handler.call(Some(result));
 }

@@ -21,19 +21,18 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use tokio::{sync::oneshot, task::AbortHandle};
+use tokio::sync::oneshot;
 
 use super::{
     driver::ThreadDriver,
     pool::{Pool, WAKE_BYTES},
     ring::Ring,
     transfer::Transfer,
-    waiter::{Answer, Transferred, Waiter},
+    waiter::{Transferred, Waiter},
 };
 use crate::{
     metrics::Count,
     shield::{caught, log},
-    task,
     urgency::Urgency,
 };
 
@@ -73,8 +72,6 @@ enum Kind {
     Threads {
         pool: Arc<Pool>,
         threads: Vec<JoinHandle<()>>,
-        /// The reactor's task that runs answers.
-        answers: AbortHandle,
         /// Whether some of the threads transfer.
         transfers: bool,
     },
@@ -155,9 +152,8 @@ impl Workers {
             _ => 0,
         };
         let pool = Arc::new(Pool::new(count, callers + rings, wake_bytes));
-        let answers = task::spawn(Arc::clone(&pool).take_answers()).abort_handle();
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
-        workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, transfers: false };
+        workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), transfers: false };
         let (tell, told) = mpsc::channel();
         for worker in 0..count {
             let (pool, tell, near, held) = (Arc::clone(&pool), tell.clone(), near.clone(), held.clone());
@@ -186,8 +182,7 @@ impl Workers {
     /// Workers that the caller runs, by the steps of `pool`. Call on the reactor.
     #[cfg(feature = "sim")]
     pub(crate) fn stepped(pool: Arc<Pool>, done: Arc<Count>) -> Rc<Self> {
-        let answers = task::spawn(Arc::clone(&pool).take_answers()).abort_handle();
-        let kind = Kind::Threads { pool, threads: Vec::new(), answers, transfers: true };
+        let kind = Kind::Threads { pool, threads: Vec::new(), transfers: true };
         Rc::new(Workers { kind, busy: Cell::new(0), work_bytes_min: 1, done })
     }
 
@@ -229,11 +224,11 @@ impl Workers {
             Kind::Threads { pool, .. } => {
                 let (answer, answered) = oneshot::channel();
                 let done = Arc::clone(&self.done);
-                let work = move || -> Answer {
+                let work = move || {
                     let result = catch_unwind(AssertUnwindSafe(work)).ok();
                     done.add(u64::from(result.is_some()));
-                    // The movement may be gone.
-                    Box::new(move || drop(answer.send(result)))
+                    // The movement may be gone, and what it had may be the last owner of something that panics.
+                    _ = caught(|| drop(answer.send(result)));
                 };
                 pool.push_work(bytes, Box::new(work));
                 answered.await.ok().flatten()
@@ -276,8 +271,7 @@ impl Workers {
 impl Drop for Workers {
     /// Waits for the queued work: it may touch memory that is unmapped afterwards.
     fn drop(&mut self) {
-        if let Kind::Threads { pool, threads, answers, .. } = &mut self.kind {
-            answers.abort();
+        if let Kind::Threads { pool, threads, .. } = &mut self.kind {
             pool.close();
             for thread in threads.drain(..) {
                 // The threads do not panic: `run` catches panics of the work.

@@ -18,7 +18,7 @@ use crate::{
     block::{BlockKey, Tier},
     device::{CopyEngine, cuda::Gpu},
     error::Result,
-    io::{Storage, Summed},
+    io::{Storage, Transferred},
     state::{PendingWrite, Pin, Room},
 };
 
@@ -55,7 +55,7 @@ pub(crate) enum Urgent {
     /// Make the storage and the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// End a read that a caller had submitted, with what came of it; nothing where its thread died.
-    EndRead(Box<PlannedRead>, Summed),
+    EndRead(Box<PlannedRead>, Option<Transferred>),
     /// Record blocks of a call that I/O threads write and have checksummed, and end their stores with their payloads.
     EndStores { call: Arc<StoreCall>, group: usize },
     /// End a store whose write by an I/O thread has failed, or was lost.

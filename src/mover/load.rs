@@ -21,7 +21,7 @@ use super::{
 use crate::{
     block::{OpKind, Route, Tier},
     error::Result,
-    io::{OpenFile, Summed, Transfer, Waiter},
+    io::{OpenFile, Transfer, Transferred, Waiter},
     memory::{IoBuf, Lent},
     state::{Class, Locked, Outcome, Permit, Purpose, Use},
     sync::Mutex,
@@ -243,12 +243,12 @@ impl Submitter {
 impl Load {
     /// The end of a read, on the thread that has made it. One that was lost is made again: the kernel is done with its
     /// memory.
-    fn ended(self: &Arc<Self>, planned: PlannedLoad, permit: Permit, result: Summed) {
+    fn ended(self: &Arc<Self>, planned: PlannedLoad, permit: Permit, result: Option<Transferred>) {
         drop(permit);
         let (shared, block) = (&self.ends.shared, &planned.block);
         shared.metrics.work_done.add(u64::from(matches!(result, Some(Ok(_)))));
         let ended = match result {
-            Some(result) => shared.read_in_place(block.file, result).map(|sum| sum == Some(block.checksum)),
+            Some(result) => shared.read_in_place(block.file, result).map(|sum| sum.flatten() == Some(block.checksum)),
             None => Ok(false),
         };
         self.end(planned, ended);

@@ -19,7 +19,7 @@ use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
     device::CopyEngine,
     error::{Error, Result},
-    io::{OpenFile, Storage, Summed, Transferred},
+    io::{OpenFile, Storage, Transferred},
     state::{Filling, Outcome, Pin, Unverified, blames_disk, verify::Fault},
     urgency::Urgency,
 };
@@ -79,13 +79,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a read that a caller had submitted: by what came of it, or reads the block again.
-    pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Summed) {
+    pub(super) async fn end_submitted(self: Rc<Self>, read: Box<PlannedRead>, result: Option<Transferred>) {
         let PlannedRead { mut trip, block, began } = *read;
         let Some(result) = result else {
             return self.fill_host(Fill { trip, step: Ok(Step::OnDisk(block)) }, None).await;
         };
         drop(trip.taken.permit());
-        match self.read_ended(block.file, block.checksum, (result.map(Some), block.pin, trip.taken.slot()), began) {
+        match self.read_ended(block.file, block.checksum, (result, block.pin, trip.taken.slot()), began) {
             Ok(unverified) => self.verify_here(&trip.key, unverified).await,
             Err(error) => self.end_flight(&trip.key, Tier::Host, Err(error)),
         }

@@ -26,7 +26,7 @@ use crate::{
     disk::Origin,
     error::Result,
     index::EntryId,
-    io::{OpenFile, Pool, Pushed, Summed, Transfer, TransferHandler, Waiter},
+    io::{OpenFile, Pool, Pushed, Transfer, TransferHandler, Transferred, Waiter},
     state::{BegunWrite, Class, Committed, DiskPlace, DiskWrite, Few, Known, Locked, Permit, Purpose, Taken, WRITE},
     sync::Mutex,
     urgency::Urgency,
@@ -191,7 +191,7 @@ impl TransferHandler for QueuedStore {
     }
 
     /// The reactor hears at once of a write that has failed, or was lost: the kernel is done with its memory.
-    fn ended(self: Box<Self>, result: Summed) {
+    fn ended(self: Box<Self>, result: Option<Transferred>) {
         let QueuedStore { call, group, is_summed, mut planned } = *self;
         if result.is_some() {
             drop(planned.permit.take());

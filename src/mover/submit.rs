@@ -19,7 +19,7 @@ use super::{
 use crate::{
     block::{BlockKey, OpKind, Route, Tier},
     index::EntryId,
-    io::{OpenFile, Pool, Pushed, Summed, Transfer, Waiter},
+    io::{OpenFile, Pool, Pushed, Transfer, Transferred, Waiter},
     memory::Lent,
     state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Room, Shared, Unverified},
     urgency::Urgency,
@@ -217,15 +217,15 @@ impl Ends {
 
     /// The end of a read, on the thread that has made it. One that was lost is made again: the kernel is done with its
     /// memory.
-    fn end(self: Arc<Self>, read: PlannedRead, result: Summed) {
+    fn end(self: Arc<Self>, read: PlannedRead, result: Option<Transferred>) {
         self.shared.metrics.movements.add(-1.0);
         match result {
-            Some(Ok(sum)) if sum == read.block.checksum => self.publish(read),
+            Some(Ok(sum)) if sum == Some(read.block.checksum) => self.publish(read),
             result => self.hand_over(read, result),
         }
     }
 
-    fn hand_over(&self, read: PlannedRead, result: Summed) {
+    fn hand_over(&self, read: PlannedRead, result: Option<Transferred>) {
         drop(self.urgent.send(Urgent::EndRead(Box::new(read), result)));
     }
 

@@ -12,9 +12,8 @@ use super::{
 };
 use crate::{block::OpKind, urgency::Line};
 
-/// What a transfer that its caller has queued counts beside its bytes: it costs its thread some 10 us more, and the
-/// caller, not the reactor, wakes another thread for it.
-const CALLED_BYTES: u64 = 64 << 10;
+/// What a transfer counts beside its bytes: its end costs its thread some 10 us.
+const END_BYTES: u64 = 64 << 10;
 
 /// How often busy threads pass over work and awaited checksums of writes before one of them does a piece.
 pub(super) const PASSES_MAX: u32 = 8;
@@ -79,8 +78,8 @@ pub(super) struct Batch {
 }
 
 /// What a queued transfer counts.
-pub(super) fn weight((transfer, waiter): &Queued) -> u64 {
-    transfer.buf.len() as u64 + if waiter.is_called() { CALLED_BYTES } else { 0 }
+pub(super) fn weight((transfer, _): &Queued) -> u64 {
+    transfer.buf.len() as u64 + END_BYTES
 }
 
 /// The order is that of `state/in_flight.rs`: reads and writes have room apart, so that no read waits for a write;

@@ -1,6 +1,6 @@
 //! The order in which workers take queued transfers.
 
-use std::fs::File;
+use std::{fs::File, sync::Arc};
 
 use super::{
     Urgency::{Awaited, Background},
@@ -93,7 +93,7 @@ fn a_transfer_that_comes_after_the_end_is_told_to_be_lost() {
     let memory = Arc::downgrade(&queue.1);
     let file = OpenFile { file: Arc::clone(&queue.1), id: FileId(0), by_calls: false };
     let transfer = Transfer { kind: OpKind::Read, file, offset: 0, buf: AlignedBuf::zeroed(PAGE).lend() };
-    let told = move |result: Option<std::io::Result<u64>>| {
+    let told = move |result: Option<waiter::Transferred>| {
         told.send((result.is_none(), memory.strong_count())).expect("awaited");
     };
     let pushed = queue.0.push_transfer(Awaited, transfer, Waiter::calling(PAGE, told));
@@ -107,7 +107,7 @@ fn work_and_awaited_writes_are_done_however_many_reads_are_queued() {
     let queue = Queued::new(1);
     queue.push(OpKind::Write, Awaited, 10, PAGE);
     queue.push(OpKind::Write, Background(1), 11, PAGE);
-    queue.0.push_work(0, Box::new(|| Box::new(|| ())));
+    queue.0.push_work(0, Box::new(|| ()));
     let (mut works, mut writes, mut reads) = (0, Vec::new(), 0);
     // A thread that always has a completed transfer, and more reads in the queue than room.
     for n in 0..3 * PASSES_MAX {
@@ -126,7 +126,7 @@ fn an_awaited_write_has_its_turn_however_much_work_is_queued() {
     (0..2).for_each(|n| queue.push(OpKind::Write, Awaited, 10 + n, PAGE));
     queue.push(OpKind::Write, Background(1), 12, PAGE);
     let turns: Vec<Vec<u64>> = std::iter::repeat_with(|| {
-        (0..2).for_each(|_| queue.0.push_work(0, Box::new(|| Box::new(|| ()))));
+        (0..2).for_each(|_| queue.0.push_work(0, Box::new(|| ())));
         queue.take(1, 1, 0)
     })
     .take(5)

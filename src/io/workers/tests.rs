@@ -45,10 +45,6 @@ fn falls_asleep(workers: &Workers, threads: usize) {
 
 /// Queues work that answers nobody.
 fn queue(workers: &Workers, work: impl FnOnce() + Send + 'static) {
-    let work = move || -> Answer {
-        work();
-        Box::new(|| ())
-    };
     pool(workers).push_work(0, Box::new(work));
 }
 
@@ -105,7 +101,7 @@ fn work_that_panics_is_lost_with_what_it_owned_and_the_worker_goes_on() {
 fn a_worker_that_dies_is_replaced_although_the_log_panics() {
     on_reactor(async {
         let workers = workers(1);
-        let dies = || -> Answer {
+        let dies = || {
             std::mem::forget(tracing::subscriber::set_default(OnEvent(|_: &tracing::Event<'_>| panics())));
             panics()
         };

@@ -17,10 +17,7 @@ use super::*;
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    io::{
-        transfer::OpenFile,
-        waiter::{Summed, TransferHandler},
-    },
+    io::{transfer::OpenFile, waiter::TransferHandler},
     memory::{AlignedBuf, IoBuf, Lent},
 };
 
@@ -73,7 +70,6 @@ fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
     }
     on_reactor(async {
         let pool = Arc::new(Pool::new(1, 1, WAKE_BYTES));
-        let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
         let of_thread = Arc::clone(&pool);
         let thread = thread::spawn(move || {
             let ring = ring(None).expect("a ring");
@@ -83,7 +79,7 @@ fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
         while !REFUSED.load(Ordering::Acquire) {
             thread::yield_now();
         }
-        let kind = Kind::Threads { pool, threads: vec![thread], answers, transfers: true };
+        let kind = Kind::Threads { pool, threads: vec![thread], transfers: true };
         let done = Arc::new(Count::unexported());
         let workers = Workers { kind, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
         let file = Arc::new(tempfile::tempfile().expect("a file"));
@@ -148,8 +144,9 @@ impl TransferHandler for Watching {
         self.tell("summed", sum);
     }
 
-    fn ended(self: Box<Self>, result: Summed) {
-        self.tell("ended", result.expect("it is not lost").expect("written"));
+    fn ended(self: Box<Self>, result: Option<Transferred>) {
+        let sum = result.expect("it is not lost").expect("written");
+        self.tell("ended", sum.expect("it was asked for"));
     }
 }
 
