@@ -91,11 +91,19 @@ impl Wake {
     }
 }
 
+/// Which transfers a thread takes. It leaves others to other threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Takes {
+    None,
+    Reads,
+    All,
+}
+
 /// A thread's ring, if it has one, and its system calls.
 pub(super) struct ThreadDriver {
     ring: Option<Ring<Waiter>>,
-    /// Whether the thread transfers; otherwise it leaves transfers to the others.
-    transfers: bool,
+    /// Which transfers it takes.
+    takes: Takes,
     /// Transfers to be made by system calls, each when it is taken as completed: its bytes are still in the processor's
     /// cache then. Also those whose offset is impossible, which are refused then.
     calls: VecDeque<InFlight<Waiter>>,
@@ -106,33 +114,34 @@ pub(super) struct ThreadDriver {
 impl ThreadDriver {
     /// With a ring.
     pub(super) fn with(ring: Ring<Waiter>) -> Self {
-        ThreadDriver { ring: Some(ring), ..ThreadDriver::without_ring(true) }
+        ThreadDriver { ring: Some(ring), ..ThreadDriver::without_ring(Takes::All) }
     }
 
     /// Sleeps by `park`, and leaves transfers to the others.
     #[cfg(test)]
     pub(super) fn that_sleeps(park: fn()) -> Self {
-        ThreadDriver { park, ..ThreadDriver::without_ring(false) }
+        ThreadDriver { park, ..ThreadDriver::without_ring(Takes::None) }
     }
 
-    pub(super) fn transfers(&self) -> bool {
-        self.transfers
+    pub(super) fn takes(&self) -> Takes {
+        self.takes
     }
 
     pub(super) fn has_ring(&self) -> bool {
         self.ring.is_some()
     }
 
-    /// Transfers by system calls, one read and one write at a time, or not at all.
-    pub(super) fn without_ring(transfers: bool) -> Self {
-        ThreadDriver { ring: None, transfers, calls: VecDeque::new(), park: thread::park }
+    /// Transfers by system calls, one read and one write at a time.
+    pub(super) fn without_ring(takes: Takes) -> Self {
+        ThreadDriver { ring: None, takes, calls: VecDeque::new(), park: thread::park }
     }
 }
 
 impl Driver for ThreadDriver {
     fn room(&self, kind: OpKind) -> usize {
         // Other threads may be free to make the next calls.
-        if !self.transfers || !self.calls.is_empty() {
+        let is_taken = self.takes == Takes::All || self.takes == Takes::Reads && kind == OpKind::Read;
+        if !is_taken || !self.calls.is_empty() {
             return 0;
         }
         let Some(ring) = &self.ring else { return 1 };

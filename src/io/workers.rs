@@ -24,7 +24,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use super::{
-    driver::ThreadDriver,
+    driver::{Takes, ThreadDriver},
     pool::{Pool, WAKE_BYTES},
     ring::Ring,
     transfer::Transfer,
@@ -97,6 +97,17 @@ fn run_on(processors: &[usize]) {
     unsafe { libc::sched_setaffinity(0, bytes, &raw const wanted) };
 }
 
+/// What a worker takes; the first `callers` transfer by system calls. A quarter of these only read: a write that the
+/// drive hangs on holds its thread, and no read waits for a write.
+fn taken_by_calls(worker: u32, callers: u32) -> Takes {
+    let reads_alone = callers.div_ceil(4).min(callers.saturating_sub(1));
+    match worker {
+        _ if worker >= callers => Takes::None,
+        _ if worker < reads_alone => Takes::Reads,
+        _ => Takes::All,
+    }
+}
+
 /// A ring for this thread, if the kernel allows one.
 fn ring(held: Option<&OwnedFd>) -> Option<Ring<Waiter>> {
     let refused = |error: &io::Error| log(|| tracing::warn!(%error, "a worker has no ring"));
@@ -107,7 +118,7 @@ fn ring(held: Option<&OwnedFd>) -> Option<Ring<Waiter>> {
 /// ring by `renew`, if it had one. If that is refused, the worker transfers by system calls: the queue has transfers
 /// for it.
 fn run(pool: &Pool, worker: u32, mut driver: ThreadDriver, renew: impl Fn() -> Option<Ring<Waiter>>) {
-    let (transfers, has_ring) = (driver.transfers(), driver.has_ring());
+    let (takes, has_ring) = (driver.takes(), driver.has_ring());
     loop {
         // After a panic, transfers in flight are dropped once the kernel is done with them, and their waiters are
         // notified.
@@ -120,7 +131,7 @@ fn run(pool: &Pool, worker: u32, mut driver: ThreadDriver, renew: impl Fn() -> O
         }
         log(|| tracing::error!("a worker thread panicked and restarts"));
         let ring = if has_ring { caught(&renew).flatten() } else { None };
-        driver = ring.map_or_else(|| ThreadDriver::without_ring(transfers), ThreadDriver::with);
+        driver = ring.map_or_else(|| ThreadDriver::without_ring(takes), ThreadDriver::with);
     }
 }
 
@@ -161,9 +172,10 @@ impl Workers {
                 run_on(&near);
                 let renew = || ring(held.as_deref());
                 let ring = if (callers..callers + rings).contains(&worker) { renew() } else { None };
-                let driver = ring.map_or_else(|| ThreadDriver::without_ring(worker < callers), ThreadDriver::with);
+                let without_ring = || ThreadDriver::without_ring(taken_by_calls(worker, callers));
+                let driver = ring.map_or_else(without_ring, ThreadDriver::with);
                 // The starting thread waits for all of these messages.
-                let _ = tell.send(driver.transfers());
+                let _ = tell.send(driver.takes() != Takes::None);
                 drop(tell);
                 run(&pool, worker, driver, renew);
             };

@@ -21,7 +21,7 @@ fn waiter() -> Waiter {
 /// With a ring, if the kernel allows one, and without.
 fn drivers() -> impl Iterator<Item = ThreadDriver> {
     let with_ring = Ring::new(None).ok().map(ThreadDriver::with);
-    with_ring.into_iter().chain([ThreadDriver::without_ring(true)])
+    with_ring.into_iter().chain([ThreadDriver::without_ring(Takes::All)])
 }
 
 #[test]

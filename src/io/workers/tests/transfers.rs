@@ -8,6 +8,7 @@ use std::{
     },
     ptr::NonNull,
     sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
 };
 
 #[path = "../../../../base/src/memory/guarded.rs"]
@@ -214,9 +215,9 @@ fn a_block_of_memory_that_was_taken_away_is_not_written() {
 #[test]
 fn a_thread_that_blocks_holds_up_no_transfer_by_system_calls() {
     on_reactor(async {
-        let workers = start(ThreadPlan { callers: 2, ..ThreadPlan::default() });
+        let workers = start(ThreadPlan { callers: 3, ..ThreadPlan::default() });
         assert!(workers.pool().is_some() && !workers.take(1 << 30), "they are for the disk alone");
-        falls_asleep(&workers, 2);
+        falls_asleep(&workers, 3);
         let (go, wait) = mpsc::channel::<()>();
         // Blocks until the test releases it.
         queue(&workers, move || _ = wait.recv());
@@ -225,6 +226,48 @@ fn a_thread_that_blocks_holds_up_no_transfer_by_system_calls() {
             transfer(&workers, kind, &file, 0, 7).await.expect("no worker died").expect("transferred");
         }
         drop(go);
+    });
+}
+
+/// A write that hangs until its sender is dropped; for so long that the test has failed, it notes.
+struct Hangs(mpsc::Receiver<()>, Arc<AtomicBool>);
+
+impl TransferHandler for Hangs {
+    fn summed(&mut self, _sum: u64) {
+        let is_over = self.0.recv_timeout(Duration::from_secs(10)) == Err(mpsc::RecvTimeoutError::Timeout);
+        self.1.fetch_or(is_over, Ordering::AcqRel);
+    }
+
+    fn ended(self: Box<Self>, _result: Option<Transferred>) {}
+}
+
+#[test]
+fn writes_that_hang_leave_threads_to_reads_by_system_calls() {
+    on_reactor(async {
+        for callers in [2, 4, 16] {
+            let workers = start(ThreadPlan { callers, ..ThreadPlan::default() });
+            let file = Arc::new(tempfile::tempfile().expect("a file"));
+            transfer(&workers, OpKind::Write, &file, 0, 7).await.expect("no worker died").expect("written");
+            let is_over = Arc::new(AtomicBool::new(false));
+            let hangs = |_| {
+                let is_over = Arc::clone(&is_over);
+                let (go, wait) = mpsc::channel();
+                let of_disk = OpenFile { file: Arc::clone(&file), id: FileId(0), by_calls: true };
+                let buf = AlignedBuf::zeroed(4096).lend();
+                let write = Transfer { kind: OpKind::Write, file: of_disk, offset: 4096, buf };
+                pool(&workers)
+                    .push_transfer(Urgency::Awaited, write, Waiter::calling(4096, Hangs(wait, is_over)))
+                    .wake();
+                go
+            };
+            let hanging: Vec<mpsc::Sender<()>> = (0..2 * callers).map(hangs).collect();
+            // Time for all threads to take one.
+            thread::sleep(Duration::from_millis(50));
+            let read = transfer(&workers, OpKind::Read, &file, 0, 0).await.expect("no worker died").expect("read");
+            assert_eq!(read, Some(checksum(&[7; 4096])), "of {callers} threads");
+            assert!(!is_over.load(Ordering::Acquire), "a read waited for writes, with {callers} threads");
+            drop(hanging);
+        }
     });
 }
 
