@@ -5,6 +5,7 @@
 
 use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc};
 
+use futures_util::future::join;
 use tokio::{sync::oneshot, task::JoinHandle, time::Instant};
 
 use super::{
@@ -27,6 +28,9 @@ use crate::{
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
 /// share it with many later ones.
 const IN_FLIGHT_BYTES: u64 = 8 << 20;
+
+/// Layers of blocks that are noted in one turn of the reactor.
+const MARKS_PER_TURN: usize = 4096;
 
 /// Blocks that are in host memory, pinned, and where they go.
 struct Resident {
@@ -76,19 +80,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Some(jobs) = expected(jobs).await else { return };
         let board = Rc::new(RefCell::new(board));
         let (resident, away) = self.pin_what_is_resident(jobs).await;
-        // Reads go on while what is in host memory is copied.
         let (numbers, away) = self.load_away(away);
-        if !resident.is_empty() {
-            self.copy_by_layer(Resident::new(resident), &layers, &board).await;
-        }
-        // Where they are lost, the board says so when it is dropped.
-        let mut ended = numbers.into_iter().zip(away.await.unwrap_or_default());
-        while ended.len() > 0 {
-            for (number, outcome) in ended.by_ref().take(BEGUN_PER_TURN) {
-                board.borrow_mut().block_ended(number, outcome);
+        let copies = async {
+            if !resident.is_empty() {
+                self.copy_by_layer(Resident::new(resident), &layers, &board).await;
             }
-            yield_now().await;
-        }
+        };
+        // While the others are copied: a layer waits for what becomes of these, such as a miss.
+        let reads = async {
+            // Where they are lost, the board says so when it is dropped.
+            let mut ended = numbers.into_iter().zip(away.await.unwrap_or_default());
+            while ended.len() > 0 {
+                for (number, outcome) in ended.by_ref().take((MARKS_PER_TURN / layers.len().max(1)).max(1)) {
+                    board.borrow_mut().block_ended(number, outcome);
+                }
+                yield_now().await;
+            }
+        };
+        join(copies, reads).await;
     }
 
     /// Pins the blocks that are in host memory, all of them before any other is read: its slot might be that of one of

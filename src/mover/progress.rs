@@ -119,6 +119,8 @@ pub(crate) struct LayerBoard {
     blocks: Vec<Option<Result<bool>>>,
     /// By layer, then by block.
     there: Vec<Vec<bool>>,
+    /// Of each layer, the first blocks that are there.
+    leading: Vec<usize>,
     /// Blocks of which a layer's bytes are not known yet.
     left: Vec<usize>,
 }
@@ -133,6 +135,7 @@ impl LayerBoard {
             progress,
             blocks: vec![None; blocks],
             there: vec![vec![false; blocks]; layers],
+            leading: vec![0; layers],
             left: vec![blocks; layers],
         };
         if blocks == 0 {
@@ -170,6 +173,9 @@ impl LayerBoard {
 
     fn mark(&mut self, layer: usize, block: usize, is_there: bool) {
         self.there[layer][block] = is_there;
+        // Here and not when the layer is complete: the last block may complete all layers at once.
+        let leading = &mut self.leading[layer];
+        *leading += self.there[layer][*leading..].iter().take_while(|&&is_there| is_there).count();
         self.left[layer] -= 1;
         if self.left[layer] == 0 {
             self.complete(layer);
@@ -177,7 +183,7 @@ impl LayerBoard {
     }
 
     fn complete(&self, layer: usize) {
-        let leading = self.there[layer].iter().take_while(|&&is_there| is_there).count();
+        let leading = self.leading[layer];
         let error = match self.blocks.get(leading) {
             Some(Some(Err(error))) => Some(error.clone()),
             _ => None,
@@ -189,9 +195,10 @@ impl LayerBoard {
 impl Drop for LayerBoard {
     fn drop(&mut self) {
         // A block of which only some layers are known to be there is not there.
+        let is_cut = self.left.iter().any(|&left| left > 0);
         for (block, outcome) in self.blocks.iter_mut().enumerate() {
-            let is_whole = self.there.iter().all(|layer| layer[block]);
-            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && !is_whole) {
+            let is_whole = || !is_cut || self.there.iter().all(|layer| layer[block]);
+            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && !is_whole()) {
                 *outcome = Some(Err(Error::Closed));
             }
         }
@@ -217,7 +224,8 @@ pub(crate) struct LayerJobs {
 impl LayerJobs {
     /// Ends it before it has begun.
     pub(super) fn refuse(mut self, error: &Error) {
-        (0..self.board.blocks.len()).for_each(|block| self.board.block_ended(block, Err(error.clone())));
+        // Its layers are complete when the board is dropped.
+        self.board.blocks.fill_with(|| Some(Err(error.clone())));
     }
 }
 

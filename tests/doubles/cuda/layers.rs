@@ -177,6 +177,23 @@ fn layers_are_complete_one_by_one() {
     });
 }
 
+#[test]
+fn a_layer_does_not_wait_for_the_copies_of_others_because_a_block_is_missing() {
+    with_double("layers::a_layer_does_not_wait_for_the_copies_of_others_because_a_block_is_missing", "", || {
+        let cache = open(None);
+        let engine = Engine::new(&cache);
+        allow_events(1);
+        let load = engine.load(&cache, &[0, 1, 1000]);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+        let in_time = async { tokio::time::timeout(std::time::Duration::from_secs(20), load.layer(0)).await };
+        assert_eq!(runtime.block_on(in_time).expect("it is copied").expect("a layer").0, 2);
+        let later = std::pin::pin!(load.layer(1));
+        assert!(matches!(later.poll(&mut Context::from_waker(Waker::noop())), Poll::Pending), "it is not there");
+        allow_events(i32::MAX);
+        engine.end(&cache);
+    });
+}
+
 /// Layers that are long enough not to go together are complete one by one from the first to the last.
 #[test]
 fn long_layers_do_not_wait_for_each_other() {
