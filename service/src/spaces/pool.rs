@@ -75,7 +75,9 @@ impl Spaces {
     pub(crate) fn balance(self: &Rc<Self>, space: &Rc<Space>) {
         let share = &space.host;
         let step = self.step(share.slot_bytes);
-        if !self.config.move_host || self.moving.get() || share.evicted(&space.cache) < step {
+        // A cache that parks no slots, as that of a space for a GPU, has no use for more than it was opened with.
+        let may_grow = self.config.move_host && space.cache.config().host.parks;
+        if !may_grow || self.moving.get() || share.evicted(&space.cache) < step {
             return;
         }
         self.open_spaces().iter().for_each(|space| space.host.note(&space.cache));
@@ -104,7 +106,10 @@ impl Spaces {
         };
         let bytes = wanted.min(self.host.available(space.of()));
         if bytes > 0 && self.host.take(space.of(), bytes).is_ok() {
-            space.host.resize(&space.cache, space.host.bytes() + bytes, &*self.system).await;
+            let wanted = space.host.bytes() + bytes;
+            let given = space.host.resize(&space.cache, wanted, &*self.system).await;
+            // It may have no slots for all of it.
+            self.host.give_back(space.of(), wanted - given);
         }
         drop(space);
         self.moved();
@@ -227,5 +232,34 @@ impl Spaces {
 
     pub(super) fn open_spaces(&self) -> Vec<Rc<Space>> {
         self.entries.borrow().values().filter_map(Entry::space).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvhoist::{Config, DirectIo};
+    use tokio::task::LocalSet;
+
+    use super::*;
+    use crate::{config::ServerConfig, spaces::Wanted, system::Machine};
+
+    #[tokio::test]
+    async fn memory_for_which_a_space_has_no_slots_stays_free() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let mut config = ServerConfig::new(folder.path().join("socket"));
+        (config.host_bytes, config.move_host) = (1 << 20, false);
+        config.cache = Config::default().direct_io(DirectIo::Prefer);
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let run = async {
+            let wanted = Wanted { host_bytes: 64 << 10, ..Wanted::of_tests(4096) };
+            let space = spaces.attach(wanted).await.expect("opened");
+            assert!(!space.cache.config().host.parks, "it has the slots that it asked for");
+            let before = spaces.left();
+            Rc::clone(&spaces).give(None, Rc::clone(&space), 16 << 10).await;
+            assert_eq!((space.host_bytes(), spaces.left()), (64 << 10, before));
+            drop(space);
+            spaces.close().await.expect("closed");
+        };
+        LocalSet::new().run_until(run).await;
     }
 }

@@ -5,7 +5,7 @@ use kvhoist::{
     internals::gpu::{DeviceBuffer, Gpu},
     internals::memory::DeviceMemory,
 };
-use kvhoist_service::Client;
+use kvhoist_service::{Client, ClientOptions};
 
 use super::{
     BLOCKS, CudaService, Engine, block_bytes, is_real, lent, options, pool_bytes, wait_until_connected, with_gpu,
@@ -177,5 +177,28 @@ fn a_client_has_no_more_regions_than_it_may_however_many_it_asks_for_at_once() {
         let answers = block_on(futures_util::future::join_all(asked));
         assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 256, "the limit that the service has");
         block_on(client.close()).expect("close");
+    });
+}
+
+/// Its host memory is pinned: it has no slots for more.
+#[test]
+fn a_space_for_a_gpu_that_evicts_takes_no_memory_of_other_spaces() {
+    with_gpu("moves::a_space_for_a_gpu_that_evicts_takes_no_memory_of_other_spaces", || {
+        let node = CudaService::new();
+        let mut plain = ClientOptions::new("plain", block_bytes());
+        (plain.capacity_bytes, plain.host_bytes) = (pool_bytes() as u64, 0);
+        let _plain = block_on(Client::connect(node.socket(), plain)).expect("all that is left");
+        let engine = Engine::new(&node);
+        let host = || {
+            let status = kvhoist_service::status(&node.socket()).expect("a service");
+            let spaces = status.spaces.iter().map(|space| (space.namespace.clone(), space.host_bytes));
+            (spaces.collect::<Vec<_>>(), status.host_left)
+        };
+        let before = host();
+        // More than it has room for in host memory.
+        (0..8).for_each(|n| engine.store(n * BLOCKS));
+        let stats = block_on(engine.client.stats()).expect("a service");
+        assert!(stats.tier(Tier::Host).evictions > 2 * BLOCKS, "{stats:?}");
+        assert_eq!(host(), before);
     });
 }
