@@ -27,9 +27,10 @@ use super::{
     wire::{self, Came, Coming, Descriptor, Lent, Wire},
 };
 
-/// Closes that may wait, of all users, before no more connections are accepted: each keeps a descriptor of this
-/// process. One user has fewer where connections take descriptors once they are attached only: one for each of 4,096
-/// connections, the most that there may be, and what [`Discard::most`] allows. Several users may have more.
+/// Closes that may never end and may wait, of all users, before no more connections are accepted: each keeps a
+/// descriptor of this process. One user has fewer where connections take descriptors once they are attached only: one
+/// for each of 4,096 connections, the most that there may be, and what [`Discard::most`] allows. Several users may have
+/// more.
 const DISCARDS_MAX: usize = 5120;
 /// How often it is looked whether fewer of them wait.
 const DISCARDS_LOOK: Duration = Duration::from_millis(10);
@@ -37,10 +38,12 @@ const DISCARDS_LOOK: Duration = Duration::from_millis(10);
 /// closes do not end.
 const DISCARD_WAIT: Duration = Duration::from_secs(1);
 
-/// Where descriptors that may be no memory are until they are closed.
+/// Where descriptors whose close may take long are until they are closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Discard {
-    /// In this process, which has room for few: a register frame may come with 253.
+    /// In this process, and memory, the last close of which takes 100s of ms a few GiB. Each such close ends.
+    Memory,
+    /// In this process, which has room for few, and no memory: a register frame may come with 253.
     Received,
     /// In a connection that has ended. Those of many end together, and are closed in a moment.
     Unreceived,
@@ -51,7 +54,7 @@ impl Discard {
     fn most(self) -> usize {
         match self {
             Discard::Received => 2,
-            Discard::Unreceived => 128,
+            Discard::Memory | Discard::Unreceived => 128,
         }
     }
 }
@@ -59,15 +62,15 @@ impl Discard {
 /// Where descriptors of clients are received and closed.
 pub(super) struct Aside {
     receives: Brief,
-    closes: Arc<Brief>,
-    /// By user: closes of descriptors that may be no memory. The close of a file runs code of its file system, which
-    /// that user may have written (FUSE), and no signal ends it: others' must not wait for it.
+    closes: Brief,
+    /// By user: closes that may take long. That of a file runs code of its file system, which that user may have
+    /// written (FUSE), that of memory frees all its pages, and no signal ends either: others' must not wait for it.
     discards: Mutex<BTreeMap<(u32, Discard), Brief>>,
 }
 
 impl Aside {
     pub(super) fn start() -> io::Result<Arc<Self>> {
-        let (receives, closes) = (Brief::start("kvhoist-receive")?, Arc::new(Brief::start("kvhoist-close")?));
+        let (receives, closes) = (Brief::start("kvhoist-receive")?, Brief::start("kvhoist-close")?);
         Ok(Arc::new(Aside { receives, closes, discards: Mutex::default() }))
     }
 
@@ -77,9 +80,16 @@ impl Aside {
     /// Nothing is lost.
     pub(super) async fn room(&self) {
         self.closes.room().await;
-        while self.discards().values().map(Brief::waiting).sum::<usize>() > DISCARDS_MAX {
+        while self.unending() > DISCARDS_MAX {
             tokio::time::sleep(DISCARDS_LOOK).await;
         }
+    }
+
+    /// Closes that wait, of all users, and may never end.
+    fn unending(&self) -> usize {
+        let discards = self.discards();
+        let unending = discards.iter().filter(|((_, from), _)| *from != Discard::Memory);
+        unending.map(|(_, thread)| thread.waiting()).sum()
     }
 
     fn discards(&self) -> MutexGuard<'_, BTreeMap<(u32, Discard), Brief>> {
@@ -94,15 +104,20 @@ impl Aside {
             return Ok(());
         }
         let found = match from {
+            Discard::Memory => format!("user {uid} has sent {closing} descriptors of memory that"),
             Discard::Received => format!("user {uid} has sent {closing} descriptors that are no memory and"),
             Discard::Unreceived => format!("user {uid} has ended {closing} connections with descriptors that"),
         };
-        let text = format!("{found} are not closed yet, expected fewer than {most}; end whoever serves their files");
+        let mend = match from {
+            Discard::Memory => "connect again later",
+            Discard::Received | Discard::Unreceived => "end whoever serves their files",
+        };
+        let text = format!("{found} are not closed yet, expected fewer than {most}; {mend}");
         Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 
     /// Receives bytes that a descriptor comes with.
-    fn take(&self, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
+    fn take(self: &Arc<Self>, stream: &UnixStream, len: usize, uid: u32) -> io::Result<(Vec<u8>, Lent)> {
         let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
         let (mut bytes, mut fds) = (vec![0; len], Vec::new());
         let (len, lost) = socket::receive_all(stream.as_fd(), &mut bytes, |fd| fds.push(fd))?;
@@ -110,7 +125,7 @@ impl Aside {
         let is_one = fds.len() <= 1 && !lost;
         // Asked of the kernel's own files only: a file system that a user has written does not see the question.
         let lent = match fds.pop_if(|fd| is_one && fcntl_get_seals(fd).is_ok()) {
-            Some(fd) => Lent::Memory(self.descriptor(fd)),
+            Some(fd) => Lent::Memory(self.descriptor(fd, uid)),
             None if fds.is_empty() => Lent::Nothing,
             None => {
                 self.discard(uid, Discard::Received, move || drop(fds));
@@ -132,12 +147,17 @@ impl Aside {
         self.closes.run(job);
     }
 
-    fn descriptor(&self, fd: OwnedFd) -> Descriptor {
-        let closes = Arc::clone(&self.closes);
-        Descriptor::new(fd, move |fd| closes.run(move || drop(fd)))
+    fn descriptor(self: &Arc<Self>, fd: OwnedFd, uid: u32) -> Descriptor {
+        let aside = Arc::clone(self);
+        let close = move |fd| {
+            let here = Arc::clone(&aside);
+            // The user's thread may have to be started: not by the service's own.
+            aside.closes.run(move || here.discard(uid, Discard::Memory, move || drop(fd)));
+        };
+        Descriptor::new(fd, close)
     }
 
-    /// Runs what closes descriptors of a user that may be of any kind, on a thread of that user.
+    /// Runs what closes descriptors of a user, on a thread of that user.
     fn discard(&self, uid: u32, from: Discard, job: impl FnOnce() + Send + 'static) {
         let mut discards = self.discards();
         discards.retain(|other, thread| *other == (uid, from) || thread.waiting() > 0);
@@ -275,8 +295,9 @@ impl Wire for Accepted {
                 let (tell, told) = oneshot::channel();
                 let (stream, here) = (Arc::clone(&stream), Arc::clone(&aside));
                 aside.receives.run(move || {
-                    let came = here.check_closing(uid, Discard::Received).map(|()| here.take(&stream, len, uid));
-                    drop(tell.send(came));
+                    let mut closing = [Discard::Memory, Discard::Received].into_iter();
+                    let may_come = closing.try_for_each(|from| here.check_closing(uid, from));
+                    drop(tell.send(may_come.map(|()| here.take(&stream, len, uid))));
                 });
                 match told.await.unwrap_or(Err(io::ErrorKind::BrokenPipe.into())) {
                     Ok(came) => return came,

@@ -1,7 +1,14 @@
-use std::{io::Read, os::unix::net::UnixStream as StdStream, sync::mpsc};
+use std::{
+    io::Read,
+    os::{fd::AsRawFd, unix::net::UnixStream as StdStream},
+    sync::mpsc,
+};
 
 use futures_util::FutureExt;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{MemfdFlags, memfd_create},
+};
 
 use super::*;
 
@@ -57,7 +64,7 @@ async fn a_close_that_never_ends_is_waited_for_by_its_user_alone() {
 async fn memory_of_a_user_is_received_while_connections_of_that_user_are_closed() {
     let aside = Aside::start().expect("threads");
     let (ours, theirs) = connection();
-    let memory = rustix::fs::memfd_create(c"test", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+    let memory = memfd_create(c"test", MemfdFlags::CLOEXEC).expect("a memfd");
     let ((other, _writer), (end, ends)) = (io::pipe().expect("a pipe"), mpsc::channel::<()>());
     aside.discard(1, Discard::Unreceived, move || _ = ends.recv());
     let ended: Vec<_> = (0..Discard::Unreceived.most()).map(|_| end_with_descriptor(&aside, 1)).collect();
@@ -111,4 +118,35 @@ async fn descriptors_that_no_frame_wants_are_closed_by_the_thread_of_their_user(
     assert_eq!(poll(&mut look, Some(&Timespec::default())).expect("polled"), 0, "its thread has not come to them");
     drop(end);
     assert_eq!(reader.read(&mut [0]).expect("closed"), 0);
+}
+
+/// The last close of a huge memfd frees its pages. Others' closes and connections do not wait for it.
+#[tokio::test]
+async fn memory_that_came_with_a_frame_is_closed_by_the_thread_of_its_user() {
+    let aside = Aside::start().expect("threads");
+    let (ours, theirs) = connection();
+    let (end, ends) = mpsc::channel::<()>();
+    aside.discard(1, Discard::Memory, move || _ = ends.recv());
+    let memory = memfd_create(c"of the user's thread", MemfdFlags::CLOEXEC).expect("a memfd");
+    socket::send(theirs.as_fd(), b"register", &[memory.as_fd()]).expect("room");
+    let (_, Lent::Memory(lent)) = aside.take(&ours, 8, 1).expect("received") else { panic!("it is memory") };
+    let name = format!("/proc/self/fd/{}", lent.as_raw_fd());
+    let is_open = || std::fs::read_link(&name).is_ok_and(|file| file.to_string_lossy().contains("of the user's"));
+    drop((lent, memory));
+    let (tell, told) = mpsc::channel();
+    aside.close_by(move || tell.send(()).expect("the test waits"));
+    told.recv().expect("what all closes wait for has ended");
+    assert!(is_open(), "its thread has not come to it");
+    // As many as of closes that may never end.
+    (0..=DISCARDS_MAX).for_each(|_| aside.discard(1, Discard::Memory, || ()));
+    aside.room().now_or_never().expect("others are accepted");
+    let accepted = Accepted::new(ours, 1, Arc::clone(&aside)).expect("set");
+    let refused = accepted.receive_lent(8).await.map(drop).expect_err("no more of that user").to_string();
+    assert!(refused.contains("descriptors of memory that are not closed yet"), "{refused}");
+    drop(end);
+    let begin = Instant::now();
+    while is_open() {
+        assert!(begin.elapsed() < Duration::from_secs(60));
+        std::thread::yield_now();
+    }
 }
