@@ -107,7 +107,7 @@ impl Regions {
         // Before it is mapped: what is too much for all is never mapped.
         let charge = self.account.take(len)?;
         let mapped = self.system.map(fd, offset, len)?;
-        self.add_mapped(number, mapped, charge, kind == RegionKind::Simulated)
+        self.add_mapped(number, mapped, charge, kind == RegionKind::Simulated, Ok(()))
     }
 
     /// Maps and registers memory of the client's GPU under a number that no region has, if there is still `room`.
@@ -131,11 +131,18 @@ impl Regions {
         let import = on_thread(&*self.system, move || gpu.import_memory(&handle, offset, len));
         let imported = import.await.unwrap_or(Err(Error::Closed));
         let imported = imported.map_err(|error| Failure::new(ServiceFault::Memory, error.to_string()))?;
-        room()?;
-        self.add_mapped(number, Mapped::imported(imported), charge, true)
+        self.add_mapped(number, Mapped::imported(imported), charge, true, room())
     }
 
-    fn add_mapped(&self, number: u32, mapped: Mapped, charge: Charge, on_device: bool) -> Result<(), Failure> {
+    /// Registers what is mapped, if there is `room`, and else has it unmapped.
+    fn add_mapped(
+        &self,
+        number: u32,
+        mapped: Mapped,
+        charge: Charge,
+        on_device: bool,
+        room: Result<(), Failure>,
+    ) -> Result<(), Failure> {
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie. A block
         // that changes while it is stored is later what the service read at that moment, if it is copied first, or
@@ -148,11 +155,11 @@ impl Regions {
         };
         let memory = memory.guarded(mapped.guard().cloned());
         let lent = Rc::new(Lent { mapped, _charge: charge });
-        let added = match self.has(number) {
+        let added = room.and_then(|()| match self.has(number) {
             // Another request for the number was quicker.
             true => Err(taken(number)),
             false => self.cache.add_region_of(memory, self.owner.clone()).map_err(|error| Failure::from(&error)),
-        };
+        });
         match added {
             Ok(region) => {
                 let held = Held { lent, region, leaving: Cell::new(false), unmapped: Cell::new(false) };

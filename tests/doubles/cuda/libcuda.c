@@ -13,7 +13,7 @@
  * for the double of libibverbs.
  * DOUBLE_DEVICES is the number of devices (default 1). A stream copies to and from memory of its own device only.
  * Device memory can be mapped by other processes that have the double, once in each. DOUBLE_FAULT "ipc" makes it memory of
- * which there is no handle.
+ * which there is no handle, and "close" lets no unmapping of it end.
  * double_stop(e) makes the device stop with this error, as an illegal access by any kernel does; with 0 it works again.
  * Of several devices, all stop, or after double_stops(d) this one.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
@@ -318,6 +318,7 @@ int cuIpcOpenMemHandle_v2(uint64_t *p, handle h, unsigned flags) {
     return found;
 }
 int cuIpcCloseMemHandle(uint64_t p) {
+    while (is_fault("close")) pause();
     pthread_mutex_lock(&allocations_lock);
     int found = take(p, 1) ? SUCCESS : INVALID_VALUE;
     pthread_mutex_unlock(&allocations_lock);

@@ -2,6 +2,7 @@
 
 use std::{
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -10,7 +11,10 @@ use kvhoist::{
     internals::gpu::{DeviceBuffer, Gpu},
     internals::memory::DeviceMemory,
 };
-use kvhoist_service::Client;
+use kvhoist_service::{
+    Client,
+    internals::protocol::{Reply, Request, SpaceDevice},
+};
 
 use super::{BLOCKS, CudaService, Engine, block_bytes, lent, options, pool_bytes, wait_until_connected, with_gpu};
 use crate::{
@@ -18,6 +22,7 @@ use crate::{
     killed::{a_moment, kills},
     node::{HANG, Process, Stopped, say},
     pool_client::is_away,
+    raw::{Raw, attach},
 };
 
 /// What a client writes to its memory after the hang-up.
@@ -122,5 +127,29 @@ fn a_service_survives_clients_that_are_killed_in_the_middle_of_copies() {
             assert!(Instant::now() < hang, "its memory stays mapped");
             std::thread::yield_now();
         }
+    });
+}
+
+/// Two at once for one number: the later one finds it taken when it is mapped.
+#[test]
+fn memory_that_is_mapped_in_vain_is_unmapped_where_no_client_waits() {
+    with_gpu("ends::memory_that_is_mapped_in_vain_is_unmapped_where_no_client_waits", || {
+        // The driver never ends what waits for a device that hangs.
+        let node = CudaService::with(&[("DOUBLE_FAULT", "close")]);
+        let gpu = Gpu::open(0).expect("a GPU");
+        let [one, other] = [(); 2].map(|()| DeviceBuffer::new(Arc::clone(&gpu), pool_bytes()).expect("memory"));
+        let register = |memory: &DeviceBuffer| {
+            let (handle, offset) = gpu.export_memory(memory.base().as_ptr().addr(), 4096).expect("a handle");
+            Request::RegisterDevice { region: 1, offset, len: 4096, handle }
+        };
+        let mut raw = Raw::attached_by(&node.socket(), &attach("tests", [0, 0], SpaceDevice::Cuda(gpu.device().uuid)));
+        // Both in one turn.
+        raw.send(&[register(&one).encode(2), register(&other).encode(3)].concat());
+        let mut answers: Vec<Reply> = (0..2).map(|_| raw.reply().expect("a reply").1).collect();
+        answers.sort_by_key(|answer| matches!(answer, Reply::Failed(_)));
+        assert_eq!(answers[0], Reply::Registered { pinned: false });
+        let Reply::Failed(refused) = &answers[1] else { panic!("{answers:?}") };
+        assert!(refused.text.contains("region: found 1, which is registered"), "{}", refused.text);
+        assert!(matches!(raw.ask(4, &Request::Stats), Reply::Stats(_)));
     });
 }
