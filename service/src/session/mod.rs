@@ -2,6 +2,7 @@
 
 mod attached;
 mod farewell;
+mod pins;
 mod requests;
 #[cfg(test)]
 mod tests;
@@ -378,8 +379,7 @@ impl Session {
         // Blocks that were not begun are dropped here. Movements in flight hold their regions.
         self.tasks.shutdown().await;
         if let Some((space, transfers)) = self.attached.take() {
-            self.pinned.values().for_each(|leases| space.unpinned(leases.len()));
-            self.pinned.clear();
+            self.unpin_all(&space).await;
             transfers.regions.release_all().await;
             space.clients.set(space.clients.get() - 1);
             static GONE: Seldom = Seldom::at_most(LOGGED_A_SECOND);

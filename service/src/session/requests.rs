@@ -2,7 +2,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Lease};
+use kvhoist::{BlockKey, Cache};
 use kvhoist_files::FileIdentity;
 
 use super::{End, Ended, Outcome, Session, attached::Entered};
@@ -63,9 +63,7 @@ impl Session {
             if let Some(cancel) = self.requests.get(&hold) {
                 cancel.cancel();
             }
-            if let Some((space, _)) = &self.attached {
-                self.pinned.remove(&hold).iter().for_each(|leases| space.unpinned(leases.len()));
-            }
+            self.unpin(hold);
             return Ok(());
         }
         // Taken also if the request is refused: the next one must not get it.
@@ -253,23 +251,6 @@ impl Session {
             Ended { id, result: Outcome::Held(held) }
         });
         Ok(())
-    }
-
-    /// Pins blocks in host memory for the client, as far as they are there and the space has room for pins.
-    fn pin(&mut self, id: u64, most: u32, keys: &[BlockKey]) -> Result<Reply, Failure> {
-        let (Some((space, transfers)), false) = (&self.attached, self.pinned.contains_key(&id)) else {
-            let text = format!("request id: found {id}, which pins blocks, expected another one");
-            return Err(Failure::new(ServiceFault::Argument, text));
-        };
-        let room = space.room_for_pins().min(most as usize);
-        let leases = keys.iter().filter_map(|key| transfers.cache().lease(key).transpose()).take(room);
-        let leases = leases.collect::<Result<Vec<Lease>, _>>().map_err(|error| Failure::from(&error))?;
-        let count = leases.len();
-        if count > 0 {
-            space.pinned(count);
-            self.pinned.insert(id, leases);
-        }
-        Ok(Reply::Count(count as u32))
     }
 
     /// Maps a client's memory and registers it.

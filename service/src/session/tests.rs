@@ -3,6 +3,7 @@
 mod defects;
 mod figures;
 mod hung_files;
+mod pins;
 
 use std::{
     collections::VecDeque,
