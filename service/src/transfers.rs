@@ -12,9 +12,10 @@ use std::{
     panic::resume_unwind,
     rc::Rc,
     sync::Arc,
+    time::Duration,
 };
 
-use kvhoist::{Cache, Segment, internals::service::Gpu};
+use kvhoist::{BlockKey, Cache, Segment, internals::service::Gpu};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore},
     task::{JoinError, JoinSet, yield_now},
@@ -132,6 +133,22 @@ impl ClientTransfers {
         }
         yield_now().await;
         self.places.set(places.min(PLACES_PER_TURN - 1));
+    }
+
+    /// Keeps a chain, and the blocks before it, which may be all of the space's. Returns how many of the chain are
+    /// kept.
+    ///
+    /// # Cancel safety
+    /// A part of the blocks is kept.
+    pub(super) async fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
+        let mut walk = self.cache.keep_in_parts(keys, time);
+        loop {
+            // A part takes as long as a turn's places.
+            self.turn(PLACES_PER_TURN).await;
+            if let Some(kept) = walk.keep_some() {
+                return kept;
+            }
+        }
     }
 
     /// Checks the places of all blocks.

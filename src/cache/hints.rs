@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Cache;
-use crate::block::BlockKey;
+use crate::{block::BlockKey, state::KeepWalk};
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
 const TOUCHED_UNDER_ONE_LOCK: usize = 256;
@@ -65,9 +65,13 @@ impl Cache {
     /// # }).expect("the example runs");
     /// ```
     pub fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
-        let kept = self.inner.shared.keep(keys, time);
-        self.inner.shared.note_kept(keys);
-        kept
+        self.keep_in_parts(keys, time).keep_all()
+    }
+
+    /// As [`keep`](Self::keep), for a caller that has other things to do before a long chain is kept.
+    #[doc(hidden)]
+    pub fn keep_in_parts<'a>(&'a self, keys: &'a [BlockKey], time: Duration) -> KeepWalk<'a> {
+        self.inner.shared.keep(keys, time)
     }
 
     /// Counts a use of every resident block of a chain, given in prefix order, as a load of it would. No I/O.

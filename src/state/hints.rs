@@ -33,33 +33,10 @@ impl Shared {
         released
     }
 
-    /// Keeps the blocks of a chain, and those before it, for `time`. Returns how many of the chain are kept; 0 once the
-    /// cache is closed.
-    pub(crate) fn keep(self: &Arc<Self>, keys: &[BlockKey], time: Duration) -> usize {
+    /// Begins to keep the blocks of a chain, and those before it, for `time`.
+    pub(crate) fn keep<'a>(self: &'a Arc<Self>, keys: &'a [BlockKey], time: Duration) -> KeepWalk<'a> {
         let until = self.now_ms().saturating_add(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
-        let (mut kept, mut keys) = (0, keys.iter());
-        // The block whose ancestors are kept next: named by its key, as it may be gone by the next lock.
-        let mut below: Option<BlockKey> = None;
-        loop {
-            let mut state = self.lock();
-            if state.check_open().is_err() {
-                return kept;
-            }
-            let mut at = below.and_then(|key| state.index.find(&key));
-            for _ in 0..MARKED_UNDER_ONE_LOCK {
-                at = match at {
-                    Some(id) => state.index.keep_before(id, until),
-                    // From the beginning: the blocks before a kept one are kept already.
-                    None => {
-                        let Some(key) = keys.next() else { return kept };
-                        let found = state.index.find(key).filter(|id| state.index.keep(*id, until));
-                        kept += usize::from(found.is_some());
-                        found
-                    }
-                };
-            }
-            below = at.map(|id| state.index.key(id));
-        }
+        KeepWalk { shared: self, until, keys, next: 0, kept: 0, below: None }
     }
 
     /// Milliseconds since the cache was opened.
@@ -68,38 +45,143 @@ impl Shared {
     }
 }
 
+/// A chain that is being kept, in parts: however long it is, others get the lock between them, and a caller may do
+/// other things. Dropped before its end, blocks before the chain may not be kept.
+#[doc(hidden)]
+pub struct KeepWalk<'a> {
+    shared: &'a Arc<Shared>,
+    until: u64,
+    keys: &'a [BlockKey],
+    /// The key that is looked at after the ancestors of the one before it.
+    next: usize,
+    kept: usize,
+    /// The block whose ancestors are kept next: named by its key, as it may be gone by the next lock.
+    below: Option<BlockKey>,
+}
+
+impl KeepWalk<'_> {
+    /// Keeps the next blocks, under one lock. `None` if there may be more of them; at the end, how many of the chain
+    /// are kept: fewer where the cache has been closed.
+    pub fn keep_some(&mut self) -> Option<usize> {
+        let mut state = self.shared.lock();
+        if state.check_open().is_err() {
+            return Some(self.kept);
+        }
+        let mut at = self.below.and_then(|key| state.index.find(&key));
+        for _ in 0..MARKED_UNDER_ONE_LOCK {
+            at = match at {
+                Some(id) => state.index.keep_before(id, self.until),
+                // From the beginning: the blocks before a kept one are kept already.
+                None => {
+                    let Some(key) = self.keys.get(self.next) else {
+                        drop(state);
+                        self.shared.note_kept(self.keys);
+                        return Some(self.kept);
+                    };
+                    let found = state.index.find(key).filter(|id| state.index.keep(*id, self.until));
+                    self.next += 1;
+                    self.kept += usize::from(found.is_some());
+                    found
+                }
+            };
+        }
+        self.below = at.map(|id| state.index.key(id));
+        None
+    }
+
+    /// Keeps all of them. Returns how many of the chain are kept.
+    pub(crate) fn keep_all(mut self) -> usize {
+        loop {
+            if let Some(kept) = self.keep_some() {
+                return kept;
+            }
+        }
+    }
+}
+
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use super::*;
     use crate::{block::Tier, config::Config, state::locks_taken};
 
-    #[test]
-    fn a_long_chain_is_kept_and_matched_under_many_locks() {
-        const BLOCKS: u64 = 1 << 15;
+    const MARKED: usize = MARKED_UNDER_ONE_LOCK;
+
+    fn key(number: u64) -> BlockKey {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&number.to_le_bytes());
+        BlockKey::new(key)
+    }
+
+    /// A cache with a chain of so many blocks on disk, and its keys.
+    fn chain(blocks: u64) -> (Arc<Shared>, Vec<BlockKey>) {
         let shared = Shared::of_test(Config::default().block_bytes(4096).host_blocks(2));
-        let keys = (0..BLOCKS).map(|n| {
-            let mut key = [0; 32];
-            key[..8].copy_from_slice(&n.to_le_bytes());
-            BlockKey::new(key)
-        });
-        let keys: Vec<_> = keys.collect();
+        let keys: Vec<_> = (0..blocks).map(key).collect();
         let mut state = shared.lock();
         for (at, key) in keys.iter().enumerate() {
             let id = state.index.insert(*key, at.checked_sub(1).map(|at| keys[at]));
             assert!(state.index.begin_fill(id, Tier::Disk) && state.index.complete_fill(id, Tier::Disk, at as u32));
         }
         drop(state);
+        (shared, keys)
+    }
+
+    fn kept_of(shared: &Arc<Shared>, keys: &[BlockKey]) -> Vec<bool> {
+        let state = shared.lock();
+        state.index.validate().expect("valid");
+        keys.iter().map(|key| state.index.find(key).is_some_and(|id| state.index.is_kept(id))).collect()
+    }
+
+    /// Removes blocks of a chain of which the end is kept, and keeps the rest: which are kept then. Where the removed
+    /// one is only the first that is kept, the index still knows it, without what was above it.
+    fn kept_after_removal(removes_end: bool) -> Vec<bool> {
+        let (shared, keys) = chain(4 * MARKED as u64);
+        let ends = [keys[4 * MARKED - 1], keys[MARKED - 1]];
+        let (mut walk, before) = (shared.keep(&ends, Duration::from_secs(60)), locks_taken());
+        assert_eq!(walk.keep_some(), None);
+        assert_eq!(locks_taken() - before, 1);
+        let kept = kept_of(&shared, &keys);
+        assert!((0..kept.len()).all(|at| kept[at] == (at >= 3 * MARKED)), "from its end on, so many at once");
+        let removed = if removes_end { 3 * MARKED..4 * MARKED } else { 3 * MARKED..3 * MARKED + 1 };
+        let mut state = shared.lock();
+        for key in keys[removed].iter().rev() {
+            let id = state.index.find(key).expect("resident");
+            state.index.remove(id);
+        }
+        drop(state);
+        assert_eq!((0..8).find_map(|_| walk.keep_some()), Some(2));
+        kept_of(&shared, &keys)
+    }
+
+    #[test]
+    fn a_chain_is_kept_in_parts_also_if_the_block_is_removed_where_it_goes_on() {
+        for removes_end in [false, true] {
+            let kept = kept_after_removal(removes_end);
+            let expected = |at: usize| at < MARKED || at >= 3 * MARKED && !removes_end;
+            assert!((0..kept.len()).all(|at| kept[at] == expected(at)), "the next key, and those above it, are kept");
+        }
+    }
+
+    #[test]
+    fn a_chain_of_a_cache_that_is_closed_in_between_is_kept_no_further() {
+        let (shared, keys) = chain(4 * MARKED as u64);
+        let mut walk = shared.keep(&keys, Duration::from_secs(60));
+        assert_eq!(walk.keep_some(), None);
+        shared.close();
+        assert_eq!(walk.keep_some(), Some(MARKED / 2));
+    }
+
+    #[test]
+    fn a_long_chain_is_kept_and_matched_under_many_locks() {
+        const BLOCKS: u64 = 1 << 15;
+        let (shared, keys) = chain(BLOCKS);
         let (last, before) = (keys.len() - 1, locks_taken());
-        assert_eq!(shared.keep(&keys[last..], Duration::from_secs(60)), 1);
+        assert_eq!(shared.keep(&keys[last..], Duration::from_secs(60)).keep_all(), 1);
         let locks = locks_taken() - before;
         assert!(locks >= BLOCKS / 256, "{locks} locks for {BLOCKS} blocks");
         let before = locks_taken();
         assert_eq!((shared.match_len(&keys), shared.match_prefix(&keys).len()), (keys.len(), keys.len()));
         let locks = locks_taken() - before;
         assert!(locks >= 2 * BLOCKS / 256, "{locks} locks to match {BLOCKS} blocks twice");
-        let state = shared.lock();
-        let is_kept = |key: &BlockKey| state.index.find(key).is_some_and(|id| state.index.is_kept(id));
-        assert!(keys.iter().all(is_kept), "the blocks before it too");
-        state.index.validate().expect("valid");
+        assert!(kept_of(&shared, &keys).iter().all(|kept| *kept), "the blocks before it too");
     }
 }

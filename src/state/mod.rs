@@ -39,6 +39,7 @@ pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
 pub(crate) use flights::{Class, NoWait, Raised};
 pub(crate) use health::{Failures, Health, blames_disk, is_of_memory};
+pub use hints::KeepWalk;
 pub(crate) use in_flight::{InFlight, Permit};
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;

@@ -186,6 +186,10 @@ impl Session {
                 let run = transfers.load_layers(layer_of, blocks, cancel.clone(), tell);
                 self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
             }
+            Request::Keep { ms, keys } => {
+                let keep = async move { Reply::Count(transfers.keep(&keys, Duration::from_millis(ms)).await as u32) };
+                self.spawn(id, keep, none);
+            }
             Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
             Request::Sync => {
                 let sync = async move { done(cache.sync().await.map_err(|error| Failure::from(&error))) };
@@ -309,7 +313,7 @@ fn done(result: Result<(), Failure>) -> Reply {
     }
 }
 
-/// Answers a look-up or a hint; any other request comes back.
+/// Answers a look-up, or a hint that takes no more steps than it has keys; any other request comes back.
 fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failure>, Request> {
     Ok(Ok(match request {
         Request::MatchLen { keys } => Reply::Count(cache.match_len(&keys) as u32),
@@ -328,7 +332,6 @@ fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failu
             keys.extend(next);
             Reply::Count(cache.release_first(&keys, count) as u32)
         }
-        Request::Keep { ms, keys } => Reply::Count(cache.keep(&keys, Duration::from_millis(ms)) as u32),
         Request::Stats => Reply::Stats(Box::new(cache.stats())),
         other => return Err(other),
     }))

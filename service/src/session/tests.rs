@@ -3,6 +3,7 @@
 mod defects;
 mod figures;
 mod hung_files;
+mod keeps;
 mod pins;
 
 use std::{
@@ -114,11 +115,15 @@ impl Wire for Ends {
 
 /// Whole replies behind the welcome.
 fn all_replies(bytes: &[u8]) -> Vec<Reply> {
+    replies_with_ids(bytes).into_iter().map(|(_, reply)| reply).collect()
+}
+
+fn replies_with_ids(bytes: &[u8]) -> Vec<(u64, Reply)> {
     let (mut rest, mut replies) = (bytes.get(Welcome::BYTES..).unwrap_or_default(), Vec::new());
     while let Some(header) = rest.first_chunk::<HEADER_BYTES>() {
         let header = Header::decode(header).expect("a header");
         let (body, after) = rest[HEADER_BYTES..].split_at(header.body_bytes as usize);
-        replies.push(Reply::decode(header.kind, body).expect("a reply"));
+        replies.push((header.id, Reply::decode(header.kind, body).expect("a reply")));
         rest = after;
     }
     replies
@@ -151,8 +156,12 @@ fn come(state: &Rc<ServiceState>) -> Arc<Ends> {
 
 /// A client that has a space.
 async fn attached(state: &Rc<ServiceState>) -> Arc<Ends> {
-    let ends = come(state);
-    let (namespace, host_bytes) = ("tests".to_owned(), 1 << 20);
+    attached_with(state, 1 << 20).await
+}
+
+/// A client that has a space, whose host memory is this.
+async fn attached_with(state: &Rc<ServiceState>, host_bytes: u64) -> Arc<Ends> {
+    let (ends, namespace) = (come(state), "tests".to_owned());
     let attach = Request::Attach {
         namespace,
         block_bytes: 4096,
