@@ -111,16 +111,19 @@ fn connect(socket: &Path, patience: Duration) -> Result<UnixStream> {
     })();
     match connected {
         Ok(ours) => Ok(ours.into()),
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-            let text = format!(
-                "{}: the service accepted no connection within {} s; {HANGS}",
-                socket.display(),
-                patience.as_secs_f64()
-            );
-            Err(Error::service(ServiceFault::Timeout, text))
-        }
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(not_accepted(socket, patience)),
         Err(error) => Err(cannot_connect(socket, &error)),
     }
+}
+
+/// The error of a connection for which there was no room among those that wait to be accepted.
+pub(super) fn not_accepted(socket: &Path, patience: Duration) -> Error {
+    let text = format!(
+        "{}: the service accepted no connection within {} s; {HANGS}",
+        socket.display(),
+        patience.as_secs_f64()
+    );
+    Error::service(ServiceFault::Timeout, text)
 }
 
 /// Connects, as far as the service admits this process. Its answers may take [`PATIENCE`].

@@ -117,7 +117,8 @@ impl Client {
     /// Connects to the service at `socket` and attaches to a space.
     ///
     /// # Errors
-    /// [`Error::Service`]: [`ServiceFault::Away`] if no service answers, [`ServiceFault::Permission`],
+    /// [`Error::Service`]: [`ServiceFault::Away`] if no service answers, [`ServiceFault::Timeout`] if it accepts no
+    /// connection until the [`deadline`](ClientOptions::deadline), [`ServiceFault::Permission`],
     /// [`ServiceFault::Version`], [`ServiceFault::Capacity`] if too little is left for a new space.
     /// [`Error::Argument`] for a name or a block size that no space can have. [`Error::Unavailable`] without the CUDA
     /// device of the options; [`Error::Io`] if the client's thread cannot be started.

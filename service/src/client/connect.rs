@@ -1,19 +1,21 @@
 //! How a client's thread connects: the handshake, the space, and all memory that it had lent before.
 
-use tokio::time::timeout;
+use std::{cell::Cell, io, sync::Arc};
+
+use tokio::time::{sleep, timeout};
 
 use super::{
     device_end::DeviceEnd,
     options::ClientOptions,
     places::Lent,
-    worker::{Dial, Worker, away, nonsense},
+    worker::{BACKOFF_MIN, Dial, Worker, away, nonsense},
 };
 use crate::{
     error::{Error, Result},
     link::{Link, LinkError, Receiver, Sender},
     protocol::{Hello, Limits, Reply, Request, SpaceDevice, Welcome},
-    query::{cannot_connect, found, refused},
-    wire::Shared,
+    query::{cannot_connect, found, not_accepted, refused},
+    wire::{Shared, Wire},
 };
 
 /// A request's id, on a connection that has no other request.
@@ -27,10 +29,24 @@ impl<D: Dial> Worker<D> {
         lent: &[Lent],
         device_end: &mut Option<DeviceEnd>,
     ) -> Result<(Receiver, Sender, Limits)> {
-        let deadline = self.options.deadline;
-        match timeout(deadline, self.try_to_connect(lent, device_end)).await {
+        let (deadline, dialed) = (self.options.deadline, Cell::new(false));
+        match timeout(deadline, self.try_to_connect(lent, device_end, &dialed)).await {
             Ok(connected) => connected,
+            Err(_) if !dialed.get() => Err(not_accepted(&self.socket, deadline)),
             Err(_) => Err(away(&self.socket, format!("it did not answer for {deadline:?}"))),
+        }
+    }
+
+    /// A stream to the service. Where as many as there is room for wait to be accepted, the kernel refuses one that
+    /// does not block, and wakes nobody later. A client that is being closed does not wait.
+    async fn dialed(&self) -> io::Result<Arc<dyn Wire>> {
+        loop {
+            match (self.dial)().await {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.line.is_closing() => {
+                    sleep(BACKOFF_MIN).await;
+                }
+                dialed => return dialed,
+            }
         }
     }
 
@@ -38,12 +54,14 @@ impl<D: Dial> Worker<D> {
         &self,
         lent: &[Lent],
         device_end: &mut Option<DeviceEnd>,
+        dialed: &Cell<bool>,
     ) -> Result<(Receiver, Sender, Limits)> {
-        let failed = |error: std::io::Error| match error.kind() {
-            std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
+        let failed = |error: io::Error| match error.kind() {
+            io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
             _ => away(&self.socket, found(&self.socket, &error)),
         };
-        let mut link = Link::new((self.dial)().await.map_err(failed)?);
+        let mut link = Link::new(self.dialed().await.map_err(failed)?);
+        dialed.set(true);
         link.sender.push(Hello::ours().encode(), None);
         let welcome = loop {
             if let Some(bytes) = link.receiver.take_bytes::<{ Welcome::BYTES }>() {

@@ -18,8 +18,9 @@ use crate::{
     wire::Wire,
 };
 
-/// How long to wait before the first new attempt to connect; each further one waits twice as long.
-const BACKOFF_MIN: Duration = Duration::from_millis(10);
+/// How long to wait before the first new attempt to connect; each further one waits twice as long. Also, always as
+/// long, while connections to the service wait to be accepted.
+pub(super) const BACKOFF_MIN: Duration = Duration::from_millis(10);
 
 /// How a client reaches the service: makes a stream to it.
 pub(crate) trait Dial: AsyncFn() -> io::Result<Arc<dyn Wire>> {}
@@ -56,7 +57,13 @@ impl<D: Dial> Worker<D> {
                         self.line.closed();
                         return drop(first.send(Err(error)));
                     }
-                    None => error,
+                    // What calls meet from now on: none of them has waited.
+                    None => match error {
+                        Error::Service { fault: ServiceFault::Timeout, text } => {
+                            Error::service(ServiceFault::Away, text)
+                        }
+                        error => error,
+                    },
                 },
             };
             if let Some(end) = &device_end {

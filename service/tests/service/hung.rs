@@ -10,14 +10,23 @@ use std::{
     },
     path::Path,
     process::Command,
+    thread,
     time::{Duration, Instant},
 };
 
-use kvhoist_service::internals::protocol::{Hello, RegionKind, Reply, Request, SpaceDevice};
+use kvhoist::{Error, ServiceFault, block_on};
+use kvhoist_service::{
+    Client,
+    internals::protocol::{Hello, RegionKind, Reply, Request, SpaceDevice},
+};
+use rustix::{
+    io::Errno,
+    net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+};
 
 use crate::{
     common,
-    node::{BLOCK_BYTES, HANG, Node, Process, Stopped, say},
+    node::{BLOCK_BYTES, HANG, Node, Process, Stopped, options, say},
     pool_client::PoolClient,
     raw::{Raw, attach},
 };
@@ -245,7 +254,7 @@ fn a_new_space_whose_file_system_hangs_hangs_nobody() {
     let mut raw = Raw::greeted(&node.socket());
     raw.send(&attach("slow", [64, 16], SpaceDevice::None).encode(1));
     while node.status().spaces.iter().all(|space| space.namespace != "slow") {
-        std::thread::yield_now();
+        thread::yield_now();
     }
     serves(&pool_client, "a new space");
     raw.stream.set_nonblocking(true).expect("set");
@@ -295,4 +304,40 @@ fn a_drain_waits_little_for_a_client_that_does_not_read() {
     assert!(node.process.end().success());
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     drop(raw);
+}
+
+/// Connects to a service that accepts nobody until the kernel keeps no more connections for it.
+fn fill_backlog(socket: &Path) -> Vec<OwnedFd> {
+    let (address, mut waiting) = (SocketAddrUnix::new(socket).expect("short"), Vec::new());
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let ours = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).expect("a socket");
+        match net::connect(&ours, &address) {
+            Ok(()) => waiting.push(ours),
+            Err(Errno::AGAIN) => return waiting,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_client_waits_for_a_service_that_accepts_nobody_for_a_time() {
+    let node = Node::with("120000 1000");
+    let stopped = Stopped::new(node.process.pid());
+    let waiting = fill_backlog(&node.socket());
+    let mut options = options();
+    options.deadline = Duration::from_millis(200);
+    match block_on(Client::connect(node.socket(), options.clone())) {
+        Err(Error::Service { fault: ServiceFault::Timeout, text }) => {
+            assert!(text.contains("accepted no connection within 0.2 s"), "{text}");
+        }
+        other => panic!("{other:?}"),
+    }
+    options.deadline = HANG;
+    let socket = node.socket();
+    let connects = thread::spawn(move || block_on(Client::connect(socket, options)));
+    thread::sleep(Duration::from_millis(200));
+    assert!(!connects.is_finished(), "the service has accepted nobody");
+    drop((stopped, waiting));
+    connects.join().expect("no panic").expect("a service");
 }
