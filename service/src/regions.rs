@@ -13,7 +13,10 @@ use kvhoist::{
     Cache, Memory, Region, Segment,
     internals::service::{Gpu, IPC_HANDLE_BYTES, MemoryOwner},
 };
-use tokio::task::{JoinHandle, spawn_local};
+use tokio::{
+    sync::Semaphore,
+    task::{JoinHandle, spawn_local},
+};
 
 use super::{
     budget::{Account, Charge},
@@ -59,6 +62,8 @@ pub(super) struct Regions {
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
     /// Regions that were taken out of use so far.
     departures: Cell<u64>,
+    /// One region at a time is pinned: those of other clients do not wait for all of this one's.
+    pins: Semaphore,
 }
 
 impl Regions {
@@ -72,7 +77,8 @@ impl Regions {
         gpu: Option<Arc<Gpu>>,
     ) -> Self {
         let owner = cache.memory_owner(client);
-        Regions { cache, system, lenders, owner, gpu, account, held: RefCell::default(), departures: Cell::default() }
+        let (held, departures, pins) = (RefCell::default(), Cell::default(), Semaphore::new(1));
+        Regions { cache, system, lenders, owner, gpu, account, held, departures, pins }
     }
 
     /// The number of connections of the space that have regions.
@@ -184,6 +190,8 @@ impl Regions {
 
     /// Asks the kernel to keep a region pinned; false if it does not.
     pub(super) async fn pin(&self, number: u32) -> bool {
+        let _others_wait = self.pins.acquire().await.expect("nobody closes it");
+        // It may be gone by then.
         let Some(held) = self.get(number) else { return false };
         self.cache.pin_region(&held.region).await.unwrap_or(false)
     }
@@ -334,4 +342,26 @@ unsafe fn unmap(system: &Rc<dyn System>, lent: Rc<Lent>) -> JoinHandle<()> {
         unmapping.await;
         drop(lent);
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+    use crate::{budget::Budget, config::ServerConfig, system::Machine};
+
+    #[tokio::test]
+    async fn a_client_pins_one_region_at_a_time() {
+        let cache = Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await.expect("in memory only");
+        let account = Rc::new(Budget::new(&ServerConfig::new("unused"))).account(1);
+        let regions = Regions::new(cache.clone(), Rc::new(Machine), Rc::default(), "a test".into(), account, None);
+        let turn = regions.pins.acquire().await.expect("open");
+        // Region 1 is gone already.
+        let mut pin = Box::pin(regions.pin(1));
+        assert_eq!((&mut pin).now_or_never(), None, "another one is being pinned");
+        drop(turn);
+        assert_eq!(pin.now_or_never(), Some(false));
+        cache.close().await.expect("in memory only");
+    }
 }

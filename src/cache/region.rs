@@ -260,7 +260,7 @@ impl Cache {
         let held = self.inner.regions.hold_one(&region.inner)?;
         let CallerMemory { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
-            && let Err(error) = huge::collapse(start, len).await
+            && let Err(error) = shield(huge::collapse(start, len)).await
         {
             log(|| tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages"));
         }

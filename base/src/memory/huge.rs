@@ -6,13 +6,17 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
 };
 
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 use super::mapping::HUGE_PAGE_BYTES;
+use crate::fork::Home;
 
 /// The unit of [`Prefault`]. A system with larger pages refuses it.
 const PAGE_BYTES: usize = 4096;
@@ -20,8 +24,11 @@ const PAGE_BYTES: usize = 4096;
 /// Bytes per system call. A call cannot be interrupted, and takes about a second for several gigabytes.
 const CALL_BYTES: usize = 1 << 30;
 
+/// Threads of this process that move memory at a time, however many regions are pinned at once.
+const THREADS_MAX: usize = 4;
+
 /// Moves `len` bytes from `start` into huge pages, and advises huge pages for later first uses. Contents are kept. Runs
-/// on a thread of its own: copying takes some 0.2 s per GiB.
+/// on a thread of its own: copying takes some 0.2 s per GiB. Beyond four threads calls wait for those before them.
 ///
 /// # Errors
 /// Why a part could not be moved: a device has pinned its pages, the kernel is older than Linux 6.1 (which only uses
@@ -34,10 +41,32 @@ pub async fn collapse(start: usize, len: usize) -> io::Result<()> {
     if whole_pages(start, len).next().is_none() {
         return Ok(());
     }
+    on_thread(move || each(whole_pages(start, len), collapse_now)).await
+}
+
+/// Runs `work` on a thread, which keeps its turn until then, whether anybody waits for it or not.
+async fn on_thread(work: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
+    let turn = turns().acquire_owned().await.map_err(io::Error::other)?;
     let (reply, receiver) = oneshot::channel();
-    let all = move || drop(reply.send(each(whole_pages(start, len), collapse_now)));
-    thread::Builder::new().name("kvhoist-huge".into()).spawn(all)?;
+    let run = move || {
+        let ended = work();
+        drop(turn);
+        drop(reply.send(ended));
+    };
+    thread::Builder::new().name("kvhoist-huge".into()).spawn(run)?;
     receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that collapses huge pages ended")))
+}
+
+/// A permit a thread. A forked child has none of its parent's threads, which would give them back.
+fn turns() -> Arc<Semaphore> {
+    static TURNS: Mutex<Option<(Home, Arc<Semaphore>)>> = Mutex::new(None);
+    let mut turns = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
+    if turns.as_ref().is_some_and(|(home, _)| !home.is_here()) {
+        // A child does not drop what threads of its parent may have changed at the fork.
+        std::mem::forget(turns.take());
+    }
+    let (_, turns) = turns.get_or_insert_with(|| (Home::here(), Arc::new(Semaphore::new(THREADS_MAX))));
+    Arc::clone(turns)
 }
 
 /// Advises huge pages for the first uses of `len` bytes from `start` on: fewer page faults and fewer TLB misses.
@@ -104,9 +133,16 @@ fn advise(start: usize, len: usize, advice: libc::c_int) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use futures_util::FutureExt;
+    use std::{
+        sync::mpsc,
+        time::{Duration, Instant},
+    };
+
+    use futures_util::{FutureExt, future::join_all};
 
     use super::*;
+
+    const HANG: Duration = Duration::from_secs(20);
 
     #[test]
     fn only_whole_huge_pages_are_asked_for() {
@@ -124,6 +160,50 @@ mod tests {
     fn a_range_without_a_whole_huge_page_takes_no_thread() {
         let collapsed = collapse(HUGE_PAGE_BYTES + 4096, 2 * HUGE_PAGE_BYTES - 4097);
         assert!(collapsed.now_or_never().is_some(), "it started a thread");
+    }
+
+    #[test]
+    fn few_threads_move_memory_at_a_time_and_a_caller_that_gives_up_keeps_no_turn() {
+        let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let mut ends = Vec::new();
+        let call = || {
+            let (running, most, (end, ended)) = (Arc::clone(&running), Arc::clone(&most), mpsc::channel::<()>());
+            ends.push(end);
+            Box::pin(on_thread(move || {
+                most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                // Until the test lets go of the other end.
+                assert!(ended.recv().is_err());
+                running.fetch_sub(1, Ordering::SeqCst);
+                Ok(())
+            }))
+        };
+        let mut calls: Vec<_> = std::iter::repeat_with(call).take(16 * THREADS_MAX).collect();
+        assert!(calls.iter_mut().all(|call| call.now_or_never().is_none()));
+        let began = Instant::now();
+        while running.load(Ordering::SeqCst) < THREADS_MAX {
+            assert!(began.elapsed() < HANG, "{running:?} threads run");
+            thread::yield_now();
+        }
+        // Some that run and some that wait give up; then some that have just got a turn.
+        calls = calls.into_iter().step_by(2).collect();
+        drop(ends.drain(..THREADS_MAX));
+        while running.load(Ordering::SeqCst) > 0 {
+            assert!(began.elapsed() < HANG, "{running:?} threads run");
+            thread::yield_now();
+        }
+        calls.drain(..2 * THREADS_MAX);
+        ends.clear();
+        assert_eq!(calls.len(), 6 * THREADS_MAX);
+        let mut calls = join_all(calls);
+        let ended = loop {
+            assert!(began.elapsed() < HANG, "a turn is not given back");
+            match (&mut calls).now_or_never() {
+                Some(ended) => break ended,
+                None => thread::yield_now(),
+            }
+        };
+        assert!(ended.iter().all(Result::is_ok), "{ended:?}");
+        assert_eq!(most.load(Ordering::SeqCst), THREADS_MAX, "threads at a time");
     }
 
     #[test]
