@@ -22,6 +22,7 @@ pub mod service {
         fork::{Home, HomeBound},
         memory::{Guard, MemoryKind},
         shield::shield,
+        state::KeepWalk,
     };
 }
 

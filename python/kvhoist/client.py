@@ -71,8 +71,9 @@ def connect(
     ``device``: the device whose memory the clients of the space register (`Client.register_device`), as the first client
     since the service began says: ``"cuda"``, the one of number ``device_ordinal`` in this process, or ``"simulated"``.
 
-    Raises UnavailableError where no service answers, and for a device that this process or the service lacks; StoreError
-    where too little is left for a new space, ConfigError.
+    Raises UnavailableError where no service answers, and for a device that this process or the service lacks;
+    DeadlineError where the service accepts no connection in time, StoreError where too little is left for a new space,
+    ConfigError.
     """
     if not isinstance(space, str) or not 0 < len(space.encode(errors="surrogatepass")) <= 255:
         raise config_error("space", space, "a name of 1 to 255 bytes")

@@ -119,7 +119,7 @@ fn connect(socket: &Path, patience: Duration) -> Result<UnixStream> {
 /// The error of a connection for which there was no room among those that wait to be accepted.
 pub(super) fn not_accepted(socket: &Path, patience: Duration) -> Error {
     let text = format!(
-        "{}: the service accepted no connection within {} s; {HANGS}",
+        "{}: the service accepted no connection within {} s: too many clients connect at once, or {HANGS}",
         socket.display(),
         patience.as_secs_f64()
     );

@@ -62,7 +62,7 @@ pub(super) struct Regions {
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
     /// Regions that were taken out of use so far.
     departures: Cell<u64>,
-    /// One region at a time is pinned: those of other clients do not wait for all of this one's.
+    /// One region at a time is pinned: the threads that move memory into huge pages are few, and for all clients.
     pins: Semaphore,
 }
 

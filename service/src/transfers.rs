@@ -15,7 +15,10 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{BlockKey, Cache, Segment, internals::service::Gpu};
+use kvhoist::{
+    BlockKey, Cache, Segment,
+    internals::service::{Gpu, KeepWalk},
+};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore},
     task::{JoinError, JoinSet, yield_now},
@@ -142,9 +145,14 @@ impl ClientTransfers {
     /// A part of the blocks is kept.
     pub(super) async fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         let mut walk = self.cache.keep_in_parts(keys, time);
+        // As long as other hints and look-ups of so many keys take, which are answered at once.
+        let mut at_once = 2 * keys.len() / KeepWalk::BLOCKS_PER_PART + 1;
         loop {
-            // A part takes as long as a turn's places.
-            self.turn(PLACES_PER_TURN).await;
+            if at_once == 0 {
+                // A part takes as long as a turn's places.
+                self.turn(PLACES_PER_TURN).await;
+            }
+            at_once = at_once.saturating_sub(1);
             if let Some(kept) = walk.keep_some() {
                 return kept;
             }

@@ -46,7 +46,8 @@ impl Shared {
 }
 
 /// A chain that is being kept, in parts: however long it is, others get the lock between them, and a caller may do
-/// other things. Dropped before its end, blocks before the chain may not be kept.
+/// other things. Dropped before its end, blocks before the chain may not be kept, also by later calls that keep
+/// the same chain for a shorter time: these stop at a block that is kept already.
 #[doc(hidden)]
 pub struct KeepWalk<'a> {
     shared: &'a Arc<Shared>,
@@ -60,6 +61,9 @@ pub struct KeepWalk<'a> {
 }
 
 impl KeepWalk<'_> {
+    /// Blocks that are looked at under one lock.
+    pub const BLOCKS_PER_PART: usize = MARKED_UNDER_ONE_LOCK;
+
     /// Keeps the next blocks, under one lock. `None` if there may be more of them; at the end, how many of the chain
     /// are kept: fewer where the cache has been closed.
     pub fn keep_some(&mut self) -> Option<usize> {

@@ -24,15 +24,17 @@ const PAGE_BYTES: usize = 4096;
 /// Bytes per system call. A call cannot be interrupted, and takes about a second for several gigabytes.
 const CALL_BYTES: usize = 1 << 30;
 
-/// Threads of this process that move memory at a time, however many regions are pinned at once.
-const THREADS_MAX: usize = 4;
+/// Threads of this process that move memory at a time, however many regions are pinned at once: some for each GPU of a
+/// node.
+const THREADS_MAX: usize = 16;
 
 /// Moves `len` bytes from `start` into huge pages, and advises huge pages for later first uses. Contents are kept. Runs
-/// on a thread of its own: copying takes some 0.2 s per GiB. Beyond four threads calls wait for those before them.
+/// on a thread of its own: copying takes some 0.2 s per GiB.
 ///
 /// # Errors
-/// Why a part could not be moved: a device has pinned its pages, the kernel is older than Linux 6.1 (which only uses
-/// huge pages for later first uses), or too little memory is free.
+/// 16 such threads run already, for which nobody waits: small pages do as well. Why a part could not be moved: a device
+/// has pinned its pages, the kernel is older than Linux 6.1 (which only uses huge pages for later first uses), or too
+/// little memory is free.
 ///
 /// # Cancel safety
 /// The thread continues. Memory unmapped meanwhile is skipped; new memory mapped in its place may be moved too, which
@@ -44,13 +46,17 @@ pub async fn collapse(start: usize, len: usize) -> io::Result<()> {
     on_thread(move || each(whole_pages(start, len), collapse_now)).await
 }
 
-/// Runs `work` on a thread, which keeps its turn until then, whether anybody waits for it or not.
+/// Runs `work` on a thread, which counts until then, whether anybody waits for it or not.
 async fn on_thread(work: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
-    let turn = turns().acquire_owned().await.map_err(io::Error::other)?;
+    let too_many = |_| {
+        let text = format!("{THREADS_MAX} regions are being moved into huge pages, expected fewer at a time");
+        io::Error::new(io::ErrorKind::ResourceBusy, text)
+    };
+    let permit = threads().try_acquire_owned().map_err(too_many)?;
     let (reply, receiver) = oneshot::channel();
     let run = move || {
         let ended = work();
-        drop(turn);
+        drop(permit);
         drop(reply.send(ended));
     };
     thread::Builder::new().name("kvhoist-huge".into()).spawn(run)?;
@@ -58,15 +64,15 @@ async fn on_thread(work: impl FnOnce() -> io::Result<()> + Send + 'static) -> io
 }
 
 /// A permit a thread. A forked child has none of its parent's threads, which would give them back.
-fn turns() -> Arc<Semaphore> {
-    static TURNS: Mutex<Option<(Home, Arc<Semaphore>)>> = Mutex::new(None);
-    let mut turns = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
-    if turns.as_ref().is_some_and(|(home, _)| !home.is_here()) {
+fn threads() -> Arc<Semaphore> {
+    static THREADS: Mutex<Option<(Home, Arc<Semaphore>)>> = Mutex::new(None);
+    let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    if threads.as_ref().is_some_and(|(home, _)| !home.is_here()) {
         // A child does not drop what threads of its parent may have changed at the fork.
-        std::mem::forget(turns.take());
+        std::mem::forget(threads.take());
     }
-    let (_, turns) = turns.get_or_insert_with(|| (Home::here(), Arc::new(Semaphore::new(THREADS_MAX))));
-    Arc::clone(turns)
+    let (_, permits) = threads.get_or_insert_with(|| (Home::here(), Arc::new(Semaphore::new(THREADS_MAX))));
+    Arc::clone(permits)
 }
 
 /// Advises huge pages for the first uses of `len` bytes from `start` on: fewer page faults and fewer TLB misses.
@@ -138,7 +144,7 @@ mod tests {
         time::{Duration, Instant},
     };
 
-    use futures_util::{FutureExt, future::join_all};
+    use futures_util::FutureExt;
 
     use super::*;
 
@@ -163,47 +169,31 @@ mod tests {
     }
 
     #[test]
-    fn few_threads_move_memory_at_a_time_and_a_caller_that_gives_up_keeps_no_turn() {
-        let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    fn few_threads_move_memory_at_a_time_and_a_caller_that_gives_up_keeps_no_permit() {
         let mut ends = Vec::new();
-        let call = || {
-            let (running, most, (end, ended)) = (Arc::clone(&running), Arc::clone(&most), mpsc::channel::<()>());
+        let mut call = || {
+            let (end, ended) = mpsc::channel::<()>();
             ends.push(end);
+            // Until the test lets go of the other end.
             Box::pin(on_thread(move || {
-                most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                // Until the test lets go of the other end.
                 assert!(ended.recv().is_err());
-                running.fetch_sub(1, Ordering::SeqCst);
                 Ok(())
             }))
         };
-        let mut calls: Vec<_> = std::iter::repeat_with(call).take(16 * THREADS_MAX).collect();
+        let mut calls: Vec<_> = std::iter::repeat_with(&mut call).take(THREADS_MAX).collect();
         assert!(calls.iter_mut().all(|call| call.now_or_never().is_none()));
-        let began = Instant::now();
-        while running.load(Ordering::SeqCst) < THREADS_MAX {
-            assert!(began.elapsed() < HANG, "{running:?} threads run");
-            thread::yield_now();
-        }
-        // Some that run and some that wait give up; then some that have just got a turn.
-        calls = calls.into_iter().step_by(2).collect();
-        drop(ends.drain(..THREADS_MAX));
-        while running.load(Ordering::SeqCst) > 0 {
-            assert!(began.elapsed() < HANG, "{running:?} threads run");
-            thread::yield_now();
-        }
-        calls.drain(..2 * THREADS_MAX);
+        let refused = call().now_or_never().expect("nobody waits").expect_err("all threads run").to_string();
+        assert_eq!(refused, "16 regions are being moved into huge pages, expected fewer at a time");
+        // Those that give up: their threads run on.
+        calls.truncate(THREADS_MAX / 2);
+        assert!(call().now_or_never().is_some_and(|refused| refused.is_err()));
         ends.clear();
-        assert_eq!(calls.len(), 6 * THREADS_MAX);
-        let mut calls = join_all(calls);
-        let ended = loop {
-            assert!(began.elapsed() < HANG, "a turn is not given back");
-            match (&mut calls).now_or_never() {
-                Some(ended) => break ended,
-                None => thread::yield_now(),
-            }
-        };
-        assert!(ended.iter().all(Result::is_ok), "{ended:?}");
-        assert_eq!(most.load(Ordering::SeqCst), THREADS_MAX, "threads at a time");
+        let began = Instant::now();
+        while threads().available_permits() < THREADS_MAX {
+            assert!(began.elapsed() < HANG, "a permit is not given back");
+            thread::yield_now();
+        }
+        assert!(calls.into_iter().all(|call| call.now_or_never().is_some_and(|ended| ended.is_ok())));
     }
 
     #[test]

@@ -42,7 +42,7 @@ class ServiceSpace:
     ) -> None:
         """Connects to the service of the settings, or starts it. `device`: whose memory is registered, too.
 
-        Raises UnavailableError where none answers."""
+        Raises UnavailableError where none answers, DeadlineError where it accepts no connection in time."""
         self._keeper = ServiceSupervisor(config)
         self._options: dict[str, Any] = dict(
             space=space, block_bytes=block_bytes, capacity=config.capacity, host_bytes=config.host_bytes,
