@@ -186,8 +186,8 @@ pub struct DiskConfig {
     pub storage: StorageKind,
     /// What to do if a path has no direct I/O.
     pub direct_io: DirectIo,
-    /// Threads of the blocking I/O engine, of which a quarter read only, so that no read waits for a write; a lone one
-    /// does both. 1 to 256.
+    /// Threads of the blocking I/O engine, of which a quarter, rounded up, only read, so that no read waits for a
+    /// write; a lone one does both. 1 to 256.
     pub blocking_threads: usize,
     /// Largest number of quarantined slots in the disk tier before it is taken out of service. It is also taken out of
     /// service when no other slot is left. A slot is quarantined when its block cannot be read, or has a wrong checksum

@@ -19,8 +19,8 @@ use crate::{
     urgency::Urgency,
 };
 
-/// Queued bytes for each awake worker above which another one is woken: about 30 us of work. Waking a thread costs some
-/// microseconds, so small blocks wait for a worker that is already awake.
+/// Queued bytes, with [what each transfer counts beside its own](queue::weight), for each awake worker above which
+/// another one is woken: about 30 us of work. Waking a thread costs some microseconds.
 pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
 /// A unit of work.

@@ -58,7 +58,7 @@ pub(crate) struct ThreadPlan {
     /// How many threads read and write, each by a ring of its own, if the kernel allows it. The workers are the first
     /// of them.
     pub(crate) rings: u32,
-    /// Further threads, which read and write by system calls.
+    /// Further threads, which [read and write](taken_by_calls) by system calls.
     pub(crate) callers: u32,
     /// The processors near the drives, where the threads run if this process may use any of them.
     pub(crate) near: Vec<usize>,
@@ -97,8 +97,8 @@ fn run_on(processors: &[usize]) {
     unsafe { libc::sched_setaffinity(0, bytes, &raw const wanted) };
 }
 
-/// What a worker takes; the first `callers` transfer by system calls. A quarter of these only read: a write that the
-/// drive hangs on holds its thread, and no read waits for a write.
+/// What a worker takes; the first `callers` transfer by system calls. A quarter of these, rounded up, only read: a
+/// write that the drive hangs on holds its thread, and no read waits for a write. A lone one does both.
 fn taken_by_calls(worker: u32, callers: u32) -> Takes {
     let reads_alone = callers.div_ceil(4).min(callers.saturating_sub(1));
     match worker {

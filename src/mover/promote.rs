@@ -33,13 +33,13 @@ enum Ready {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes a block resident in host memory or on the device, and answers its waiters.
     pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
+        assert!(matches!(to, Tier::Host | Tier::Device), "copies to disk are writes");
         let fill = self.take_on(&mut self.shared.lock(), &key, to);
         // Otherwise a movement that could not wait for this command has taken it on.
         let Some(fill) = fill else { return };
         if to == Tier::Host {
             return self.fill_host(fill, None).await;
         }
-        assert_eq!(to, Tier::Device, "copies to disk are writes");
         let started = Instant::now();
         // Boxed: every read would have room for it.
         let outcome = Box::pin(self.fill_device(fill)).await;

@@ -38,7 +38,7 @@ const SLOTS_SHARE: u32 = 4;
 /// Parts of such a share, which requests take: the host tier has more slots at one time than at another.
 pub(super) const SLOT_PARTS: usize = 1 << 30;
 
-/// Slots that are taken for a read, or blocks of one that are made visible, in one turn of the reactor.
+/// Slots that are taken for reads, and blocks that are made visible, in one turn of the reactor.
 const PER_TURN: usize = 16;
 
 /// Permits of reads, those of all batches.
@@ -48,6 +48,8 @@ struct ReadPermits {
     background: Permits,
     /// One permit: whose slots are taken, or whose blocks made visible.
     reactor: Semaphore,
+    /// Slots that were taken, and blocks that were made visible, by all reads.
+    steps: Cell<usize>,
     /// Reads that failed, since the store answered one.
     failed: Cell<u32>,
 }
@@ -79,8 +81,8 @@ impl Permits {
 
 impl ReadPermits {
     fn new(requests: usize) -> Self {
-        let background = Permits::new(requests.div_ceil(2));
-        ReadPermits { all: Permits::new(requests), background, reactor: Semaphore::new(1), failed: Cell::new(0) }
+        let (all, background) = (Permits::new(requests), Permits::new(requests.div_ceil(2)));
+        ReadPermits { all, background, reactor: Semaphore::new(1), steps: Cell::new(0), failed: Cell::new(0) }
     }
 
     /// Waits for the turn of a read to so many slots, of those that reads may fill now; once it is `raised`, because a
@@ -111,8 +113,12 @@ impl ReadPermits {
         self.reactor.acquire().await.expect(OPEN)
     }
 
-    /// Ends a turn on the reactor, and waits for the next one behind other reads.
-    async fn reactor_again<'a>(&'a self, turn: SemaphorePermit<'a>) -> SemaphorePermit<'a> {
+    /// Counts a step. The turn on the reactor may end with it: then waits for the next one, behind other reads.
+    async fn step<'a>(&'a self, turn: SemaphorePermit<'a>) -> SemaphorePermit<'a> {
+        self.steps.set(self.steps.get().wrapping_add(1));
+        if !self.steps.get().is_multiple_of(PER_TURN) {
+            return turn;
+        }
         crate::io::yield_now().await;
         drop(turn);
         self.reactor().await
@@ -243,16 +249,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             blocks = &blocks[now.len()..];
             // A store that serves several caches may answer one with the slots of another.
             let is_own = |filling: &Filling| filling.is_of(&self.shared);
-            let (mut turn, mut published) = (permits.reactor().await, 0);
+            let mut turn = permits.reactor().await;
             for (range, answer) in ranges(now).zip(answers) {
                 match answer.and_then(|buffer| buffer.into_slots(is_own)) {
                     Ok(filled) => {
                         self.shared.metrics.remote_reads.add(1);
                         for (block, (filling, sum)) in range.iter().zip(filled) {
-                            published += 1;
-                            if published % PER_TURN == 0 {
-                                turn = permits.reactor_again(turn).await;
-                            }
+                            turn = permits.step(turn).await;
                             if self.publish_brought(remote, block, filling, sum, began) {
                                 brought.set(brought.get() + 1);
                                 remote.answer(&block.known.key, batch, true);
@@ -313,9 +316,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             && let Some(slot) = self.acquire_host()
         {
             slots.push(slot);
-            if slots.len().is_multiple_of(PER_TURN) {
-                turn = permits.reactor_again(turn).await;
-            }
+            turn = permits.step(turn).await;
         }
         drop(turn);
         slots

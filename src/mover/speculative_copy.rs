@@ -31,7 +31,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// there is summed up here before anything is concluded from it. Ends the block's flight.
     pub(super) async fn verify_on_device(self: &Rc<Self>, key: &BlockKey, unverified: Unverified, copy: &DeviceCopy) {
         let (id, sum, wanted) = (unverified.source.id(), unverified.sum, unverified.checksum);
-        let Some(target) = self.shared.lock().acquire(Tier::Device) else {
+        // Who offers it may have given up, as at its deadline.
+        let is_wanted = Rc::strong_count(copy) > 1;
+        let Some(target) = is_wanted.then(|| self.shared.lock().acquire(Tier::Device)).flatten() else {
             return self.verify_here(key, unverified).await;
         };
         let (result, unverified, target) = match self.copy_promptly(unverified, target).await {

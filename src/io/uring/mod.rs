@@ -9,7 +9,7 @@
 //!   operations, to which the kernel may still write. So data dropped while [`Runtime`] shuts down is deferred, and
 //!   freed when the driver is gone (see [`Runtime`]).
 //!
-//! The data of an operation is its [`Lent`], its file, and its permit to be in flight. A descriptor closed too early
+//! The data of an operation is its [`Lent`], its file, and its permits to be in flight. A descriptor closed too early
 //! could name another file by the time the kernel reads it.
 //!
 //! # Submission
