@@ -24,7 +24,7 @@ use crate::{
 
 impl Shared {
     /// The end of a read to a caller's memory; `None` where the block is to be read again, through a host slot.
-    pub(super) fn read_in_place<T>(self: &Arc<Self>, file: FileId, result: io::Result<T>) -> Result<Option<T>> {
+    pub(super) fn end_read_in_place<T>(self: &Arc<Self>, file: FileId, result: io::Result<T>) -> Result<Option<T>> {
         match result {
             Ok(read) => {
                 self.account(&self.failures, file, OpKind::Read, &Ok(()));
@@ -62,7 +62,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Result<Option<Box<Job>>> {
         let (file, checksum, permit) = (block.file, block.checksum, trip.taken.permit());
         let (result, pin, job) = self.read(block, permit, job, self.shared.config.block_bytes).await;
-        let Some(sum) = self.shared.read_in_place(file, result)? else { return Ok(Some(job)) };
+        let Some(sum) = self.shared.end_read_in_place(file, result)? else { return Ok(Some(job)) };
         let (is_right, job) = self.is_right(job, sum, checksum).await;
         if !is_right {
             log(|| tracing::debug!("a block read into a caller's memory is not what it should be; it is read again"));

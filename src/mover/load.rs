@@ -248,7 +248,9 @@ impl Load {
         let (shared, block) = (&self.ends.shared, &planned.block);
         shared.metrics.work_done.add(u64::from(matches!(result, Some(Ok(_)))));
         let ended = match result {
-            Some(result) => shared.read_in_place(block.file, result).map(|sum| sum.flatten() == Some(block.checksum)),
+            Some(result) => {
+                shared.end_read_in_place(block.file, result).map(|sum| sum.flatten() == Some(block.checksum))
+            }
             None => Ok(false),
         };
         self.end(planned, ended);

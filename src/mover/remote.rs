@@ -322,6 +322,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         slots
     }
 
+    /// In a function: in the head of a loop the lock would be held by its body, too.
     fn acquire_host(&self) -> Option<Filling> {
         self.shared.lock().acquire(Tier::Host)
     }

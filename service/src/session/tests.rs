@@ -113,6 +113,12 @@ impl Wire for Ends {
     }
 }
 
+fn key(number: u64) -> BlockKey {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    BlockKey::new(bytes)
+}
+
 /// Whole replies behind the welcome.
 fn all_replies(bytes: &[u8]) -> Vec<Reply> {
     replies_with_ids(bytes).into_iter().map(|(_, reply)| reply).collect()

@@ -6,15 +6,9 @@ use super::*;
 use crate::spaces::Wanted;
 
 /// Blocks of the chain.
-const BLOCKS: u32 = 2048;
+const BLOCKS: u64 = 2048;
 /// Requests to keep it, each for longer than the one before, so that each goes through the whole chain.
 const KEEPS: u64 = 64;
-
-fn key(number: u32) -> BlockKey {
-    let mut key = [0; 32];
-    key[..4].copy_from_slice(&number.to_le_bytes());
-    BlockKey::new(key)
-}
 
 /// A client has a long chain kept again and again, and asks something else behind each of these requests; so does
 /// another client.
@@ -40,7 +34,7 @@ async fn ask_behind_keeps() {
     assert!(answered[1..].iter().all(|(_, reply)| *reply == Reply::Count(1)), "{answered:?}");
     let first = answered[1..].iter().position(|(id, _)| id % 2 == 0).expect("answered");
     assert_eq!(first, KEEPS as usize, "look-ups that were answered before the long chain was kept once");
-    assert_eq!(space.cache.stats().tier(Tier::Host).kept, u64::from(BLOCKS));
+    assert_eq!(space.cache.stats().tier(Tier::Host).kept, BLOCKS);
     drop(space);
     state.spaces.close().await.expect("in memory only");
 }

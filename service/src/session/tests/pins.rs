@@ -5,12 +5,6 @@ use crate::spaces::Wanted;
 
 const BLOCKS: u64 = 1000;
 
-fn key(number: u64) -> BlockKey {
-    let mut bytes = [0; 32];
-    bytes[..8].copy_from_slice(&number.to_le_bytes());
-    BlockKey::new(bytes)
-}
-
 /// A client hangs up with many blocks pinned.
 async fn hangs_up_with_pins() {
     let state = state();
