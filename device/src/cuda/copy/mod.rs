@@ -56,8 +56,9 @@ const LAUNCHES_PER_STREAM: usize = 2;
 /// Bytes per launch, unless one batch is larger, so that early batches do not wait for all later ones.
 const LAUNCH_BYTES: u64 = 32 << 20;
 
-/// Bytes per launch that contains a prompt batch: 40 us on the bus.
-const PROMPT_BYTES: u64 = 2 << 20;
+/// Bytes per launch that contains a prompt batch: 75 us on the bus. With half as many, blocks of 128 KiB from eight
+/// drives waited for launches.
+const PROMPT_BYTES: u64 = 4 << 20;
 
 /// How long the task keeps polling after the last copy: about the time of waking the reactor, so that a sequence of
 /// single copies needs no wake-ups.
