@@ -10,7 +10,7 @@ use crate::{
     device::cuda::{Gates, Gpu},
     error::{Error, Result},
     fork::HomeBound,
-    mover::{Command, Job, LayerBoard, LayerJobs, LayerProgress},
+    mover::{Command, LayerBoard, LayerJobs, LayerProgress},
     shield::shield,
 };
 
@@ -75,6 +75,31 @@ impl Cache {
         segments: &[Vec<Segment>],
         layer_of: &[usize],
     ) -> Result<LayerLoad> {
+        let (sender, load) = oneshot::channel();
+        let mut command = Some(Command::LoadLayers(load));
+        // First: waking a sleeping reactor takes as long as what follows.
+        if let Ok(room) = self.shared().commands.try_take() {
+            self.send((command.take().expect("not sent yet"), room));
+        }
+        // The memory is held before anything is waited for: it might be another's after that.
+        let (load, jobs) = self.layer_jobs(keys, segments, layer_of)?;
+        if let Some(command) = command {
+            let room = self.room().await?;
+            self.send((command, room));
+        }
+        self.want_remote(&jobs.jobs);
+        // Where the load was refused, or the reactor has ended, the board says so.
+        drop(sender.send(jobs));
+        Ok(load)
+    }
+
+    /// A load, and what the reactor does of it.
+    fn layer_jobs(
+        &self,
+        keys: &[BlockKey],
+        segments: &[Vec<Segment>],
+        layer_of: &[usize],
+    ) -> Result<(LayerLoad, LayerJobs)> {
         let layers = segments_by_layer(layer_of)?;
         if let Some(at) = segments.iter().position(|list| list.len() != layer_of.len()) {
             return Err(Error::argument(
@@ -83,41 +108,17 @@ impl Cache {
                 format!("one for each of the {} numbers of layers", layer_of.len()),
             ));
         }
-        self.check_blocks(keys, segments)?;
+        let jobs = self.jobs(keys, None, segments, None)?;
+        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
+            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
+        }
         let progress = LayerProgress::new(layers.len(), keys.len());
         let load = LayerLoad {
             progress: HomeBound::new(Arc::clone(&progress)),
             layers: layers.len(),
             gpu: HomeBound::new(self.inner.facts.gpu.clone()),
         };
-        let (sender, jobs) = oneshot::channel();
-        let command = Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) });
-        let jobs = match self.shared().commands.try_take() {
-            // First: waking a sleeping reactor takes as long as what follows.
-            Ok(room) => {
-                self.send((command, room));
-                self.layer_jobs(keys, segments)?
-            }
-            // The memory is held before anything is waited for: it might be another's after that.
-            Err(_) => {
-                let jobs = self.layer_jobs(keys, segments)?;
-                let room = self.room().await?;
-                self.send((command, room));
-                jobs
-            }
-        };
-        self.want_remote(&jobs);
-        // Where the load was refused, or the reactor has ended, the board says so.
-        drop(sender.send(jobs));
-        Ok(load)
-    }
-
-    fn layer_jobs(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Job>> {
-        let jobs = self.jobs(keys, None, segments, None)?;
-        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
-            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
-        }
-        Ok(jobs)
+        Ok((load, LayerJobs { jobs, layers, board: LayerBoard::new(progress) }))
     }
 }
 

@@ -87,7 +87,11 @@ impl Command {
             Command::StoreFrom { jobs, call } => {
                 call.results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
             }
-            Command::LoadLayers(load) => load.refuse(&error),
+            Command::LoadLayers(mut load) => {
+                if let Ok(load) = load.try_recv() {
+                    load.refuse(&error);
+                }
+            }
             Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
                 drop(reply.send(Err(error)));
             }

@@ -75,9 +75,8 @@ impl Resident {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies blocks into their segments, and reports each layer when it is complete.
-    pub(super) async fn load_layers(self: Rc<Self>, load: LayerJobs) {
-        let LayerJobs { jobs, layers, board } = load;
-        let Some(jobs) = expected(jobs).await else { return };
+    pub(super) async fn load_layers(self: Rc<Self>, load: oneshot::Receiver<LayerJobs>) {
+        let Some(LayerJobs { jobs, layers, board }) = expected(load).await else { return };
         let board = Rc::new(RefCell::new(board));
         let (resident, away) = self.pin_what_is_resident(jobs).await;
         let (numbers, away) = self.load_away(away);

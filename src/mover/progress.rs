@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
 use super::region::Job;
 use crate::{
@@ -214,8 +214,7 @@ impl Drop for LayerBoard {
 
 /// A load that completes layer by layer.
 pub(crate) struct LayerJobs {
-    /// Its caller makes them once it has sent this: waking a sleeping reactor takes as long.
-    pub(crate) jobs: oneshot::Receiver<Vec<Job>>,
+    pub(crate) jobs: Vec<Job>,
     /// For each layer the numbers of its segments.
     pub(crate) layers: Vec<Vec<usize>>,
     pub(crate) board: LayerBoard,
@@ -277,7 +276,7 @@ mod tests {
         assert!(matches!(progress.layer(1), Some((0, None))), "of no blocks");
         let progress = LayerProgress::new(1, 1);
         let board = LayerBoard::new(Arc::clone(&progress));
-        LayerJobs { jobs: oneshot::channel().1, layers: vec![vec![]], board }.refuse(&copy_error());
+        LayerJobs { jobs: Vec::new(), layers: vec![vec![]], board }.refuse(&copy_error());
         assert!(matches!(progress.layer(0), Some((0, Some(Error::Copy { .. })))));
         assert!(matches!(progress.blocks().expect("the end")[..], [Err(Error::Copy { .. })]));
     }
