@@ -196,8 +196,9 @@ impl LayerLoad {
     /// handle or a future is dropped, the cache is closed, or the device tier goes out of service.
     ///
     /// Until then the stream is blocked, and so are calls of CUDA that wait for all streams (`cudaFree`,
-    /// `cudaDeviceSynchronize`), the open and the close of a cache, which pin memory, and launches once its queue of
-    /// some 1000 is full. A thread in such a call holds locks of the driver that the cache needs to complete the layer,
+    /// `cudaDeviceSynchronize`), the open and the close of a cache and the begin of a file transfer to or from a GPU,
+    /// which pin memory, and launches once its queue of some 1000 is full. A thread in such a call holds locks of the
+    /// driver that the cache needs to complete the layer,
     /// so that neither ends: call such functions while no stream waits, and await each layer before a stream waits for
     /// the next one.
     ///
