@@ -209,26 +209,41 @@ fn map_zeros(start: usize, len: usize) -> bool {
 /// # Safety
 /// As of a handler of the signal.
 unsafe fn as_before(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    let before = BEFORE.get().filter(|before| ![libc::SIG_DFL, libc::SIG_IGN].contains(&before.sa_sigaction));
-    let Some(before) = before else {
-        // The access is made again, and ends the process.
-        // SAFETY: plain system call, allowed in a handler.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
-        return;
+    // BUS_ADRALN to BUS_MCEERR_AR: the access is made again when the handler has returned. Others' signals come once.
+    // SAFETY: the kernel passes a valid record.
+    let is_access = (1..=4).contains(unsafe { &(*info).si_code });
+    match BEFORE.get().map_or((libc::SIG_DFL, 0), |before| (before.sa_sigaction, before.sa_flags)) {
+        (libc::SIG_IGN, _) if !is_access => {}
+        (libc::SIG_DFL | libc::SIG_IGN, _) => {
+            // SAFETY: plain system call, allowed in a handler.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        (handler, flags) if flags & libc::SA_SIGINFO != 0 => {
+            type Handler = unsafe extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
+            // SAFETY: the flag says that it is such a function.
+            unsafe { std::mem::transmute::<usize, Handler>(handler)(signal, info, context) };
+        }
+        (handler, _) => {
+            // SAFETY: without the flag it is such a function.
+            unsafe { std::mem::transmute::<usize, unsafe extern "C" fn(libc::c_int)>(handler)(signal) };
+        }
+    }
+    // Rust's own handler sets the default and returns, too: the process would go on, and guard nothing.
+    // SAFETY: all zero is a valid value; the call fills it in, and is allowed in a handler.
+    let now = unsafe {
+        let mut now: libc::sigaction = zeroed();
+        libc::sigaction(signal, ptr::null(), &raw mut now);
+        now.sa_sigaction
     };
-    if before.sa_flags & libc::SA_SIGINFO != 0 {
-        type Handler = unsafe extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
-        // SAFETY: the flag says that it is such a function.
-        unsafe { std::mem::transmute::<usize, Handler>(before.sa_sigaction)(signal, info, context) };
-    } else {
-        // SAFETY: without the flag it is such a function.
-        unsafe { std::mem::transmute::<usize, unsafe extern "C" fn(libc::c_int)>(before.sa_sigaction)(signal) };
+    if !is_access && now == libc::SIG_DFL {
+        // SAFETY: plain system call, allowed in a handler; the signal is blocked until this one returns.
+        unsafe { libc::raise(signal) };
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::Barrier, thread};
+    use std::{os::unix::process::ExitStatusExt, process::Command, sync::Barrier, thread};
 
     use super::*;
     use crate::memory::guarded::{Memory, PAGES};
@@ -280,6 +295,39 @@ mod tests {
             assert!(!neighbor.guard.is_spoiled());
             // SAFETY: mapped memory of this test.
             assert_eq!(unsafe { neighbor.page(1).read_volatile() }, 9);
+        }
+    }
+
+    /// In a process of its own: the handler that was there before the first guard is kept for good.
+    #[test]
+    fn a_signal_that_is_no_access_does_what_it_would_without_a_guard() {
+        const CASE: &str = "KVHOIST_SIGBUS";
+        extern "C" fn returns(_: libc::c_int) {}
+        let actions =
+            [("default", libc::SIG_DFL), ("ignored", libc::SIG_IGN), ("handled", returns as *const () as usize)];
+        if let Ok(case) = std::env::var(CASE) {
+            if let Some((_, action)) = actions.iter().find(|(name, _)| *name == case) {
+                // SAFETY: plain system call; the handler does nothing.
+                unsafe { libc::signal(libc::SIGBUS, *action) };
+            }
+            let memory = Memory::new();
+            // SAFETY: takes a number.
+            unsafe { libc::raise(libc::SIGBUS) };
+            assert!(["ignored", "handled"].contains(&&*case), "the process goes on");
+            memory.file.set_len(0).expect("it takes no seal");
+            // SAFETY: mapped, if not by the file any more.
+            unsafe { memory.page(0).write_volatile(7) };
+            return assert!(memory.guard.is_spoiled());
+        }
+        // As Rust sets it up for programs.
+        let ends = [("rust", true), ("default", true), ("ignored", false), ("handled", false)];
+        for (case, is_end) in ends {
+            let mut command = Command::new(std::env::current_exe().expect("this test"));
+            let name = "memory::guard::tests::a_signal_that_is_no_access_does_what_it_would_without_a_guard";
+            let output = command.args(["--exact", name]).env(CASE, case).output().expect("it starts again");
+            let said = String::from_utf8_lossy(&output.stdout);
+            assert_eq!(output.status.signal(), is_end.then_some(libc::SIGBUS), "{case}: {said}");
+            assert!(is_end || said.contains("1 passed"), "{case}: {said}");
         }
     }
 
