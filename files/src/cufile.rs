@@ -18,7 +18,7 @@ const OPEN_MAX: Duration = Duration::from_secs(10);
 /// Bytes that a proof reads at most.
 const PROBE_BYTES_MAX: usize = 64 << 10;
 
-/// Whether the way from a drive to a device was proven, by the drive's number and the device's.
+/// Whether the way from a drive to a device is a direct one, by the drive's number and the device's: once it was shown.
 static PROVEN: PerProcess<BTreeMap<(u64, u32), bool>> = PerProcess::new();
 
 /// The ways of a transfer's files to a device.
@@ -76,35 +76,37 @@ impl Routes {
     unsafe fn open(&self, file: &SourceFile, copies: &Copies, target: Target) -> Option<Reader> {
         let (direct, drive) = file.direct()?;
         let mut proven = PROVEN.lock();
-        if proven.get(&(drive, self.ordinal)) == Some(&false) {
+        let way = (drive, self.ordinal);
+        let known = proven.get(&way).copied();
+        if known == Some(false) {
             return None;
         }
         let reader = Reader::open(Arc::new(direct.try_clone().ok()?), OPEN_MAX).ok()?;
         // SAFETY: the caller's promise.
-        let is_proven =
-            *proven.entry((drive, self.ordinal)).or_insert_with(|| unsafe { prove(&reader, file, copies, target) });
-        is_proven.then_some(reader)
+        let shown = known.or_else(|| unsafe { prove(&reader, file, copies, target) });
+        // What showed nothing, as beside a cache's reads, is tried again by the next transfer.
+        shown.map(|is_direct| proven.insert(way, is_direct));
+        (shown == Some(true)).then_some(reader)
     }
 }
 
-/// Whether libcufile says that it reads straight, and reads what the file has.
+/// Whether libcufile says that it reads straight, and reads what the file has; `None` if neither was shown.
 ///
 /// # Safety
 /// As of [`Routes::read`].
-unsafe fn prove(reader: &Reader, file: &SourceFile, copies: &Copies, target: Target) -> bool {
+unsafe fn prove(reader: &Reader, file: &SourceFile, copies: &Copies, target: Target) -> Option<bool> {
     let Target { offset, address, len } = Target { len: target.len.min(PROBE_BYTES_MAX), ..target };
     let mut wanted = vec![0; len];
-    if file.read(Way::Buffered, offset, &mut wanted).is_err() {
-        return false;
-    }
+    file.read(Way::Buffered, offset, &mut wanted).ok()?;
     // Other bytes than the read will bring.
     let others: Vec<u8> = wanted.iter().map(|byte| !byte).collect();
     let mut found = others.clone();
     // SAFETY: the caller's promise; the host's memory lives until the copies have finished.
-    unsafe {
-        copies.put(address, &others).and_then(|()| copies.finish()).is_ok()
-            && reader.prove(address, len, offset).is_ok()
-            && copies.get(address, &mut found).and_then(|()| copies.finish()).is_ok()
-            && found == wanted
-    }
+    let is_counted = unsafe {
+        copies.put(address, &others).and_then(|()| copies.finish()).ok()?;
+        let is_counted = reader.prove(address, len, offset).ok()?;
+        copies.get(address, &mut found).and_then(|()| copies.finish()).ok()?;
+        is_counted
+    };
+    Some(is_counted && found == wanted)
 }

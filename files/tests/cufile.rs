@@ -4,12 +4,18 @@
 
 use std::{
     ffi::{CStr, CString},
+    fs::OpenOptions,
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     process::Command,
-    sync::OnceLock,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
+use kvhoist::internals::device::cufile::CufileReader;
 use kvhoist::internals::gpu::{DeviceBuffer, Gpu};
 use kvhoist::internals::memory::DeviceMemory;
 use kvhoist_files::{Memory, Mode, Options, Range, Report, SourceFile, read};
@@ -148,6 +154,58 @@ fn what_proves_no_direct_way_is_bounced() {
         // Asked once for each drive, not again.
         or_skip!(load(Mode::Cufile, 0));
         assert_eq!(counted("posix"), asked);
+    });
+}
+
+/// Its counters are those of the process: a cache's transfers are counted with the read of a proof.
+#[test]
+fn a_proof_beside_other_reads_is_made_again() {
+    with_doubles("a_proof_beside_other_reads_is_made_again", &["others"], |_| {
+        or_skip!(load(Mode::Cufile, 0));
+        let report = or_skip!(load(Mode::Cufile, 0));
+        assert!(report.bytes - report.cufile_bytes <= 4 * 4096, "{report:?}");
+    });
+}
+
+#[test]
+fn a_drive_is_proven_while_others_are_read() {
+    with_doubles("a_drive_is_proven_while_others_are_read", &["direct"], |_| {
+        const LEN: usize = 64 << 10;
+        let folder = directory();
+        let path = folder.path().join("file");
+        std::fs::write(&path, [7; LEN]).expect("a small file");
+        or_skip!(SourceFile::open(&path).expect("it is there").direct_align());
+        let memory = DeviceBuffer::new(Gpu::open(0).expect("the double has one"), 4 * LEN).expect("room");
+        let address = |n: usize| (memory.base().as_ptr().addr()).next_multiple_of(4096) + n * LEN;
+        let open = || {
+            let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(&path).expect("it is there");
+            CufileReader::open(Arc::new(file), Duration::from_secs(10)).expect("the double is there")
+        };
+        let (reads, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for n in 0..2 {
+                let (reader, reads, is_over, address) = (open(), &reads, &is_over, address(n));
+                scope.spawn(move || {
+                    while !is_over.load(Ordering::Relaxed) {
+                        // SAFETY: memory of this thread's own.
+                        let read = unsafe { reader.read(address, LEN, 0) };
+                        reads.fetch_add(usize::from(read.is_ok()), Ordering::Relaxed);
+                    }
+                });
+            }
+            let reader = open();
+            let proofs = (0..200).map(|_| {
+                let before = reads.load(Ordering::Relaxed);
+                while reads.load(Ordering::Relaxed) == before {
+                    std::thread::yield_now();
+                }
+                // SAFETY: memory that no other thread has.
+                unsafe { reader.prove(address(2), LEN, 0) }
+            });
+            let failed = proofs.filter(|proof| proof != &Ok(true)).count();
+            is_over.store(true, Ordering::Relaxed);
+            assert_eq!(failed, 0, "proofs of 200 that counted others' reads");
+        });
     });
 }
 

@@ -160,10 +160,10 @@ pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part
         handles.len()
     );
     if read_bytes != (probe.len * handles.len()) as u64 {
-        return Ok(SelfTest {
-            evidence: format!("{counted}, but not the bytes of the self-test: the layout of its statistics is unknown"),
-            direct: false,
-        });
+        return Err(format!(
+            "{counted}, with {read_bytes} bytes, expected the self-test's own: others read meanwhile, or the layout of \
+             its statistics is unknown"
+        ));
     }
     let direct = after.since(before).proves_reads();
     let path = match (direct, reads_nvfs > 0) {

@@ -32,17 +32,16 @@ impl CufileReader {
         Ok(CufileReader { driver, handle })
     }
 
-    /// Reads once, and returns what libcufile's own counters say of the way: directly from the drive.
+    /// Reads once, and returns whether libcufile's own counters show that the read went directly from the drive.
     ///
     /// # Safety
     /// As of [`read`](Self::read).
     ///
     /// # Errors
-    /// The counters, or why there are none: the read went through host memory, or may have.
-    pub unsafe fn prove(&self, address: usize, len: usize, offset: u64) -> Result<String, String> {
+    /// Why nothing is shown, for now: the read failed, or others' were counted with it.
+    pub unsafe fn prove(&self, address: usize, len: usize, offset: u64) -> Result<bool, String> {
         let probe = Part { ptr: std::ptr::with_exposed_provenance_mut(address), len, offset };
-        let found = self_test(self.driver, std::slice::from_ref(&self.handle), probe)?;
-        if found.direct { Ok(found.evidence) } else { Err(found.evidence) }
+        Ok(self_test(self.driver, std::slice::from_ref(&self.handle), probe)?.direct)
     }
 
     /// Reads a range of the file. Returns its bytes, which may be fewer.
@@ -51,8 +50,11 @@ impl CufileReader {
     /// The range must be memory of the current context's device, and the caller's to write to until this returns.
     ///
     /// # Errors
-    /// libcufile's.
+    /// libcufile's. None is made while [`prove`](Self::prove) or a cache's self-test counts those of its own.
     pub unsafe fn read(&self, address: usize, len: usize, offset: u64) -> Result<usize, String> {
+        let Some(_uncounted) = self.driver.read_uncounted() else {
+            return Err("the reads of a test are counted".into());
+        };
         let ptr = std::ptr::with_exposed_provenance_mut(address);
         // SAFETY: the caller's promise.
         unsafe { self.handle.transfer(OpKind::Read, ptr, len, offset) }.map_err(|fault| fault.to_string())

@@ -17,6 +17,7 @@
  *   ends      a transfer of a batch moves nothing, and says that it is complete
  *   wrong     a read by a batch ends well, with one bit wrong
  *   liar      a read by cuFileRead ends well, and moves nothing
+ *   others    the first cuFileRead is counted with another one of the process
  *   parts     a cuFileRead of more than 4 KiB moves 4 KiB and a bit at first, and every fifth fails
  *   event     every transfer of a batch fails
  *   once      the first three transfers of a batch fail, but not in a row
@@ -178,6 +179,11 @@ ssize_t cuFileRead(handle *h, void *base, size_t n, long at, long offset) {
         reads_direct++; read_bytes += n;
         pthread_mutex_unlock(&lock);
         return n;
+    }
+    if (is("others") && __atomic_add_fetch(&asked_reads, 1, __ATOMIC_RELAXED) == 1) {
+        pthread_mutex_lock(&lock);
+        reads_direct++; read_bytes += 4096;
+        pthread_mutex_unlock(&lock);
     }
     if (is("parts")) {
         /* The first one is the self-test. */

@@ -3,7 +3,7 @@
 use std::{
     ffi::c_void,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -80,9 +80,12 @@ impl Counters {
     }
 }
 
-/// Exclusive use of the counters: there is one set per process.
+/// Exclusive use of the counters: there is one set per process. Reads that are not to be counted share it.
+static TURN: RwLock<()> = RwLock::new(());
+
+/// While it lives the counters are one caller's. Transfers of a batch do not wait for it, and are counted too.
 pub(crate) struct Counting {
-    _turn: MutexGuard<'static, ()>,
+    _turn: RwLockWriteGuard<'static, ()>,
 }
 
 /// Whether libcufile counts. 1.15 crashes in its own exit handler if it still does.
@@ -120,9 +123,8 @@ impl Driver {
     /// Enables the statistics until the process ends: stopping and restarting them crashes libcufile. One caller at a
     /// time. `None` before libcufile 1.15, which has no statistics.
     pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileError> {
-        static TURN: Mutex<()> = Mutex::new(());
         let Some(statistics) = &self.library().statistics else { return Ok(None) };
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = TURN.write().unwrap_or_else(PoisonError::into_inner);
         let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
         if !*counts && !EXITING.load(Ordering::SeqCst) {
             // SAFETY: the functions take an integer and nothing; the driver is open.
@@ -140,6 +142,16 @@ impl Driver {
             return Err(CufileError::new("cuFileStatsStart", libc::ESHUTDOWN));
         }
         Ok(Some(Counting { _turn: turn }))
+    }
+
+    /// Lets no count begin while a read is under way; `None` if one has begun. Nobody waits here: a count may be of a
+    /// read that never returns.
+    pub(crate) fn read_uncounted(&self) -> Option<RwLockReadGuard<'static, ()>> {
+        match TURN.try_read() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// The counters so far; `None` without statistics.
