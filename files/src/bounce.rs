@@ -39,7 +39,10 @@ impl Bounce {
             found.copies(0).enter()?;
             return Ok(found);
         }
+        // The longer ones serve for what it did: it would be idle for good.
+        let too_short = idle.iter().position(|buffers| buffers.memory == memory).map(|at| idle.swap_remove(at));
         drop(idle);
+        drop(too_short);
         let pages = Mapping::anonymous((2 * bytes).next_multiple_of(HUGE_PAGE_BYTES));
         let pages = Arc::new(pages.map_err(|error| Error::io("map", "bounce buffers", error))?);
         let pinned = match memory {
@@ -91,6 +94,27 @@ impl Drop for Bounce {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// In a child, which has buffers of its own: other tests take some too.
+    #[test]
+    fn buffers_that_are_too_short_make_room_for_longer_ones() {
+        // SAFETY: the child does nothing but what is to be tried, and ends without the parent's handlers.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            for mib in [1, 2, 4, 1] {
+                let both = [(); 2].map(|()| Bounce::take(mib << 20, Memory::Host).expect("memory"));
+                drop(both);
+            }
+            let count = IDLE.lock().iter().filter(|buffers| buffers.half() == 4 << 20).count();
+            let is_right = (count, IDLE.lock().len()) == (2, 2);
+            // SAFETY: an exit.
+            unsafe { libc::_exit(i32::from(!is_right)) };
+        }
+        let mut status = 0;
+        // SAFETY: this process's child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child");
+    }
 
     #[test]
     fn a_forked_child_has_no_part_of_a_buffer() {
