@@ -147,9 +147,16 @@ impl SourceFile {
         self.inner.size
     }
 
-    /// The alignment that direct I/O wants of addresses, offsets and lengths, in bytes: memory whose address and file
-    /// offset agree up to it is read without a copy. `None` without direct I/O.
+    /// The alignment that direct I/O wants of addresses, offsets and lengths, in bytes; a page at least. Host memory
+    /// whose address and file offset agree up to it is read without a copy, in whole pages. `None` without direct I/O.
     pub fn direct_align(&self) -> Option<u64> {
+        // After a fork the first to write to a page gets a copy of it. Before Linux 6.5 the drive writes to the other
+        // one: so a page that a drive writes to is nobody else's meanwhile.
+        self.drive_align().map(|align| align.max(rustix::param::page_size() as u64))
+    }
+
+    /// The alignment that the drive itself wants.
+    pub(crate) fn drive_align(&self) -> Option<u64> {
         self.inner.direct.as_ref().map(|direct| direct.align)
     }
 

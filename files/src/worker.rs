@@ -70,9 +70,13 @@ impl Carry for Reads {
     fn carry(&self, shared: &Shared, lane: &mut Lane<'_>, piece: &Piece) -> Result<()> {
         let file = &self.files[piece.file];
         let way = file.way(piece.start, piece.end, self.page_cache, &shared.cancelled);
-        let align = if way == Way::Direct { file.direct_align().unwrap_or(1) } else { 1 };
         let cufile = self.cufile.as_ref().filter(|_| way == Way::Direct);
-        let align = if cufile.is_some() { align.max(cufile::ALIGN) } else { align };
+        let align = match (way, cufile) {
+            (Way::Direct, Some(_)) => file.drive_align().map(|align| align.max(cufile::ALIGN)),
+            (Way::Direct, None) => file.direct_align(),
+            _ => None,
+        };
+        let align = align.unwrap_or(1);
         // What is read straight into its place.
         let (start, end) = match piece.parts[..] {
             [part]

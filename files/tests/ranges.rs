@@ -159,6 +159,32 @@ fn aligned_memory_is_read_without_a_copy_and_the_report_says_so() {
     unsafe { std::alloc::dealloc(memory, layout) };
 }
 
+/// Others' bytes in them, and drives that write to one page for two threads, would lose to a fork's copy-on-write.
+#[test]
+fn pages_that_a_range_shares_with_others_are_copied_to() {
+    const PAGE: usize = 4096;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let path = files(folder.path(), 1).remove(0);
+    fs::File::open(&path).and_then(|file| file.sync_all()).expect("the drive takes it");
+    let content = fs::read(&path).expect("it is there");
+    let file = SourceFile::open(&path).expect("it is there");
+    if file.direct_align() != Some(PAGE as u64) {
+        return eprintln!("skipped: no direct I/O here, or by longer pages");
+    }
+    let mut memory = vec![0; 32 * PAGE];
+    let first = memory.as_ptr().align_offset(PAGE);
+    // Memory that agrees with the file up to a page, and up to what most drives want.
+    for (shift, bounced) in [(512, PAGE), (1024, 20 * PAGE)] {
+        let range =
+            Range { file: 0, offset: 512, len: 20 * PAGE, address: memory[first + shift..].as_mut_ptr() as usize };
+        // SAFETY: the memory is read after the end only.
+        let transfer = unsafe { read(vec![file.clone()], vec![range], Memory::Host, &options(2, 2 * PAGE, false)) };
+        let report = transfer.expect("it is in the file").wait().expect("nothing fails");
+        assert!(memory[first + shift..][..range.len] == content[512..][..range.len]);
+        assert_eq!((report.direct_bytes, report.bounced_bytes), (range.len as u64, bounced as u64), "{report:?}");
+    }
+}
+
 #[test]
 fn ranges_beyond_the_end_are_refused_before_anything_is_read() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -17,7 +18,7 @@ from ..errors import ArgumentError
 from .index import checkpoint_files
 
 #: Direct I/O and cuFile read into memory without a copy where its address and the file's offset agree up to this.
-ALIGN = 4096
+ALIGN = max(4096, mmap.PAGESIZE)
 
 #: Files that are opened at once.
 _OPEN_AT_ONCE = 8
