@@ -38,7 +38,7 @@ pub struct SourceFile {
 struct Inner {
     path: PathBuf,
     size: u64,
-    /// The device that it is on, as the system numbers them.
+    /// The device that it is on, as the system numbers them; or that it is: the nodes of all are on one file system.
     drive: u64,
     inode: u64,
     /// As it was when it was opened.
@@ -116,7 +116,8 @@ impl SourceFile {
         let mut end = &cached;
         let size = if found.is_file() { found.len() } else { end.seek(SeekFrom::End(0)).map_err(fail)? };
         let direct = reopen(&cached, OpenOptions::new().read(true));
-        let (drive, inode, version) = (found.dev(), found.ino(), Version::of(&found));
+        let drive = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
+        let (inode, version) = (found.ino(), Version::of(&found));
         Ok(SourceFile::of(Inner { path, size, drive, inode, version, cached, direct }))
     }
 

@@ -31,7 +31,7 @@ impl fmt::Debug for Held {
 /// What a file is known by, until its next change: two that are equal are one file with the same bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileIdentity {
-    /// The device that it is on.
+    /// The device that it is on, or that it is.
     pub device: u64,
     /// Its number there.
     pub inode: u64,

@@ -3,6 +3,7 @@
 use std::{
     fs,
     future::Future,
+    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
     pin::pin,
     sync::Arc,
@@ -259,6 +260,18 @@ fn a_file_is_told_by_its_path_from_the_root_on() {
     let here = std::env::current_dir().expect("a folder");
     let file = SourceFile::open("Cargo.toml").expect("the package's own");
     assert_eq!(file.path(), here.join("Cargo.toml"));
+}
+
+/// Their nodes are on one file system, which no drive is.
+#[test]
+fn a_block_device_is_a_drive_of_its_own() {
+    let entries = fs::read_dir("/dev").expect("a folder").filter_map(Result::ok);
+    let devices = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_block_device()));
+    let mut opened = devices.filter_map(|entry| SourceFile::open(entry.path()).ok());
+    let Some(file) = opened.next() else { return eprintln!("skipped: no block device that may be read") };
+    let found = fs::metadata(file.path()).expect("it is there");
+    assert_ne!(found.rdev(), found.dev());
+    assert_eq!(file.identity().device, found.rdev());
 }
 
 /// Wakes a thread that sleeps.

@@ -7,6 +7,7 @@ import gc
 import math
 import mmap
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import AbstractSet, Any, Iterable, Iterator, NamedTuple, Sequence
@@ -121,8 +122,9 @@ class Checkpoint:
 
 
 def _drive_of(path: str) -> int:
-    """The number of the device that a file is on."""
-    return os.stat(path).st_dev
+    """The number of the device that a file is on, or that it is."""
+    found = os.stat(path)
+    return found.st_rdev if stat.S_ISBLK(found.st_mode) else found.st_dev
 
 
 def to_device(device: Any) -> torch.device:

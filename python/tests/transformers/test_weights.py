@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -429,6 +430,14 @@ def test_files_on_several_drives_take_turns(tmp_path, monkeypatch):
     assert same_all(dict(found), wanted)
     # Two files on one drive, one on the other, in windows of a tensor.
     assert [name for name, _ in found][:6] == [f"file{n}.t{i}" for i in range(3) for n in (0, 2)]
+
+
+def test_a_block_device_is_a_drive_of_its_own(tmp_path):
+    assert checkpoint._drive_of(tmp_path) == tmp_path.stat().st_dev
+    devices = [path for path in Path("/dev").iterdir() if path.is_block_device()]
+    if not devices:
+        pytest.skip("no block device")
+    assert [checkpoint._drive_of(path) for path in devices] == [path.stat().st_rdev for path in devices]
 
 
 def test_the_first_tensor_waits_for_few_others_and_each_drive_is_read_soon(tmp_path, monkeypatch):
