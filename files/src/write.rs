@@ -242,9 +242,15 @@ impl Writes {
         let mut rest = start;
         if let Some((direct, until)) = middle.filter(|&(_, until)| until > start) {
             let bytes = &bytes[..(until - start) as usize];
-            direct.file.write_all_at(bytes, start).map_err(|error| self.failed("write", error))?;
-            shared.counts.read(Way::Direct, bytes.len());
-            rest = until;
+            match direct.file.write_all_at(bytes, start) {
+                Ok(()) => {
+                    shared.counts.read(Way::Direct, bytes.len());
+                    rest = until;
+                }
+                // A file system may take the flag and refuse the write.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                Err(error) => return Err(self.failed("write", error)),
+            }
         }
         let tail = &bytes[(rest - start) as usize..];
         if !tail.is_empty() {
@@ -267,6 +273,22 @@ impl Drop for Writes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::queues::Queues;
+
+    #[test]
+    fn a_direct_write_that_is_refused_goes_through_the_page_cache() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let path = folder.path().join("file");
+        let cached = OpenOptions::new().read(true).write(true).create_new(true).open(&path).expect("a file");
+        let mut writes = Writes::of(path.clone(), None, cached);
+        let Some(direct) = &mut writes.direct else { return eprintln!("skipped: no direct I/O here") };
+        // No drive takes it.
+        direct.align = 7;
+        let shared = Shared::new(&[], Queues::new(Vec::new(), 1), Memory::Host, 4096);
+        let mut bytes: Vec<u8> = (0..10_000_u32).map(|n| (n % 251) as u8).collect();
+        writes.write_run(&shared, 7, &mut bytes).expect("it is written");
+        assert!(fs::read(&path).expect("it is there")[7..] == bytes);
+    }
 
     #[test]
     fn a_file_is_written_where_the_process_worked_at_the_start() {
