@@ -76,7 +76,9 @@ pub unsafe fn write(
         range
     };
     let ranges: Vec<Range> = pieces.iter().map(place).collect();
-    let name = path.file_name().ok_or_else(|| {
+    // A rename would refuse it, after all is written.
+    let is_folder = path.as_os_str().as_bytes().ends_with(b"/");
+    let name = path.file_name().filter(|_| !is_folder).ok_or_else(|| {
         Error::Argument(format!("found the path {}, expected one that ends in a file's name", path.display()))
     })?;
     let replaced = fs::metadata(path).ok();
@@ -103,8 +105,9 @@ pub unsafe fn write(
     }
     if offset > 0 {
         match fallocate(&writes.cached, FallocateFlags::empty(), 0, offset) {
-            // A file system without: the file grows as it is written.
-            Err(rustix::io::Errno::OPNOTSUPP) => {}
+            // A file system without, or one that a signal interrupts, and that would begin anew: the file grows as it
+            // is written.
+            Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::INTR) => {}
             given => given.map_err(|error| writes.failed("make room for", error))?,
         }
     }

@@ -204,7 +204,10 @@ fn what_is_no_file_is_not_written_to() {
     let folder = folder();
     let pipe = folder.path().join("pipe");
     make_pipe(&pipe);
-    for (path, words) in [(folder.path(), "a folder"), (&pipe, "a pipe"), (Path::new("/dev/null"), "a pipe")] {
+    let [new, file] = ["new/", "file/"].map(|name| folder.path().join(name));
+    fs::write(folder.path().join("file"), b"old").expect("a small file");
+    let paths = [(folder.path(), "a folder"), (&pipe, "a pipe"), (Path::new("/dev/null"), "a pipe")];
+    for (path, words) in paths.into_iter().chain([(&*new, "a file's name"), (&*file, "a file's name")]) {
         let source = bytes(100);
         let pieces = [(source.as_ptr() as usize, source.len())];
         // SAFETY: `source` stays as it is until the end.
@@ -215,7 +218,44 @@ fn what_is_no_file_is_not_written_to() {
         let found = unsafe { write_at(path, &[range], Memory::Host, &Options::default()) };
         assert!(matches!(found, Err(Error::NoFile { .. } | Error::Io { .. })), "{}: {found:?}", path.display());
     }
-    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "a temporary file stays");
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 2, "a temporary file stays");
+}
+
+/// By a filter for system calls, in a child: a file system in memory gives up what it has so far at each signal.
+#[test]
+fn a_signal_while_room_is_made_is_no_error() {
+    let folder = folder();
+    let path = folder.path().join("file");
+    let source = bytes(5000);
+    // SAFETY: the child does nothing but what is to be tried, and ends without the parent's handlers.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let statement = |code, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
+        // The number is the first field of `seccomp_data`.
+        let mut program = [
+            statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+            statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_fallocate as u32),
+            statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EINTR as u32),
+            statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+        let mode = libc::SECCOMP_MODE_FILTER as libc::c_ulong;
+        // SAFETY: an alarm, a filter that the kernel checks and copies, and an exit; `source` stays as it is.
+        unsafe {
+            libc::alarm(20);
+            let is_filtered = libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1_u64, 0_u64, 0_u64, 0_u64) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter) == 0;
+            let pieces = [(source.as_ptr() as usize, source.len())];
+            let found =
+                write(&path, &pieces, Memory::Host, &Options::default()).and_then(kvhoist_files::Transfer::wait);
+            libc::_exit(i32::from(!is_filtered || found.is_err()));
+        }
+    }
+    let mut status = 0;
+    // SAFETY: this process's child.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "the child");
+    assert!(fs::read(&path).expect("it is there") == source);
 }
 
 /// As by `cp`. A link that names nothing may name a place that nobody meant to write to.
