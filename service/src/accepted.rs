@@ -317,6 +317,10 @@ impl Wire for Accepted {
         wire::hang_up(self);
     }
 
+    fn aside(&self, job: Box<dyn FnOnce() + Send>) {
+        self.aside.closes.run(job);
+    }
+
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
         wire::poll_ready(self, context, receive, send)
     }

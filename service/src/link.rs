@@ -282,6 +282,11 @@ impl Link {
         self.sender.wire.hang_up();
     }
 
+    /// Runs what may wait for the peer, on a thread that ends each wait in a moment.
+    pub(super) fn aside(&self, job: impl FnOnce() + Send + 'static) {
+        self.sender.wire.aside(Box::new(job));
+    }
+
     /// Waits until the socket has something, or takes what is to go out. `listen`: whether what the peer sends is
     /// wanted now.
     ///

@@ -120,6 +120,12 @@ pub trait Wire: Send + Sync {
     /// Hangs up, whoever else holds this end of the stream.
     fn hang_up(&self);
 
+    /// Runs what a descriptor that the peer has, too, may hold up: where nobody waits for it, and each wait ends in a
+    /// moment. A client's end waits.
+    fn aside(&self, job: Box<dyn FnOnce() + Send>) {
+        job();
+    }
+
     /// Whether one of the operations named is worth a try: a [`receive`](Self::receive), a [`send`](Self::send).
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>>;
 }

@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::{LOGGED_A_SECOND, Session};
 use crate::{
     error::ServiceFault,
+    link::Link,
     peers::own_uid,
     protocol::{FRAME_BYTES_MAX, Failure, Reply, SpaceDevice},
     seldom::Seldom,
@@ -101,11 +102,12 @@ impl DeviceEnd {
         [self.process.clone(), self.released.clone()]
     }
 
-    /// The service has let go of the client's memory.
-    pub(super) fn tell(&self) {
-        if let Err(error) = rustix::io::write(&self.released, &1u64.to_ne_bytes()) {
-            tracing::error!(%error, "a client is not told that its device memory is released");
-        }
+    /// The service has let go of the client's memory. The client has this very eventfd, and may have filled it and made
+    /// its writes wait: one that does not get through is told already.
+    pub(super) fn tell(self, link: &Link) {
+        link.aside(move || {
+            let _told_already = rustix::io::write(&self.released, &1u64.to_ne_bytes());
+        });
     }
 }
 

@@ -389,7 +389,9 @@ impl Session {
                 tracing::info!(id, pid, space, clients, others, "a client has gone");
             }
         }
-        self.device_end.iter().for_each(DeviceEnd::tell);
+        if let Some(end) = self.device_end.take() {
+            end.tell(&self.link);
+        }
         self.link.hang_up();
         self.is_client
     }

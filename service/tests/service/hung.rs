@@ -2,7 +2,8 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read, Write},
+    io::{self, IoSliceMut, Read, Write},
+    mem::MaybeUninit,
     net::{TcpListener, TcpStream},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -20,8 +21,13 @@ use kvhoist_service::{
     internals::protocol::{Hello, RegionKind, Reply, Request, SpaceDevice},
 };
 use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{OFlags, fcntl_setfl},
     io::Errno,
-    net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+    net::{
+        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix, SocketFlags,
+        SocketType,
+    },
 };
 
 use crate::{
@@ -263,6 +269,43 @@ fn a_new_space_whose_file_system_hangs_hangs_nobody() {
     fs::remove_file(hangs).expect("there");
     let (_, reply) = raw.reply().expect("a reply");
     assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");
+}
+
+/// Attaches to a space with a device; returns what the service makes readable when it has let go of the client's
+/// memory.
+fn attached_with_device(node: &Node) -> (Raw, OwnedFd) {
+    let mut raw = Raw::greeted(&node.socket());
+    raw.send(&attach("tests", [0, 0], SpaceDevice::Simulated).encode(1));
+    let (mut bytes, mut space) = ([0; 4096], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))]);
+    let (mut control, parts) = (RecvAncillaryBuffer::new(&mut space), &mut [IoSliceMut::new(&mut bytes)]);
+    net::recvmsg(&raw.stream, parts, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a reply");
+    let rights = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds.collect::<Vec<_>>()),
+        _ => None,
+    });
+    let [_process, released] = <[OwnedFd; 2]>::try_from(rights.expect("descriptors")).expect("two");
+    (raw, released)
+}
+
+/// The service has the same descriptor: what a client sets of it, the service has, too.
+#[test]
+fn a_descriptor_to_which_the_service_cannot_write_hangs_nobody() {
+    let node = Node::new();
+    let pool_client = PoolClient::with_device(&node.socket());
+    for blocks in [true, false] {
+        let (raw, released) = attached_with_device(&node);
+        let flags = if blocks { OFlags::empty() } else { OFlags::NONBLOCK };
+        fcntl_setfl(&released, flags).expect("set");
+        rustix::io::write(&released, &(u64::MAX - 1).to_ne_bytes()).expect("it has room for so much");
+        drop(raw);
+        node.wait_for_clients(1);
+        serves(&pool_client, "a full eventfd");
+    }
+    let (raw, released) = attached_with_device(&node);
+    drop(raw);
+    let mut wanted = [PollFd::new(&released, PollFlags::IN)];
+    let patience = Timespec { tv_sec: HANG.as_secs() as i64, tv_nsec: 0 };
+    assert_eq!(poll(&mut wanted, Some(&patience)), Ok(1), "a client is told that its memory is released");
 }
 
 /// The end of a service is the end of its connections, too.
