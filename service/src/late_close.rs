@@ -65,11 +65,15 @@ impl LateClose {
     /// # Errors
     /// The system's: too many descriptors of this user are in flight, say.
     pub(super) fn keep(&mut self, connection: &Arc<UnixStream>) -> io::Result<()> {
+        // Before anything is sent: where the system keeps no more, these may be why.
+        let is_over =
+            |message: &&Vec<Weak<UnixStream>>| message.iter().all(|connection| connection.strong_count() == 0);
+        self.take_out(self.messages.iter().take_while(is_over).count());
         let room = (self.kept / 32).clamp(MESSAGE_CONNECTIONS, MESSAGE_CONNECTIONS_MAX);
         let mut connections = vec![Arc::clone(connection)];
         // The oldest messages, two at most, are sent again without the connections that are over: few are in the queue
         // for long, and no connection waits until all messages were sent again.
-        let mut heads = 0;
+        let (mut heads, mut sent_again) = (0, 0);
         while heads < 2
             && let Some(message) = self.messages.get(heads)
         {
@@ -78,14 +82,16 @@ impl LateClose {
                 connections.extend(live);
             } else if heads == 0 {
                 self.send(&live)?;
+                sent_again = 1;
             } else {
                 break;
             }
             heads += 1;
         }
-        self.send(&connections)?;
-        self.take_out(heads);
-        Ok(())
+        let sent = self.send(&connections);
+        // Also where that failed: each further attempt would send the same ones again.
+        self.take_out(if sent.is_ok() { heads } else { sent_again });
+        sent
     }
 
     fn send(&mut self, connections: &[Arc<UnixStream>]) -> io::Result<()> {
@@ -123,6 +129,8 @@ mod tests {
         os::unix::net::UnixStream as StdStream,
     };
 
+    use tokio::sync::oneshot;
+
     use super::*;
 
     /// A connection as the service has it, and its client.
@@ -138,6 +146,52 @@ mod tests {
             Err(error) if error.kind() == ErrorKind::WouldBlock => true,
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Fills the queue, up to so many messages more, with some that hold no connection.
+    fn fill(late: &LateClose, room: usize) {
+        while rustix::net::send(&late.door, &[0], SendFlags::DONTWAIT).is_ok() {}
+        for _ in 0..room {
+            recv(&late.queue, &mut [0], RecvFlags::DONTWAIT).expect("one is there");
+        }
+    }
+
+    /// Waits until messages are received that were taken out.
+    async fn taken_out(late: &LateClose) {
+        let (tell, told) = oneshot::channel();
+        late.aside.close_by(move || tell.send(()).expect("the test waits"));
+        told.await.expect("a thread");
+    }
+
+    #[tokio::test]
+    async fn a_queue_without_room_takes_connections_again_once_those_before_are_over() {
+        let mut late = LateClose::new(Aside::start().expect("threads")).expect("a pair of sockets");
+        let before: Vec<_> = (0..40).map(|_| connect()).collect();
+        for (ours, _) in &before {
+            late.keep(ours).expect("in flight");
+        }
+        taken_out(&late).await;
+        fill(&late, 0);
+        let (ours, _theirs) = connect();
+        late.keep(&ours).expect_err("no room");
+        assert!(late.kept >= 40);
+        drop(before);
+        drop(late.keep(&ours));
+        taken_out(&late).await;
+        late.keep(&ours).expect("room, where those before were");
+        assert!(late.kept <= 2, "{} are kept for one", late.kept);
+    }
+
+    #[tokio::test]
+    async fn attempts_that_fail_send_no_connection_again_and_again() {
+        let mut late = LateClose::new(Aside::start().expect("threads")).expect("a pair of sockets");
+        let live: Vec<_> = (0..MESSAGE_CONNECTIONS).map(|_| connect()).collect();
+        let streams: Vec<_> = live.iter().map(|(ours, _)| Arc::clone(ours)).collect();
+        fill(&late, 2);
+        late.send(&streams).expect("room for two");
+        let (ours, _theirs) = connect();
+        late.keep(&ours).expect_err("those before have taken it");
+        assert_eq!((late.kept, late.messages.len()), (live.len(), 1));
     }
 
     /// Connections come and go in a drawn order; the service's own descriptors are closed at last, as by a kill.
