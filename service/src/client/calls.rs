@@ -180,14 +180,22 @@ impl Client {
             Some(other) => return Err(Error::argument("device", format!("{other:?}"), "Cuda, Simulated or none")),
         };
         let line = Arc::new(Line::new(socket.display().to_string(), options.deadline, options.give_up));
-        let worker = Worker { socket: socket.clone(), options, device: space_device, line: Arc::clone(&line), dial };
+        let places = Arc::<Places>::default();
+        let worker = Worker {
+            socket: socket.clone(),
+            options,
+            device: space_device,
+            line: Arc::clone(&line),
+            places: Arc::clone(&places),
+            dial,
+        };
         let (first, connected) = oneshot::channel();
         run(worker, first)?;
         let inner = Inner {
             socket,
             block_bytes,
             line,
-            places: Arc::default(),
+            places,
             device,
             gpu: HomeBound::new(gpu),
             bounce: OnceCell::new(),

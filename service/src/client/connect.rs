@@ -7,7 +7,6 @@ use tokio::time::{sleep, timeout};
 use super::{
     device_end::DeviceEnd,
     options::ClientOptions,
-    places::Lent,
     worker::{BACKOFF_MIN, Dial, Worker, away, nonsense},
 };
 use crate::{
@@ -24,13 +23,9 @@ const ONLY_ID: u64 = 1;
 impl<D: Dial> Worker<D> {
     /// Connects, attaches, and registers memory that was registered before. It has a deadline. `device_end`: what says
     /// when the service has let go of device memory, also if this fails.
-    pub(super) async fn connect(
-        &self,
-        lent: &[Lent],
-        device_end: &mut Option<DeviceEnd>,
-    ) -> Result<(Receiver, Sender, Limits)> {
+    pub(super) async fn connect(&self, device_end: &mut Option<DeviceEnd>) -> Result<(Receiver, Sender, Limits)> {
         let (deadline, dialed) = (self.options.deadline, Cell::new(false));
-        match timeout(deadline, self.try_to_connect(lent, device_end, &dialed)).await {
+        match timeout(deadline, self.try_to_connect(device_end, &dialed)).await {
             Ok(connected) => connected,
             Err(_) if !dialed.get() => Err(not_accepted(&self.socket, deadline)),
             Err(_) => Err(away(&self.socket, format!("it did not answer for {deadline:?}"))),
@@ -52,7 +47,6 @@ impl<D: Dial> Worker<D> {
 
     async fn try_to_connect(
         &self,
-        lent: &[Lent],
         device_end: &mut Option<DeviceEnd>,
         dialed: &Cell<bool>,
     ) -> Result<(Receiver, Sender, Limits)> {
@@ -90,12 +84,14 @@ impl<D: Dial> Worker<D> {
         if matches!(self.device, SpaceDevice::Cuda(_)) && device_end.is_none() {
             return Err(nonsense("no descriptors that say when device memory is free again"));
         }
-        for lent in lent {
+        // Not before: memory that is taken back while no service answers is free at once.
+        for lent in &self.line.connect().ok_or(Error::Closed)? {
             match self.ask(&mut link, &lent.request(), lent.fd()).await? {
-                Reply::Registered { .. } => {}
+                Reply::Registered { .. } => self.places.set_refused(lent.number, None),
+                // The next service may take it.
                 Reply::Failed(failure) => {
                     tracing::warn!(reason = %failure.text, "the service refused memory that it had before");
-                    return Err(failure.into());
+                    self.places.set_refused(lent.number, Some(&failure));
                 }
                 other => return Err(nonsense(&format!("{other:?} to a register request"))),
             }

@@ -15,7 +15,7 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 use crate::{
     error::{Error, Result, ServiceFault},
-    protocol::{PLACES_MAX, Place, RegionKind, Request},
+    protocol::{Failure, PLACES_MAX, Place, RegionKind, Request},
     wire::Shared,
 };
 
@@ -59,6 +59,8 @@ struct Known {
     number: u32,
     /// A call left it to a service that hangs.
     given_up: bool,
+    /// Why the service does not have it since it is back.
+    refused: Option<Error>,
     /// Of memory that could not be passed, whose blocks are copied: the calls that name it.
     users: Option<Users>,
     /// Keeps the mapping of memory that this crate has mapped.
@@ -100,14 +102,14 @@ impl Places {
 
     /// Memory that the service has.
     pub(super) fn add(&self, lent: &Lent, memory: Option<Arc<SharedMemory>>) {
-        let known = Known { number: lent.number, given_up: false, users: None, _memory: memory };
+        let known = Known { number: lent.number, given_up: false, refused: None, users: None, _memory: memory };
         self.lock().insert(lent.start..lent.start + lent.len, known);
     }
 
     /// Memory that the service has not.
     pub(super) fn add_copied(&self, number: u32, range: Range<usize>) -> Users {
         let users = Users::default();
-        let known = Known { number, given_up: false, users: Some(Arc::clone(&users)), _memory: None };
+        let known = Known { number, given_up: false, refused: None, users: Some(Arc::clone(&users)), _memory: None };
         self.lock().insert(range, known);
         users
     }
@@ -115,6 +117,16 @@ impl Places {
     /// No call moves blocks between these regions and the service any more.
     pub(super) fn give_up(&self, numbers: &BTreeSet<u32>) {
         self.lock().values_mut().for_each(|known| known.given_up |= numbers.contains(&known.number));
+    }
+
+    /// What a service that is back says to memory that it had before: calls that name what it refuses fail with that.
+    pub(super) fn set_refused(&self, number: u32, refused: Option<&Failure>) {
+        let refused = refused.map(|Failure { fault, text }| {
+            let text = format!("region {number}: refused by the service since it is back: {text}");
+            Error::service(*fault, text)
+        });
+        let mut all = self.lock();
+        all.values_mut().filter(|known| known.number == number).for_each(|known| known.refused.clone_from(&refused));
     }
 
     pub(super) fn remove(&self, number: u32, start: usize) {
@@ -179,7 +191,7 @@ impl Places {
     pub(super) fn place(&self, segment: &Segment) -> Result<Place> {
         let known = self.lock();
         let (start, known) = known.of(segment).ok_or_else(|| unknown(segment))?;
-        place(known, start, segment)
+        known.refused.clone().map_or_else(|| place(known, start, segment), Err)
     }
 }
 
@@ -210,6 +222,7 @@ fn block(
     for segment in segments {
         let (number, users) = match known.of(segment) {
             Some((_, Known { given_up: true, number, .. })) => return Err(given_up(*number)),
+            Some((_, Known { refused: Some(refused), .. })) => return Err(refused.clone()),
             Some((_, Known { number, users: Some(users), .. })) => (*number, users),
             Some((start, known)) => {
                 places.push(place(known, start, segment)?);

@@ -10,7 +10,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::{line::Line, options::ClientOptions};
+use super::{line::Line, options::ClientOptions, places::Places};
 use crate::{
     error::{Error, Result, ServiceFault},
     link::{LinkError, Receiver},
@@ -34,6 +34,7 @@ pub(crate) struct Worker<D> {
     /// Whose memory the client registers.
     pub(super) device: SpaceDevice,
     pub(super) line: Arc<Line>,
+    pub(super) places: Arc<Places>,
 }
 
 impl<D: Dial> Worker<D> {
@@ -41,9 +42,9 @@ impl<D: Dial> Worker<D> {
     pub(crate) async fn run(self, first: oneshot::Sender<Result<()>>) {
         let mut first = Some(first);
         let mut backoff = BACKOFF_MIN;
-        while let Some(lent) = self.line.connect() {
+        while !self.line.is_closing() {
             let mut device_end = None;
-            let why = match self.connect(&lent, &mut device_end).await {
+            let why = match self.connect(&mut device_end).await {
                 Ok((receiver, sender, limits)) => {
                     self.line.connected(sender, &limits);
                     if first.take().is_some_and(|first| first.send(Ok(())).is_err()) {

@@ -34,6 +34,7 @@ mod node;
 mod pool;
 mod pool_client;
 mod raw;
+mod refused_memory;
 mod shared_node;
 mod shares;
 mod taken_away;

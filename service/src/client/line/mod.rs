@@ -66,12 +66,13 @@ impl Answers {
 
 /// Where the connection stands.
 enum Phase {
-    /// The thread connects. The service may get all memory that is lent, so memory that is taken back waits.
+    /// The thread connects, for the first time or to a service that is getting all memory that is lent, so memory that
+    /// is taken back waits.
     Connecting,
     Up(Sender),
     /// The service has said goodbye, and will hang up.
     Parting(Sender),
-    /// Between two attempts to connect.
+    /// No service has any memory.
     Down,
     /// Closed: the thread has ended.
     Closed,

@@ -23,7 +23,7 @@ pub(in crate::client) struct Wait {
 }
 
 impl Line {
-    /// The thread begins to connect; regions that the service is to get. `None` if the client is being closed.
+    /// A service has admitted the client; regions that it is to get. `None` if the client is being closed.
     pub(in crate::client) fn connect(&self) -> Option<Vec<Lent>> {
         let mut state = self.lock();
         if state.closing.is_some() {
@@ -33,7 +33,7 @@ impl Line {
         Some(state.lent.values().cloned().collect())
     }
 
-    /// The service has admitted the client, and has all of its regions.
+    /// The service has all regions, but for those that it refused.
     pub(in crate::client) fn connected(&self, sender: Sender, limits: &Limits) {
         let mut state = self.lock();
         state.sent_max = Amount { calls: (limits.requests as usize).max(1), bytes: limits.request_bytes as usize };

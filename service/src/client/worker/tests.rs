@@ -4,7 +4,7 @@ use std::{
     cell::Cell,
     io::{self, Read, Write},
     os::unix::net::UnixStream,
-    sync::{Arc, atomic::AtomicUsize},
+    sync::{Arc, atomic::AtomicUsize, mpsc},
     thread,
     time::Duration,
 };
@@ -41,9 +41,9 @@ fn next_request(stream: &mut UnixStream) -> (u64, Request) {
     (header.id, Request::decode(header.kind, &body).expect("a request"))
 }
 
-/// A client that loads into its memory: the service's end of its connection, and what the load comes to. `patience`:
-/// its deadline, and how long it waits after that.
-fn loads(patience: Duration) -> (UnixStream, oneshot::Receiver<Result<Reply>>) {
+/// A client that has connected, and the service's end of its connection. `patience`: its deadline, and how long it
+/// waits after that. `again` is told when it dials once more, and nobody accepts it.
+fn connects(patience: Duration, again: mpsc::Sender<()>) -> (UnixStream, Arc<Line>) {
     let (ours, mut theirs) = UnixStream::pair().expect("two sockets");
     ours.set_nonblocking(true).expect("set");
     theirs.set_read_timeout(Some(PATIENCE)).and_then(|()| theirs.set_write_timeout(Some(PATIENCE))).expect("set");
@@ -55,10 +55,14 @@ fn loads(patience: Duration) -> (UnixStream, oneshot::Receiver<Result<Reply>>) {
         let ours = Cell::new(Some(ours));
         let dial = async move || match ours.take() {
             Some(ours) => Ok(Arc::new(Dialed::new(AsyncStream::from_std(ours)?)) as Arc<dyn Wire>),
-            None => Err(io::ErrorKind::NotFound.into()),
+            None => {
+                let _nobody_waits = again.send(());
+                Err(io::ErrorKind::WouldBlock.into())
+            }
         };
         let (options, device) = (ClientOptions::new("tests", 4096), SpaceDevice::None);
-        runtime.block_on(Worker { dial, socket: "a test".into(), options, device, line: of_client }.run(first));
+        let (socket, places) = ("a test".into(), Arc::default());
+        runtime.block_on(Worker { dial, socket, options, device, line: of_client, places }.run(first));
     });
     theirs.read_exact(&mut [0; Hello::BYTES]).expect("a hello");
     let welcome = Welcome::new(Ok(Hello::ours().version_max), Limits::new(8, 8, 1 << 20));
@@ -67,11 +71,22 @@ fn loads(patience: Duration) -> (UnixStream, oneshot::Receiver<Result<Reply>>) {
     let attached = Reply::Attached { block_bytes: 4096, capacity_bytes: 0, host_bytes: 0 };
     theirs.write_all(&attached.encode(id)).expect("a client");
     connected.blocking_recv().expect("an answer").expect("connected");
+    (theirs, line)
+}
+
+fn begin(line: &Line, request: &Request, what: What) -> oneshot::Receiver<Result<Reply>> {
     let (reply, answer) = oneshot::channel();
     let keeps = (Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first"), None);
-    let frame = Request::Load(Blocks::default()).encode(2);
-    let (what, reply) = (What::Move, Answer::Caller(reply));
-    line.begin(Call { id: 2, frame, is_write: false, what, reply, keeps }).expect("the line is up");
+    let (frame, is_write, reply) = (request.encode(2), request.is_write(), Answer::Caller(reply));
+    line.begin(Call { id: 2, frame, is_write, what, reply, keeps }).expect("it begins");
+    answer
+}
+
+/// A client that loads into its memory: the service's end of its connection, and what the load comes to. `patience` as
+/// of [`connects`].
+fn loads(patience: Duration) -> (UnixStream, oneshot::Receiver<Result<Reply>>) {
+    let (mut theirs, line) = connects(patience, mpsc::channel().0);
+    let answer = begin(&line, &Request::Load(Blocks::default()), What::Move);
     assert!(matches!(next_request(&mut theirs), (2, Request::Load(_))));
     (theirs, answer)
 }
@@ -96,6 +111,19 @@ fn memory_is_given_up_where_the_hang_up_after_nonsense_does_not_come() {
     theirs.write_all(&NONSENSE).expect("a client");
     match answer.blocking_recv().expect("an answer") {
         Err(Error::Service { fault: ServiceFault::Abandoned, .. }) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn memory_is_taken_back_at_once_while_nobody_accepts_the_client() {
+    let (again, dials_again) = mpsc::channel();
+    let (theirs, line) = connects(PATIENCE, again);
+    drop(theirs);
+    dials_again.recv().expect("a client");
+    let mut answer = begin(&line, &Request::Unregister { region: 1 }, What::Unregister(1));
+    match answer.try_recv() {
+        Ok(Ok(Reply::Done)) => {}
         other => panic!("{other:?}"),
     }
 }

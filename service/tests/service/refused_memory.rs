@@ -1,0 +1,65 @@
+//! Memory that a service had, and that the one after it refuses: its client does without it, and with all else.
+
+use std::{path::Path, sync::Arc, thread, time::Instant};
+
+use kvhoist::{Config, DirectIo, Error, Memory, Segment, ServiceFault, SharedMemory, block_on};
+use kvhoist_service::{Client, Server, ServerConfig};
+
+use crate::{
+    common::{self, key},
+    node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS},
+    pool_client::{POOL_BLOCKS, PoolClient},
+};
+
+const LARGE_BYTES: usize = 64 << 20;
+
+/// A service to which a client may lend so much.
+fn start(folder: &Path, region_bytes_max: usize) -> Server {
+    let mut config = ServerConfig::new(folder.join("socket"));
+    config.paths = vec![folder.to_owned()];
+    config.capacity_bytes = 2 * DISK_BLOCKS * BLOCK_BYTES as u64;
+    config.host_bytes = 2 * HOST_BLOCKS * BLOCK_BYTES as u64;
+    config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer);
+    config.region_bytes_max = region_bytes_max as u64;
+    Server::start(config).expect("a service")
+}
+
+fn wait(client: &Client, is_connected: bool) {
+    let hang = Instant::now() + HANG;
+    while client.is_connected() != is_connected {
+        assert!(Instant::now() < hang, "the client is away: {}", !client.is_connected());
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn memory_that_is_refused_when_the_service_is_back_keeps_its_client_from_nothing_else() {
+    let (folder, room) = (common::directory(), POOL_BLOCKS as usize * BLOCK_BYTES + LARGE_BYTES);
+    let mut server = start(folder.path(), room);
+    let pool_client = PoolClient::new(server.socket());
+    let large = Arc::new(SharedMemory::new(LARGE_BYTES).expect("memory"));
+    // SAFETY: nobody touches it while a block is on its way.
+    let lent = unsafe { Memory::shared(Arc::clone(&large)) };
+    let region = block_on(pool_client.client.register(lent)).expect("registered");
+    let place = [vec![Segment { ptr: large.as_ptr(), len: BLOCK_BYTES }]];
+    for (room, is_taken) in [(room / 2, false), (room, true)] {
+        server.drain();
+        server.wait().expect("a whole store");
+        wait(&pool_client.client, false);
+        server = start(folder.path(), room);
+        wait(&pool_client.client, true);
+        pool_client.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+        assert_eq!(pool_client.load(0, 4).expect("a service"), [true; 4]);
+        match block_on(pool_client.client.load_into(&[key(0)], &place)) {
+            Err(Error::Service { fault: ServiceFault::Busy, text }) if !is_taken => {
+                assert!(text.contains("region 2: refused") && text.contains(" at most"), "{text}");
+            }
+            Ok(results) if is_taken => assert!(matches!(results[..], [Ok(true)]), "{results:?}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    block_on(pool_client.client.unregister(&region)).expect("a service");
+    drop(pool_client);
+    server.drain();
+    server.wait().expect("a whole store");
+}
