@@ -5,7 +5,7 @@
 //! stays in the socket, and is dropped with all else that was not received, on a thread of its user.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::BTreeMap,
     io,
     ops::Deref,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -161,18 +161,19 @@ impl Aside {
     fn discard(&self, uid: u32, from: Discard, job: impl FnOnce() + Send + 'static) {
         let mut discards = self.discards();
         discards.retain(|other, thread| *other == (uid, from) || thread.waiting() > 0);
-        let thread = match discards.entry((uid, from)) {
-            Entry::Occupied(thread) => thread.into_mut(),
-            Entry::Vacant(none) => match Brief::start("kvhoist-discard") {
-                Ok(thread) => none.insert(thread),
-                Err(error) => {
-                    tracing::warn!(%error, uid, "found no thread to close a client's descriptors");
-                    drop(discards);
-                    return job();
-                }
-            },
-        };
-        thread.run(job);
+        if let Some(thread) = discards.get(&(uid, from)) {
+            return thread.run(job);
+        }
+        // Accepts take the lock, and the system may take its time to start a thread.
+        drop(discards);
+        match Brief::start("kvhoist-discard") {
+            // Another may have been started meanwhile.
+            Ok(thread) => self.discards().entry((uid, from)).or_insert(thread).run(job),
+            Err(error) => {
+                tracing::warn!(%error, uid, "found no thread to close a client's descriptors");
+                job();
+            }
+        }
     }
 
     /// Receives what nobody has received of a connection that is over, and closes it.
