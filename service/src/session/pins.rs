@@ -12,7 +12,7 @@ use crate::{
     spaces::Space,
 };
 
-/// Blocks that are let go in one turn at the end of a connection.
+/// Blocks that are let go in one turn, but for those of one request.
 pub(super) const UNPINNED_PER_TURN: usize = 256;
 
 impl Session {
@@ -35,11 +35,12 @@ impl Session {
         Ok(Reply::Count(count as u32))
     }
 
-    /// Lets go of what a request has pinned.
-    pub(super) fn unpin(&mut self, id: u64) {
-        if let Some((space, _)) = &self.attached {
-            self.pinned.remove(&id).iter().for_each(|leases| space.unpinned(leases.len()));
-        }
+    /// Lets go of what a request has pinned; returns how many blocks that are.
+    pub(super) fn unpin(&mut self, id: u64) -> usize {
+        let Some((space, _)) = &self.attached else { return 0 };
+        let count = self.pinned.remove(&id).map_or(0, |leases| leases.len());
+        space.unpinned(count);
+        count
     }
 
     /// Lets go of all that the client has pinned. Other sessions have their turns in between.

@@ -5,7 +5,7 @@ use std::{rc::Rc, time::Duration};
 use kvhoist::{BlockKey, Cache};
 use kvhoist_files::FileIdentity;
 
-use super::{End, Ended, Outcome, Session, attached::Entered};
+use super::{End, Ended, Outcome, Session, attached::Entered, pins::UNPINNED_PER_TURN};
 use crate::{
     config::ServerConfig,
     error::ServiceFault,
@@ -40,20 +40,21 @@ impl Session {
             let decode = |header: &Header, body: &[u8]| Ok((body.len(), Request::decode(header.kind, body)?));
             let Some((id, (bytes, request))) = self.link.receiver.next_frame(decode)? else { return Ok(false) };
             let outbox = self.link.sender.bytes();
-            self.begin(id, bytes, request)?;
+            let unpinned = self.begin(id, bytes, request)?;
             let replied = self.link.sender.bytes() - outbox;
-            frames = frames.saturating_sub(1 + bytes / BYTES_LIKE_A_FRAME + replied / REPLY_BYTES_LIKE_A_FRAME);
+            let like_frames = bytes / BYTES_LIKE_A_FRAME + replied / REPLY_BYTES_LIKE_A_FRAME;
+            frames = frames.saturating_sub(1 + like_frames + unpinned * FRAMES_PER_TURN / UNPINNED_PER_TURN);
         }
         Ok(true)
     }
 
-    /// Begins a request, or answers it at once.
-    pub(super) fn begin(&mut self, id: u64, bytes: usize, request: Request) -> Result<(), End> {
+    /// Begins a request, or answers it at once. Returns how many pins it has let go of.
+    fn begin(&mut self, id: u64, bytes: usize, request: Request) -> Result<usize, End> {
         if let Request::Cancel { request } = request {
             if let Some(cancel) = self.requests.get(&request) {
                 cancel.cancel();
             }
-            return Ok(());
+            return Ok(0);
         }
         if let Request::LetGo { hold } = request {
             // What has ended is held by then.
@@ -63,8 +64,7 @@ impl Session {
             if let Some(cancel) = self.requests.get(&hold) {
                 cancel.cancel();
             }
-            self.unpin(hold);
-            return Ok(());
+            return Ok(self.unpin(hold));
         }
         // Taken also if the request is refused: the next one must not get it.
         let lent = match request {
@@ -81,7 +81,7 @@ impl Session {
             let text =
                 format!("busy: {} requests of {in_flight} bytes are in flight; wait for replies", self.requests.len());
             self.reply(id, &Reply::Failed(Failure::new(ServiceFault::Busy, text)));
-            return Ok(());
+            return Ok(0);
         }
         match self.answer(id, request, lent) {
             Ok(None) => {}
@@ -91,7 +91,7 @@ impl Session {
         if self.requests.contains_key(&id) {
             self.request_bytes.insert(id, bytes);
         }
-        Ok(())
+        Ok(0)
     }
 
     /// Runs a request; its reply comes when it has ended.
