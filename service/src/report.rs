@@ -1,5 +1,7 @@
 //! The state of a service, for the program that runs it.
 
+use std::sync::Arc;
+
 use kvhoist::Stats;
 use tokio::sync::{mpsc, oneshot};
 
@@ -30,12 +32,12 @@ pub struct OpenSpace {
     pub stats: Stats,
 }
 
-/// Requests for a report, which the service's thread answers between two others.
-pub(super) type Asked = mpsc::UnboundedReceiver<oneshot::Sender<ServiceReport>>;
+/// Requests for a report, which the service's thread answers. Those who ask at a time share one.
+pub(super) type Asked = mpsc::UnboundedReceiver<oneshot::Sender<Arc<ServiceReport>>>;
 
 /// Sends requests for a report.
 #[derive(Clone)]
-pub(super) struct Ask(mpsc::UnboundedSender<oneshot::Sender<ServiceReport>>);
+pub(super) struct Ask(mpsc::UnboundedSender<oneshot::Sender<Arc<ServiceReport>>>);
 
 impl Ask {
     pub(super) fn channel() -> (Ask, Asked) {
@@ -44,7 +46,7 @@ impl Ask {
     }
 
     /// The report comes when the service's thread answers.
-    pub(super) fn report(&self) -> Result<oneshot::Receiver<ServiceReport>> {
+    pub(super) fn report(&self) -> Result<oneshot::Receiver<Arc<ServiceReport>>> {
         let (sender, report) = oneshot::channel();
         self.0.send(sender).map_err(|_| Error::Closed)?;
         Ok(report)

@@ -2,11 +2,13 @@
 
 use std::{
     collections::BTreeSet,
+    convert::Infallible,
     fs,
     future::pending,
     io,
     os::unix::net::UnixListener as StdListener,
     path::{Path, PathBuf},
+    pin::pin,
     rc::Rc,
     sync::{Arc, Mutex, mpsc},
     thread::{self, JoinHandle},
@@ -122,13 +124,13 @@ impl Server {
     }
 
     /// The state of the service, its open spaces and its clients. Blocks the thread until the service's own thread
-    /// answers, some microseconds as a rule; must not be called in an asynchronous task.
+    /// answers, a millisecond as a rule; must not be called in an asynchronous task.
     ///
     /// # Errors
     /// [`Error::Closed`] after the end of the service.
     #[doc(hidden)]
     pub fn report(&self) -> Result<ServiceReport> {
-        self.ask.report()?.blocking_recv().map_err(|_| Error::Closed)
+        self.ask.report()?.blocking_recv().map(Arc::unwrap_or_clone).map_err(|_| Error::Closed)
     }
 
     /// Its socket, or a folder of it, that was deleted or replaced since it began to listen: nobody will find it.
@@ -260,7 +262,7 @@ async fn serve(
     mut drained: watch::Receiver<bool>,
     asked: &mut Asked,
 ) {
-    let mut sessions = JoinSet::new();
+    let (mut sessions, mut answers) = (JoinSet::new(), pin!(answer(state, asked)));
     let linger = state.config.linger_ms.map(Duration::from_millis);
     let mut alone_since = Instant::now();
     loop {
@@ -280,7 +282,7 @@ async fn serve(
                 let since = Instant::now().checked_sub(linger - grace);
                 alone_since = since.map_or(alone_since, |since| since.max(alone_since));
             }
-            Some(sender) = asked.recv() => drop(sender.send(state.report())),
+            never = &mut answers => match never {},
             accepted = accept() => match accepted {
                 Ok(caller) => {
                     let_in(state, caller, &mut sessions);
@@ -306,8 +308,23 @@ async fn serve(
     loop {
         tokio::select! { biased;
             ended = sessions.join_next() => if ended.is_none() { break },
-            Some(sender) = asked.recv() => drop(sender.send(state.report())),
+            never = &mut answers => match never {},
         }
+    }
+}
+
+/// Answers those who ask for a report; those who ask at a time share one.
+async fn answer(state: &ServiceState, asked: &mut Asked) -> Infallible {
+    loop {
+        // No sender: nobody asks any more.
+        let Some(first) = asked.recv().await else { pending().await };
+        let mut waiting = vec![first];
+        let collect = || {
+            waiting.extend(std::iter::from_fn(|| asked.try_recv().ok()));
+            Arc::new(state.report())
+        };
+        let report = state.status_frames.instead(collect).await;
+        waiting.into_iter().for_each(|sender| drop(sender.send(Arc::clone(&report))));
     }
 }
 
@@ -326,5 +343,38 @@ fn let_in(state: &Rc<ServiceState>, (wire, peer): Caller, sessions: &mut JoinSet
             let connection = state.enter(peer.pid, peer.uid);
             sessions.spawn_local(session::serve(Rc::clone(state), connection, wire));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However many ask, the thread serves others between two reports.
+    #[tokio::test(start_paused = true)]
+    async fn those_who_ask_at_a_time_share_a_report_and_the_next_one_waits() {
+        let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+        let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
+        let state = ServiceState::new(config, spaces);
+        let (ask, mut asked) = Ask::channel();
+        let begin = Instant::now();
+        let wait = async {
+            for round in 0..3 {
+                let waiting: Vec<_> = (0..40).map(|_| ask.report().expect("it listens")).collect();
+                state.cut_off.set(round);
+                let mut reports = Vec::new();
+                for report in waiting {
+                    reports.push(report.await.expect("answered"));
+                }
+                assert!(reports.iter().all(|report| Arc::ptr_eq(report, &reports[0])), "one report for all");
+                assert_eq!(reports[0].status.cut_off, round, "figures from after the question");
+            }
+        };
+        tokio::select! {
+            never = answer(&state, &mut asked) => match never {},
+            () = wait => {}
+        }
+        assert!(begin.elapsed() >= Duration::from_millis(2), "{:?} for three", begin.elapsed());
+        state.spaces.close().await.expect("in memory only");
     }
 }

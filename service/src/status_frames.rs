@@ -1,8 +1,8 @@
 //! Frames with the service's figures, which all clients that ask at a time share.
 //!
 //! A status has a row for each space and each client, and is collected and encoded on the service's thread. So frames
-//! are made one after another, with pauses: together they take a tenth of that thread at most, however many clients
-//! ask.
+//! are made one after another, with pauses, and so are reports for the program that runs the service: together they
+//! take a tenth of that thread at most, however many ask.
 
 use std::{cell::Cell, rc::Rc, time::Duration};
 
@@ -41,13 +41,28 @@ impl StatusFrames {
     pub(super) async fn after(&self, seen: u64, status: impl FnOnce() -> ServiceStatus) -> Rc<[u8]> {
         let mut last = self.last.lock().await;
         if self.made.get() == seen {
-            sleep_until(last.1).await;
-            let begin = Instant::now();
-            let frame = Reply::Status(Box::new(status())).encode(0).into();
-            let end = Instant::now();
-            *last = (frame, end + ((end - begin) * PAUSE_TIMES).max(PAUSE_MIN));
+            last.0 = at_its_turn(&mut last.1, || Reply::Status(Box::new(status())).encode(0).into()).await;
             self.made.set(seen + 1);
         }
         Rc::clone(&last.0)
     }
+
+    /// What `collect` collects, which is no frame, as one of them.
+    ///
+    /// # Cancel safety
+    /// Nothing is collected.
+    pub(super) async fn instead<T>(&self, collect: impl FnOnce() -> T) -> T {
+        let mut last = self.last.lock().await;
+        at_its_turn(&mut last.1, collect).await
+    }
+}
+
+/// Collects figures after the pause, and sets the next one.
+async fn at_its_turn<T>(next: &mut Instant, collect: impl FnOnce() -> T) -> T {
+    sleep_until(*next).await;
+    let begin = Instant::now();
+    let collected = collect();
+    let end = Instant::now();
+    *next = end + ((end - begin) * PAUSE_TIMES).max(PAUSE_MIN);
+    collected
 }

@@ -66,26 +66,26 @@ impl Source {
 /// Whom requests ask. A drive that hangs keeps nobody from asking the service.
 #[derive(Clone)]
 struct Sources {
-    service: Asked<Result<Report, kvhoist::Error>>,
-    drives: Asked<Vec<Drive>>,
+    service: Asked<Result<Arc<Report>, kvhoist::Error>>,
+    drives: Asked<Arc<[Drive]>>,
 }
 
 impl Sources {
     fn new(source: Arc<Source>) -> Self {
         let of_drives = Arc::clone(&source);
         Sources {
-            service: Asked::new("the service", move || source.report()),
-            drives: Asked::new("the drives", move || Drive::of(&of_drives.paths)),
+            service: Asked::new("the service", move || source.report().map(Arc::new)),
+            drives: Asked::new("the drives", move || Drive::of(&of_drives.paths).into()),
         }
     }
 
     /// What the service reports, or the text for the client if it does not answer.
-    async fn report(&self) -> Result<Report, String> {
+    async fn report(&self) -> Result<Arc<Report>, String> {
         self.service.ask().await?.map_err(|error| format!("{error}\n"))
     }
 
     /// That, and what the drives say: nothing of those that do not answer.
-    async fn report_and_drives(&self) -> Result<(Report, Vec<Drive>), String> {
+    async fn report_and_drives(&self) -> Result<(Arc<Report>, Arc<[Drive]>), String> {
         let (report, drives) = tokio::join!(self.report(), self.drives.ask());
         Ok((report?, drives.unwrap_or_default()))
     }
@@ -156,8 +156,8 @@ pub fn start(bound: Bound, names: &[String], source: Arc<Source>) -> Result<(), 
 
 async fn metrics(State(sources): State<Sources>) -> Response {
     match sources.report_and_drives().await {
-        Ok((Report { status, spaces }, drives)) => {
-            let metrics = figures::collect(&status, &spaces, &drives);
+        Ok((report, drives)) => {
+            let metrics = figures::collect(&report.status, &report.spaces, &drives);
             ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&metrics)).into_response()
         }
         Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
@@ -166,8 +166,8 @@ async fn metrics(State(sources): State<Sources>) -> Response {
 
 async fn figures(State(sources): State<Sources>) -> Response {
     match sources.report_and_drives().await {
-        Ok((Report { status, .. }, drives)) => {
-            let mut object = object(&status);
+        Ok((report, drives)) => {
+            let mut object = object(&report.status);
             object["drives"] = drives.iter().map(Drive::object).collect();
             ([(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
         }
@@ -220,10 +220,10 @@ mod tests {
         let answers = std::sync::Mutex::new(answers);
         let report = move || {
             answers.lock().expect("no panic").recv().map_err(|_| kvhoist::Error::Closed)?;
-            Ok(Report { status: ServiceStatus::default(), spaces: Vec::new() })
+            Ok(Arc::new(Report { status: ServiceStatus::default(), spaces: Vec::new() }))
         };
         let service = Asked::new("the service", report).patience(patience);
-        (Sources { service, drives: Asked::new("the drives", Vec::new) }, answer)
+        (Sources { service, drives: Asked::new("the drives", Arc::default) }, answer)
     }
 
     #[test]
@@ -254,7 +254,7 @@ mod tests {
         let ends = std::sync::Mutex::new(ends);
         let hangs = move || {
             _ = ends.lock().expect("no panic").recv();
-            Vec::new()
+            Arc::default()
         };
         let drives = Asked::new("the drives", hangs).patience(Duration::from_millis(10));
         let sources = Sources { drives, ..sources };

@@ -16,7 +16,7 @@ use opentelemetry_sdk::{
 use tokio::runtime::Runtime;
 
 use super::{
-    Report, Source, Sources,
+    Source, Sources,
     figures::{Kind, Metric, collect},
 };
 use crate::failure::Failure;
@@ -144,7 +144,7 @@ impl Last {
         }
         let asked = self.runtime.block_on(self.sources.report_and_drives());
         let metrics = match (asked, &*seen) {
-            (Ok((Report { status, spaces }, drives)), _) => Arc::new(collect(&status, &spaces, &drives)),
+            (Ok((report, drives)), _) => Arc::new(collect(&report.status, &report.spaces, &drives)),
             (Err(_), Some((_, before))) => Arc::clone(before),
             (Err(_), None) => Arc::default(),
         };
@@ -186,7 +186,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::http::Asked;
+    use crate::http::{Asked, Report};
 
     /// Counts the sets of labels that each metric has.
     #[derive(Clone, Default)]
@@ -240,12 +240,12 @@ mod tests {
         let ends = Mutex::new(ends);
         let drives = move || {
             _ = ends.lock().expect("no panic").recv();
-            Vec::new()
+            Arc::default()
         };
         let (began, begins) = mpsc::channel::<()>();
         let report = move || {
             _ = began.send(());
-            Ok(Report { status: ServiceStatus::default(), spaces: Vec::new() })
+            Ok(Arc::new(Report { status: ServiceStatus::default(), spaces: Vec::new() }))
         };
         let sources = Sources {
             service: Asked::new("the service", report).patience(Duration::from_secs(600)),
