@@ -26,7 +26,7 @@ use tokio::{
 
 use super::{
     budget::Account,
-    protocol::{BlockResult, Blocks, Failure, Way},
+    protocol::{BLOCK_PLACES_MAX, BlockPlaces, BlockResult, Blocks, Failure, Way},
     regions::{Lent, Regions, shrunk},
     spaces::Space,
 };
@@ -208,6 +208,7 @@ impl ClientTransfers {
         blocks: Blocks,
         cancel: Cancel,
     ) -> Result<Vec<BlockResult>, Failure> {
+        check_counts(&blocks.places)?;
         self.check(&blocks).await?;
         let count = blocks.keys.len();
         let results: Rc<RefCell<Vec<Option<BlockResult>>>> = Rc::new(RefCell::new(vec![None; count]));
@@ -293,6 +294,16 @@ impl ClientTransfers {
         }
         Some(shrunk(*first))
     }
+}
+
+/// Refuses a block of more places than are worked through in one piece.
+fn check_counts(places: &BlockPlaces) -> Result<(), Failure> {
+    let most = (0..places.blocks()).map(|block| places.count(block..block + 1)).max().unwrap_or(0);
+    if most <= BLOCK_PLACES_MAX {
+        return Ok(());
+    }
+    let text = format!("places: found {most} of one block, expected {BLOCK_PLACES_MAX} at most: fewer, longer ones");
+    Err(Failure::new(ServiceFault::Argument, text))
 }
 
 /// Passes a panic of a call on: what it had begun goes on, and so the request must not be answered.

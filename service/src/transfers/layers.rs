@@ -1,10 +1,10 @@
 //! Loads that complete layer by layer.
 
-use std::rc::Rc;
+use std::{collections::BTreeMap, rc::Rc};
 
 use kvhoist::Segment;
 
-use super::{Cancel, ClientTransfers, Moving, PLACES_PER_TURN, canceled, told};
+use super::{Cancel, ClientTransfers, Lent, Moving, PLACES_PER_TURN, canceled, check_counts, told};
 use crate::{
     error::ServiceFault,
     protocol::{BlockResult, Blocks, Failure, Place, Reply},
@@ -12,6 +12,9 @@ use crate::{
 
 /// Places that are looked up already and shifted before other connections have their turn: some 5 us.
 const SHIFTED_PER_TURN: usize = 2048;
+
+/// Where blocks lie, and the guarded ones among their regions.
+type Found = (Vec<Vec<Segment>>, BTreeMap<u32, Rc<Lent>>);
 
 impl ClientTransfers {
     /// Loads blocks layer by layer, and tells what each layer came to, in order; a result for each block at the end.
@@ -31,6 +34,7 @@ impl ClientTransfers {
         cancel: Cancel,
         tell: impl Fn(Reply),
     ) -> Result<Vec<BlockResult>, Failure> {
+        check_counts(&blocks.places)?;
         let count = blocks.keys.len();
         let _one_of_few = tokio::select! { biased;
             () = cancel.canceled() => return Ok(vec![Err(canceled()); count]),
@@ -84,8 +88,7 @@ impl ClientTransfers {
         mut add: impl FnMut(usize, usize, bool),
     ) -> Result<Vec<BlockResult>, Failure> {
         let count = part.keys.len();
-        let segments = self.segments_in_turns(part).await?;
-        let guarded = self.regions.guarded(part.places.of(0..count));
+        let (segments, guarded) = self.segments_in_turns(part).await?;
         let _moving = Moving::new(&self.moving, count as u64);
         // Polled before other tasks of this thread, and the call holds the segments' regions from its first poll on.
         let ended = async {
@@ -103,54 +106,52 @@ impl ClientTransfers {
         }
     }
 
-    /// Where all blocks lie in the service's memory, each a block long. Good until the next await only, as of
-    /// [`Regions::segments`](crate::regions::Regions::segments).
-    async fn segments_in_turns(&self, blocks: &Blocks) -> Result<Vec<Vec<Segment>>, Failure> {
+    /// Where all blocks lie in the service's memory, each a block long, and the regions that are guarded. Good until
+    /// the next await only, as of [`Regions::segments`](crate::regions::Regions::segments).
+    async fn segments_in_turns(&self, blocks: &Blocks) -> Result<Found, Failure> {
         loop {
             let departures = self.regions.departures();
-            let segments = match blocks.places.as_shifted() {
+            let found = match blocks.places.as_shifted() {
                 Some((places, shifts)) => self.shifted(places, shifts).await?,
                 None => self.listed(blocks).await?,
             };
             // Else some region has left. One of this load is refused the next time.
             if self.regions.departures() == departures {
-                return Ok(segments);
+                return Ok(found);
             }
         }
     }
 
-    async fn listed(&self, blocks: &Blocks) -> Result<Vec<Vec<Segment>>, Failure> {
-        let mut segments = Vec::with_capacity(blocks.keys.len());
+    async fn listed(&self, blocks: &Blocks) -> Result<Found, Failure> {
+        let (mut segments, mut guarded) = (Vec::with_capacity(blocks.keys.len()), BTreeMap::new());
         for block in 0..blocks.keys.len() {
             self.turn(blocks.places.count(block..block + 1).min(PLACES_PER_TURN)).await;
             let of_block = self.regions.segments(blocks.places.of(block..block + 1))?;
             self.check_length(&of_block)?;
             segments.push(of_block);
+            guarded.extend(self.regions.guarded(blocks.places.of(block..block + 1)));
         }
-        Ok(segments)
+        Ok((segments, guarded))
     }
 
-    /// Blocks that lie alike: their places are looked up once.
-    async fn shifted(
-        &self,
-        mut places: impl Iterator<Item = Place>,
-        shifts: &[u64],
-    ) -> Result<Vec<Vec<Segment>>, Failure> {
+    /// Blocks that lie alike, in the same regions: their places are looked up once.
+    async fn shifted(&self, mut places: impl Iterator<Item = Place>, shifts: &[u64]) -> Result<Found, Failure> {
         let signed = || shifts.iter().map(|shift| shift.cast_signed());
-        let (Some(least), Some(most)) = (signed().min(), signed().max()) else { return Ok(Vec::new()) };
+        let (Some(least), Some(most)) = (signed().min(), signed().max()) else { return Ok(Found::default()) };
         if most.checked_sub(least).is_none() {
             let text = format!("shifts: found {least} to {most}, expected less than 2^63 bytes between them");
             return Err(Failure::new(ServiceFault::Argument, text));
         }
-        let mut unshifted = Vec::new();
+        let (mut unshifted, mut guarded) = (Vec::new(), BTreeMap::new());
         loop {
             self.turn(PLACES_PER_TURN).await;
-            let before = unshifted.len();
-            for place in places.by_ref().take(PLACES_PER_TURN) {
-                unshifted.push(self.regions.unshifted(place, least..=most)?);
-            }
-            if unshifted.len() == before {
+            let some: Vec<Place> = places.by_ref().take(PLACES_PER_TURN).collect();
+            if some.is_empty() {
                 break;
+            }
+            guarded.extend(self.regions.guarded(some.iter().copied()));
+            for place in some {
+                unshifted.push(self.regions.unshifted(place, least..=most)?);
             }
         }
         self.check_length(&unshifted)?;
@@ -165,7 +166,7 @@ impl ClientTransfers {
             let shifted = |at: &Segment| Segment { ptr: at.ptr.wrapping_add(*shift as usize), len: at.len };
             segments.push(unshifted.iter().map(shifted).collect());
         }
-        Ok(segments)
+        Ok((segments, guarded))
     }
 
     fn check_length(&self, segments: &[Segment]) -> Result<(), Failure> {

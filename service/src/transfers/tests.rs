@@ -165,6 +165,34 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
     LocalSet::new().run_until(run).await;
 }
 
+/// The service works through the places of a block in one piece.
+#[tokio::test]
+async fn a_block_of_too_many_places_is_refused() {
+    let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
+        let transfers = client(&space);
+        // A block's bytes one by one, and one place more, of none.
+        let mut places: Vec<Place> =
+            (0..BLOCK_BYTES as u64).map(|offset| Place { region: 1, len: 1, offset }).collect();
+        places.push(Place { region: 1, len: 0, offset: 0 });
+        let layer_of = vec![0; places.len()];
+        for places in [[&places].into_iter().collect(), BlockPlaces::shifted(&places, vec![0])] {
+            let blocks = Blocks { keys: vec![key(0)], places };
+            let layers = Rc::clone(&transfers).load_layers(layer_of.clone(), blocks.clone(), Cancel::default(), |_| {});
+            let whole = Rc::clone(&transfers).run(Way::Load, blocks, Cancel::default());
+            for refused in [layers.await.expect_err("too many"), whole.await.expect_err("too many")] {
+                assert!(refused.text.starts_with("places: found 4097 of one block, expected 4096 "), "{refused:?}");
+            }
+        }
+        transfers.regions.release_all().await;
+        drop((transfers, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
 /// A memfd that takes no seal.
 fn unsealed(len: u64) -> OwnedFd {
     let fd = memfd_create(c"test", MemfdFlags::CLOEXEC).expect("a memfd");
