@@ -6,6 +6,7 @@ mod skip;
 use std::{
     collections::BTreeSet,
     fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -214,6 +215,29 @@ fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
     assert!(unpacked.join(named.trim_start_matches('/')).exists(), "{named}");
     let conffiles = run(Command::new("dpkg-deb").args(["--info", package, "conffiles"])).stdout;
     assert_eq!(String::from_utf8_lossy(&conffiles).trim(), flags, "what an operator changed outlives an upgrade");
+}
+
+/// A service that cannot start yet, as its drive is not mounted, leaves no package half-configured.
+#[test]
+fn an_upgrade_does_not_wait_for_the_service() {
+    let place = tempfile::tempdir().expect("a directory");
+    let (calls, system) = (place.path().join("calls"), place.path().join("system"));
+    fs::create_dir(&system).expect("made");
+    let double = |name: &str, ends: &str| {
+        let path = place.path().join(name);
+        fs::write(&path, format!("#!/bin/sh\necho {name} \"$@\" >>{}\n{ends}\n", calls.display())).expect("written");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("set");
+    };
+    double("systemd-sysusers", "");
+    double("systemctl", "test \"$1\" = daemon-reload");
+    let script = place.path().join("postinst");
+    let text = read("packaging/debian/postinst");
+    assert!(text.contains("/run/systemd/system"), "a machine with systemd");
+    fs::write(&script, text.replace("/run/systemd/system", &system.display().to_string())).expect("written");
+    let path = format!("{}:/usr/bin:/bin", place.path().display());
+    run(Command::new("sh").arg(script).arg("configure").env("PATH", path));
+    let calls = fs::read_to_string(calls).expect("called");
+    assert!(calls.contains("systemctl try-restart --no-block kvhoist.service"), "{calls}");
 }
 
 #[test]
