@@ -66,9 +66,10 @@ impl Failure {
         Failure { text: text.into(), status: Self::RUN }
     }
 
-    /// Why a service did not start or fully end: what is wrong in flags and settings stays so, all else may pass. A
-    /// group too, which may come from the network, and an engine, whose driver may be loaded late.
-    pub fn of_service(error: kvhoist::Error) -> Self {
+    /// Why settings keep a service from starting, before they are compared with the machine, or why it did not fully
+    /// end: what is wrong in flags and settings stays so, all else may pass. A group too, which may come from the
+    /// network, and an engine, whose driver may be loaded late.
+    pub fn of_settings(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config};
         let status = match &error {
             Config { field: "socket_group" | "storage", .. } => Self::RUN,
@@ -76,6 +77,17 @@ impl Failure {
             _ => Self::RUN,
         };
         Failure { status, ..error.into() }
+    }
+
+    /// Why the machine keeps a service from starting: a drive may be mounted late, which has the size, and so may the
+    /// file with the secret of a remote store.
+    pub fn of_service(error: kvhoist::Error) -> Self {
+        match error {
+            kvhoist::Error::Config { field: "capacity_bytes" | "host_bytes" | "remote", .. } => {
+                Failure { status: Self::RUN, ..error.into() }
+            }
+            error => Self::of_settings(error),
+        }
     }
 
     /// The same failure in other words.

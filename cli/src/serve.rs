@@ -40,7 +40,8 @@ const JUST_STARTED: Duration = Duration::from_millis(100);
 pub const EXIT_STATUS: &str = "\
 Exit status:
   0    ended by a signal (Ctrl-C, SIGTERM, SIGHUP) or --linger, with all blocks written
-  1    failure that may pass: a store, path, socket, address, group or engine that is taken or missing; an I/O error
+  1    failure that may pass: a store, path, socket, address, group, engine, size or remote store that is taken or
+       missing; an I/O error
   2    wrong or missing flag or setting: correct it and try again
   130  interrupted a second time, without waiting for the blocks";
 
@@ -210,8 +211,8 @@ impl Args {
         }
     }
 
-    /// Why the service did not start. A setting that no flag gave has its name in the file.
-    fn failure(&self, error: Error) -> Failure {
+    /// Why the service did not start, with the status `of` that. A setting that no flag gave has its name in the file.
+    fn failure(&self, error: Error, of: fn(Error) -> Failure) -> Failure {
         let is_of_flag = |field: &str| match field {
             "paths" => !self.paths.is_empty(),
             "capacity_bytes" => self.capacity.is_some(),
@@ -227,9 +228,9 @@ impl Args {
             (Some(file), Error::Config { field, .. }) if !is_of_flag(field) => {
                 let error = error.with_settings_named(&[("paths", "path"), ("capacity_bytes", "capacity")]);
                 let text = format!("--config {}: {error}", shown(file));
-                Failure::of_service(error).saying(text)
+                of(error).saying(text)
             }
-            _ => Failure::of_service(error),
+            _ => of(error),
         }
     }
 }
@@ -240,20 +241,21 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let started = Arc::new(OnceLock::new());
     end_by_signals(Arc::clone(&started))?;
     let mut config = args.config()?;
-    config.cache = open_remote(config.cache).map_err(|error| args.failure(error))?;
+    config.cache = open_remote(config.cache).map_err(|error| args.failure(error, Failure::of_service))?;
+    config.validate().map_err(|error| args.failure(error, Failure::of_settings))?;
     let paths = config.paths.clone();
     // Before the service makes anything.
     let bound = args.http.map(http::bind).transpose()?;
     if bound.is_some() {
         found::Targets::check(&config.socket)?;
     }
-    let server = Arc::new(Server::start(config).map_err(|error| args.failure(error))?);
+    let server = Arc::new(Server::start(config).map_err(|error| args.failure(error, Failure::of_service))?);
     drop(started.set(Arc::clone(&server)));
     let shown = show(args, &server, bound, paths);
     if shown.is_err() {
         server.drain();
     }
-    let ended = server.wait().map_err(Failure::of_service);
+    let ended = server.wait().map_err(Failure::of_settings);
     shown.map(drop).and(ended)
 }
 
@@ -342,12 +344,12 @@ mod tests {
         command.args.config().unwrap_or_else(|failure| panic!("{failure}"))
     }
 
-    /// A service manager starts again after 1 only, and a driver may be loaded late.
+    /// A service manager starts again after 1 only. A driver may be loaded late, and a drive mounted.
     #[test]
-    fn an_engine_that_the_machine_does_not_have_yet_may_pass() {
+    fn what_the_machine_does_not_have_yet_may_pass() {
         let Command { args } = Command::parse_from(["serve", "--config", "settings.json"]);
-        for (field, status) in [("storage", 1), ("cufile", 2), ("gdr_device", 2)] {
-            let failure = args.failure(Error::config(field, "none", "one"));
+        for (field, status) in [("storage", 1), ("remote", 1), ("host_bytes", 1), ("cufile", 2), ("gdr_device", 2)] {
+            let failure = args.failure(Error::config(field, "none", "one"), Failure::of_service);
             assert_eq!(failure.exit_status(), status, "{failure}");
             assert!(failure.to_string().contains(&format!("settings.json: {field}: found none")), "{failure}");
         }
