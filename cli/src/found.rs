@@ -19,9 +19,11 @@ use crate::{failure::Failure, output::OutputFile, shown::shown};
 /// How often a service looks whether its files are still there.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The file beside a socket that says where the figures of its service are, as Prometheus reads it (`file_sd_configs`).
-/// Removed when it is dropped, unless another service's has taken its place.
+/// The file beside a socket that says where the figures of its service are, as Prometheus reads it (`file_sd_configs`):
+/// what is not in it is never found to be away. So it stays, but for a service that ends by itself.
 pub struct Targets {
+    /// Removed when this is dropped, unless another service's has taken its place.
+    is_passing: bool,
     path: PathBuf,
     /// Open, so that no later file has its number.
     file: File,
@@ -45,15 +47,15 @@ impl Targets {
         OutputFile::replacing("--http", Self::path(socket)).map_err(|failure| Failure::run(failure.to_string()))
     }
 
-    /// Writes the file.
+    /// Writes the file. `is_passing`: of a service that ends by itself.
     ///
     /// # Errors
     /// Where it cannot be written.
-    pub fn write(socket: &Path, address: SocketAddr) -> Result<Self, Failure> {
+    pub fn write(socket: &Path, address: SocketAddr, is_passing: bool) -> Result<Self, Failure> {
         let targets = json!([{ "targets": [address.to_string()], "labels": { "socket": socket.to_string_lossy() } }]);
         // Prometheus runs as another user; it holds an address only.
         let file = Self::create(socket)?.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
-        Ok(Targets { path: Self::path(socket), file })
+        Ok(Targets { is_passing, path: Self::path(socket), file })
     }
 
     fn is_in_place(&self) -> io::Result<bool> {
@@ -64,7 +66,7 @@ impl Targets {
 
 impl Drop for Targets {
     fn drop(&mut self) {
-        if self.is_in_place().unwrap_or(false) {
+        if self.is_passing && self.is_in_place().unwrap_or(false) {
             drop(fs::remove_file(&self.path));
         }
     }
@@ -102,14 +104,17 @@ mod tests {
         let path = folder.path().join("kvhoist.sock.targets.json");
         fs::write(&victim, "theirs").expect("written");
         symlink(&victim, &path).expect("linked");
-        let write = |port| Targets::write(&socket, ([127, 0, 0, 1], port).into()).expect("written");
-        let first = write(1);
+        let write =
+            |port, is_passing| Targets::write(&socket, ([127, 0, 0, 1], port).into(), is_passing).expect("written");
+        let first = write(1, true);
         assert_eq!(fs::read_to_string(&victim).expect("there"), "theirs");
         assert!(!path.is_symlink() && fs::read_to_string(&path).expect("there").contains("127.0.0.1:1"));
-        let next = write(2);
+        let next = write(2, true);
         drop(first);
         assert!(fs::read_to_string(&path).expect("the next service's").contains("127.0.0.1:2"));
         drop(next);
         assert!(!path.exists());
+        drop(write(3, false));
+        assert!(fs::read_to_string(&path).expect("it stays").contains("127.0.0.1:3"));
     }
 }

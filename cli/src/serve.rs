@@ -299,7 +299,7 @@ fn show(args: &Args, server: &Arc<Server>, bound: Option<http::Bound>, paths: Ve
     let mut shown = Shown::default();
     if let Some(bound) = bound {
         said += &format!("kvhoist: http://{}\n", bound.address);
-        shown._targets = Some(found::Targets::write(server.socket(), bound.address)?);
+        shown._targets = Some(found::Targets::write(server.socket(), bound.address, args.linger.is_some())?);
         http::start(bound, &args.http_host, Arc::clone(&source))?;
     }
     #[cfg(feature = "otel")]

@@ -4,7 +4,7 @@ pub use kvhoist::internals::exported::{Kind, Sample};
 use kvhoist::{Tier, internals::exported};
 use kvhoist_service::{ClientStatus, ServiceStatus, internals::OpenSpace};
 
-use super::drives::Drive;
+use super::{drives::Drive, troubles};
 
 /// A metric with its samples.
 pub struct Metric {
@@ -29,8 +29,9 @@ const STRAIGHT: exported::Metric = exported::Metric {
     samples: |stats| vec![Sample { suffix: "", labels: Vec::new(), value: stats.straight_bytes() as f64 }],
 };
 
-const OF_SERVICE: [Of<ServiceStatus>; 13] = [
+const OF_SERVICE: [Of<ServiceStatus>; 14] = [
     ("kvhoist_service_draining", "1 while the service takes no more work", |status| status.draining.into()),
+    ("kvhoist_service_trouble", "Reasons for which /healthz answers 503", |status| troubles(status).len() as u64),
     ("kvhoist_service_disk_bytes", "Disk for all spaces", |status| status.capacity_bytes),
     ("kvhoist_service_disk_left_bytes", "Disk that no space has", |status| status.capacity_left),
     ("kvhoist_service_host_bytes", "Host memory for the blocks of all spaces", |status| status.host_bytes),

@@ -282,5 +282,8 @@ mod tests {
         status.draining = true;
         status.trouble = Some("/b: found a read-only file system".into());
         assert_eq!(troubles(&status).len(), 4);
+        let metrics = super::figures::collect(&status, &[], &[]);
+        let counted = metrics.iter().find(|metric| metric.name == "kvhoist_service_trouble").expect("a metric");
+        assert_eq!(counted.samples.iter().map(|sample| sample.value).collect::<Vec<_>>(), [4.0]);
     }
 }

@@ -24,6 +24,7 @@ fn metrics_health_and_a_page_are_served_over_http() {
     assert!(has("kvhoist_stores_total{", r#"cache="a\"b""#, " 1"), "{metrics}");
     assert!(has("kvhoist_hits_total{", r#"tier="disk""#, " 1"), "{metrics}");
     assert!(has("kvhoist_service_clients ", "", " 1"), "{metrics}");
+    assert!(has("kvhoist_service_trouble ", "", " 0"), "{metrics}");
     assert!(has("kvhoist_free_slots{", r#"tier="host""#, ""), "{metrics}");
     assert!(has("kvhoist_info{", r#"storage=""#, " 1"), "{metrics}");
     // One store, in buckets whose counts grow up to the last one.
@@ -67,6 +68,8 @@ fn metrics_health_and_a_page_are_served_over_http() {
 
     serving.signal();
     assert!(serving.child.wait().expect("an end").success());
+    let targets = format!("{}.targets.json", serving.socket());
+    assert!(std::fs::read_to_string(targets).expect("it stays").contains(&address), "Prometheus finds it to be away");
 }
 
 /// Hostile connections send requests until nobody takes any more, and read nothing.
