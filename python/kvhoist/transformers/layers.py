@@ -64,6 +64,9 @@ class Arriving:
             self._wait(at)
         else:
             self._let_stream_wait(at)
+        if self._device.type == "cuda":
+            # Who reads in another stream than the memory's own may not have ended when it is freed, and allocated anew.
+            self._memory.record_stream(torch.cuda.current_stream(self._device))
         shape, size = self._group.layers[at], self._block_tokens
         begin = self._starts[at]
         blocks = self._memory[begin : begin + self._count * shape.token_bytes * size].view(self._count, -1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # 
 
 from kvhoist import ArgumentError, CopyError  # noqa: E402
 from kvhoist.transformers.layers import Arriving  # noqa: E402
+from kvhoist.transformers.shapes import Group, LayerShape  # noqa: E402
 
 DEVICES = pytest.mark.parametrize("device", [{}, {"device": "simulated", "device_blocks": 1}], ids=["host", "simulated"])
 
@@ -285,3 +287,64 @@ def test_a_compiled_model_is_refused(store_dir, monkeypatch):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         with pytest.raises(Exception, match="layerwise: found a compiled model"):
             past.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+
+
+def begun(device, tokens: int = 64) -> Arriving:
+    """A load of two layers by a cache that has copied all when it is asked."""
+    load = SimpleNamespace(wait=lambda *_given: None, layer=lambda at: (2, None), blocks=lambda: [True] * 2)
+    cache = SimpleNamespace(load_layers=lambda *_given: load)
+    region = SimpleNamespace(unregister=lambda: None)
+    group = Group(tuple(LayerShape(n, 2, 128, 128, torch.uint8) for n in range(2)), None)
+    held = SimpleNamespace(release=lambda: None)
+    return Arriving(cache, lambda *_given: region, group, [bytes(32)] * 2, tokens, device, held)
+
+
+def test_memory_of_layers_is_told_which_stream_reads_it(monkeypatch):
+    """A double of the memory on a device, which nothing else tells."""
+    arriving, told, streams = begun(torch.device("cpu")), [], iter("AABB")
+
+    class Memory:
+        record_stream = told.append
+
+        def __init__(self, memory) -> None:
+            self._memory = memory
+
+        def __getitem__(self, at):
+            return self._memory[at]
+
+    arriving._device, arriving._memory = torch.device("cuda", 3), Memory(arriving._memory)
+    stream = {name: SimpleNamespace(name=name, cuda_stream=n) for n, name in enumerate("AB")}
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or stream[next(streams)])
+    for layer in range(2):
+        arriving.layer(layer)
+    assert [one.name for one in told] == ["A", "B"]
+    assert set(asked) == {arriving._device}
+    arriving.end()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_memory_that_another_stream_still_reads_is_not_given_to_the_next_load():
+    device, reader, cache = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream(), torch.cuda.Stream()
+
+    def arrived(value: int) -> Arriving:
+        arriving = begun(device, 1 << 16)
+        with torch.cuda.stream(cache):
+            arriving._memory.fill_(value)
+        cache.synchronize()
+        return arriving
+
+    first = arrived(1)
+    with torch.cuda.stream(reader):
+        # The first copy loads its kernel, which waits for the device.
+        for cycles in (1, 1_000_000_000):
+            reader.synchronize()
+            torch.cuda._sleep(cycles)
+            got = first.layer(0)[0].clone()
+    first.end()
+    del first
+    assert not reader.query(), "the device was not busy for long enough"
+    second = arrived(2)
+    torch.cuda.synchronize()
+    assert (got == 1).all()
+    assert second.end() == {}
