@@ -288,11 +288,10 @@ class KvhoistLinker(UnifiedCacheLinker):
             why = missing[0][1] or "evicted between lookup and load"
             self._failures.failed("load", f"pages of component {pages.name}: {why}", len(missing))
             # Of a page that was evicted there is nothing, and a service that is away says nothing of its pages.
-            bad = [key for key, why in missing if why is not False and not isinstance(why, UnavailableError)]
-            if bad:
-                # Removed, they are a miss for the next request, and stored anew.
-                pages.not_read(bad)
-                self._offloads.run(pages.remove_unread)
+            unread = [key for key, why in missing if why is not False and not isinstance(why, UnavailableError)]
+            if unread:
+                # Offered again at once, they could abort the next request, too.
+                self._failures.guarded("unread", None, lambda pages=pages, keys=unread: pages.not_read(keys))
         if batch.error is not None:
             self._failures.failed("load", batch.error)
         if failed or batch.error is not None:
@@ -314,22 +313,15 @@ class KvhoistLinker(UnifiedCacheLinker):
         if self._closed or not named:
             return False
         if not self._writes:
-            self._offloads.offload(self._remove_unread)
+            self._offloads.offload(lambda: True)
             return True
         events = self.record_offload_ready()
         self._offloads.offload(lambda: self._store(named, events))
         return True
 
-    def _remove_unread(self) -> bool:
-        """The removals that have failed. One that fails again keeps no page from being stored."""
-        for pages in self._pages.values():
-            self._failures.guarded("remove", None, pages.remove_unread)
-        return True
-
     def _store(self, transfers: list, events: list) -> bool:
         for event in events:
             event.synchronize()
-        self._remove_unread()
         stored = True
         for pages, keys, rows in self._parts(transfers):
             if (kept := self._kept.get(pages.name)) is not None:

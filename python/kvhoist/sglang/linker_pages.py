@@ -6,16 +6,16 @@ import logging
 import queue
 import select
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy
 
 from .._guard import Failures
 from ..cache import Cache
-from ..errors import DeadlineError, IoError
 from ..service.space import ServiceSpace
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 #: The share of host memory's slots that requests may hold between a lookup and the end of their load.
 HELD_SHARE = 4
 
-#: Pages that could not be read, and are not offered until they are removed: at most so many. Others fail again.
+#: Seconds for which a page is not offered that could not be read for a moment; twice as long after each further time.
+_UNREAD_S = 60.0
+
+#: Such pages that are remembered.
 _UNREAD_MAX = 65_536
 
 
@@ -58,8 +61,9 @@ class Pages:
         self._queue = cache.queue(1)
         #: Submissions of the queue that have not been drained.
         self._submitted = 0
-        #: Keys of pages that could not be read and are not removed yet, the oldest first.
-        self._unread: dict[str, None] = {}
+        #: Pages that could not be read, and are still there: until when they are not offered, and for how many seconds
+        #: that is. Those of the last failure come last.
+        self._unread: dict[str, tuple[float, float]] = {}
         #: Slots of host memory that requests hold, and may hold.
         self.held, self.held_max = 0, cache.stats()["tiers"]["host"]["slots"] // HELD_SHARE
 
@@ -70,17 +74,17 @@ class Pages:
 
     def tiers(self, keys: Sequence[str]) -> list[str]:
         """The tier of each leading page that is offered."""
-        found = self.cache.tiers(keys)
+        found, now = self.cache.tiers(keys), time.monotonic()
         for at, (key, tier) in enumerate(zip(keys, found)):
-            if tier not in self._offered or key in self._unread:
+            if tier not in self._offered or self._is_unread(key, now):
                 return found[:at]
         return found
 
     def there(self, keys: Sequence[str]) -> list[bool]:
         """Whether each page is offered."""
         if "disk" in self._offered:
-            found = self.cache.contains_each(keys)
-            return [there and key not in self._unread for key, there in zip(keys, found)]
+            found, now = self.cache.contains_each(keys), time.monotonic()
+            return [there and not self._is_unread(key, now) for key, there in zip(keys, found)]
         return [len(self.tiers([key])) == 1 for key in keys]
 
     def hold(self, keys: Sequence[str], part: int = 1) -> Any:
@@ -115,30 +119,22 @@ class Pages:
         return ended[0][1]
 
     def not_read(self, keys: Sequence[str]) -> None:
-        """Offers these pages no more, until they are removed."""
-        room = _UNREAD_MAX - len(self._unread)
-        self._unread.update(dict.fromkeys(keys[:room]))
+        """Offers these pages no more for a while, unless they are gone: a cache drops a page that is bad, and what is
+        stored in its place is another. A page that stays is right, and could not be read for a moment.
 
-    def remove_unread(self) -> None:
-        """Removes pages that could not be read, so that they are stored anew.
-
-        Those that are left where a drive or a service does not answer are not offered, and removed by a later call.
+        Who stores it meanwhile stores nothing: it is there. So only time tells whether it can be read.
         """
-        failed = None
-        for key in list(self._unread):
-            try:
-                self.cache.remove(key)
-            except IoError as error:
-                # It is forgotten all the same.
-                failed = failed or error
-            except DeadlineError:
-                # So it is by a cache; a service may not have heard of it. The others may wait as long.
-                if isinstance(self.cache, Cache):
-                    del self._unread[key]
-                raise
+        now = time.monotonic()
+        for key, there in zip(keys, self.cache.contains_each(keys)):
+            if there:
+                _, last = self._unread.pop(key, (0.0, _UNREAD_S / 2))
+                self._unread[key] = now + 2 * last, 2 * last
+        for key in list(islice(self._unread, max(0, len(self._unread) - _UNREAD_MAX))):
             del self._unread[key]
-        if failed is not None:
-            raise failed
+
+    def _is_unread(self, key: str, now: float) -> bool:
+        unread = self._unread.get(key)
+        return unread is not None and now < unread[0]
 
 
 class Held(NamedTuple):
@@ -243,7 +239,7 @@ class Batch:
 
 
 class Offloads:
-    """A thread that stores pages behind the forward, one node of the tree after the other, and removes bad ones."""
+    """A thread that stores pages behind the forward, one node of the tree after the other."""
 
     def __init__(self, name: str, failures: Failures) -> None:
         self._failures = failures
@@ -255,10 +251,6 @@ class Offloads:
     def offload(self, store: Callable[[], bool]) -> None:
         """Puts one result into `results` when `store` has ended."""
         self._tasks.put(lambda: self.results.put(self._failures.guarded("offload", False, store)))
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Runs a task behind what was offloaded before."""
-        self._tasks.put(lambda: self._failures.guarded("remove", None, task))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -1,11 +1,12 @@
-"""Pages of the linker that could not be read, and their removal. Needs no engine."""
+"""Pages of the linker that could not be read. Needs no engine."""
 
 from __future__ import annotations
 
 import numpy
 import pytest
 
-from kvhoist import Cache, DeadlineError, IoError, UnavailableError
+from kvhoist import Cache
+from kvhoist.sglang import linker_pages
 from kvhoist.sglang.linker_pages import Pages, Piece
 
 BYTES = 4096
@@ -24,47 +25,39 @@ def pages(store_dir):
         region.unregister()
 
 
-def test_pages_whose_removal_failed_are_not_offered_and_removed_by_a_later_call(pages, monkeypatch):
-    remove, refused = pages.cache.remove, [KEYS[1]]
+@pytest.fixture
+def clock(monkeypatch):
+    """What the pages see of time; add to its only item."""
+    now = [1000.0]
+    monkeypatch.setattr(linker_pages.time, "monotonic", lambda: now[0])
+    return now
 
-    def slow(key):
-        if key in refused:
-            raise UnavailableError("on purpose")
-        return remove(key)
 
-    monkeypatch.setattr(pages.cache, "remove", slow)
-    bad = KEYS[:3]
-    pages.not_read(bad)
-    with pytest.raises(UnavailableError):
-        pages.remove_unread()
-    assert pages.there(KEYS) == [False, False, False, True]
-    assert pages.cache.contains_each(KEYS) == [False, True, True, True]
-    # It keeps no other page from being stored.
-    assert pages.store(KEYS[:1], [[0]]) == [True]
+def test_pages_that_could_not_be_read_stay_and_are_offered_later_each_time(pages, clock):
+    bad = KEYS[1:3]
+    for pause in (60, 120, 240):
+        pages.not_read(bad)
+        assert pages.cache.contains_each(KEYS) == [True] * len(KEYS), "other ranks have them"
+        # They are there, so nothing is stored, and nothing says that they can be read.
+        assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
+        clock[0] += pause - 1
+        assert pages.there(KEYS) == [True, False, False, True]
+        assert len(pages.tiers(KEYS)) == 1
+        clock[0] += 1
+        assert pages.there(KEYS) == [True] * len(KEYS)
+        assert len(pages.tiers(KEYS)) == len(KEYS)
+
+
+def test_a_page_that_the_cache_has_dropped_is_offered_when_it_is_stored_again(pages, clock):
+    pages.cache.remove(KEYS[1])
+    pages.not_read(KEYS[1:3])
     assert pages.there(KEYS) == [True, False, False, True]
-    refused.clear()
-    pages.remove_unread()
     assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
-    assert pages.there(KEYS) == [True] * len(KEYS)
+    assert pages.there(KEYS) == [True, True, False, True]
 
 
-@pytest.mark.parametrize("error", [IoError, DeadlineError])
-def test_a_page_whose_record_could_not_be_cleared_is_forgotten_all_the_same(pages, monkeypatch, error):
-    remove, calls = pages.cache.remove, []
-
-    def failing(key):
-        remove(key)
-        calls.append(key)
-        raise error("on purpose")
-
-    monkeypatch.setattr(pages.cache, "remove", failing)
-    pages.not_read(KEYS)
-    while len(calls) < len(KEYS):
-        with pytest.raises(error):
-            pages.remove_unread()
-    pages.remove_unread()
-    assert calls == KEYS, "each is removed once"
-    assert pages.cache.contains_each(KEYS) == [False] * len(KEYS)
-    monkeypatch.undo()
-    assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
-    assert pages.there(KEYS) == [True] * len(KEYS)
+def test_the_last_pages_that_could_not_be_read_are_remembered(pages, clock, monkeypatch):
+    monkeypatch.setattr(linker_pages, "_UNREAD_MAX", 2)
+    for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[3]):
+        pages.not_read([key])
+    assert pages.there(KEYS) == [False, True, True, False]
