@@ -91,6 +91,12 @@ class StoreSettings:
         budget = None if self.write_budget is None else self.write_budget // ranks
         return replace(self, capacity=self.capacity_total // ranks, write_budget=budget)
 
+    def part(self, share: float) -> "StoreSettings":
+        """These settings for one of the stores that they are for together."""
+        budget = None if self.write_budget is None else int(self.write_budget * share)
+        sizes = {"capacity": int(self.capacity * share), "host_bytes": int(self.host_bytes * share)}
+        return replace(self, **sizes, write_budget=budget)
+
     @classmethod
     def load(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> "StoreSettings":
         """From a configuration; `KVHOIST_PATH`, `KVHOIST_CAPACITY`, ... stand in for keys that are not there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any, Mapping
 
 from .._store_settings import StoreSettings
@@ -42,10 +41,9 @@ def open_pages(
             what = {"format": FORMAT, "pool": name, "page": group.page_size, "cut": cut, **identity.digested(True)}
             buffers = [buffer for entry in of_component for buffer in entry.get_hybrid_pool_buffer()]
             what["dtypes"] = [str(buffer.dtype) for buffer in buffers]
-            part = replace(config, capacity=int(config.capacity * share), host_bytes=int(config.host_bytes * share))
             nbytes = sum(piece.nbytes for piece in pieces)
             place = Place(identity.model_name, f"{identity.rank_name()}-{name}", what, identity.number())
-            store = _open(settings, part, place, nbytes, device)
+            store = _open(settings, config.part(share), place, nbytes, device)
             opened[name] = pages = Pages(name, pieces, store, settings.offer)
             for address, size in memory_of(of_component):
                 store.register_device(address, size)

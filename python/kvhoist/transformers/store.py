@@ -87,7 +87,8 @@ class PrefixStore:
                     for path, folder in zip(paths, folders):
                         make_store_folder(path, folder, file_bytes)
                 namespace = f"{place.namespace()}/{name}"
-                self.caches.append(Cache(folders, block_bytes=nbytes, namespace=namespace, **sized, **settings))
+                own = {**settings, **_budget(settings, share)}
+                self.caches.append(Cache(folders, block_bytes=nbytes, namespace=namespace, **sized, **own))
             most = max(self.block_bytes)
             self.staging = torch.empty(max(1, STAGING_BYTES // most) * most, dtype=torch.uint8, device=device)
             for cache in self.caches:
@@ -283,6 +284,17 @@ class PrefixStore:
             region.unregister()
         self._regions = []
         close_all(self.caches)
+
+
+def _budget(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """What of the settings limits the writes of all stores together: a store's share of it."""
+    budget: dict[str, Any] = {}
+    if (nbytes := settings.get("write_budget")) is not None:
+        budget["write_budget"] = int(parse_bytes(nbytes, "write_budget") * share)
+    # The caches refuse what is no number.
+    if isinstance(writes := settings.get("drive_writes_per_day"), (int, float)):
+        budget["drive_writes_per_day"] = writes * share
+    return budget
 
 
 def _runs(wanted: Sequence[bool], offset: int) -> Iterable[tuple[int, int]]:

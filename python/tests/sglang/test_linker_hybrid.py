@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 import sgl_linker  # noqa: E402
 
+import kvhoist  # noqa: E402
 from kvhoist import Cache  # noqa: E402
 
 PAGE, WINDOW, SLOTS = 4, 8, 64
@@ -275,3 +276,20 @@ def test_components_share_one_capacity(store_dir, monkeypatch):
         assert all(1.6 < nbytes[name] / (1 << 20) <= 2 for name in ("kv", "swa")), "equal parts of the rest"
     finally:
         made.linker.close()
+
+
+def test_components_share_one_write_budget(store_dir, monkeypatch):
+    budget = {"write_policy": "by_value", "write_budget": "1GiB"}
+    made = Hybrid(store_dir, monkeypatch, pool_shares={"mamba": 0.5}, **budget)
+    try:
+        found = {name: written_a_day(pages.cache) for name, pages in made.linker._pages.items()}
+        assert found == {"kv": 1 << 28, "swa": 1 << 28, "mamba": 1 << 29}
+    finally:
+        made.linker.close()
+
+
+def written_a_day(cache) -> float:
+    """The write budget of a cache."""
+    samples = dict((metric.name, samples) for metric, samples in kvhoist.metrics.samples([cache]))
+    (sample,) = samples["kvhoist_write_budget_bytes"]
+    return sample.value

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from nodes import await_unlocked  # noqa: E402
 from tiny_prefixes import BLOCK, answer, blocks, computed, generated, opened  # noqa: E402
 
+import kvhoist  # noqa: E402
 from kvhoist import ArgumentError, ConfigError, DeadlineError, StoreError  # noqa: E402
 
 
@@ -192,6 +193,18 @@ def test_a_block_that_was_slow_once_is_loaded_again(store_dir, monkeypatch, kind
             assert loaded == 0 and close(logits, computed(model, ids))
         logits, loaded = answer(model, prefixes, ids)
         assert loaded == 143 and close(logits, computed(model, ids, loaded))
+
+
+@pytest.mark.parametrize(
+    "budget", [{"write_budget": "1GiB"}, {"drive_writes_per_day": 0.5, "drive_bytes": 2 << 30}], ids=["bytes", "drive"]
+)
+def test_the_stores_of_a_model_share_one_write_budget(store_dir, budget):
+    with opened(tiny.model("gemma"), store_dir, write_policy="by_value", **budget) as prefixes:
+        samples = kvhoist.metrics.samples(prefixes.store.caches)
+        (of_stores,) = [found for metric, found in samples if metric.name == "kvhoist_write_budget_bytes"]
+        budgets = [sample.value for sample in of_stores]
+    # Two layers of six see all tokens.
+    assert len(budgets) == 2 and sum(budgets) == pytest.approx(1 << 30) and max(budgets) < 1 << 30
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
