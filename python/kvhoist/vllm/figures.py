@@ -48,9 +48,10 @@ def metric_definitions(gauges: Mapping[str, str] = MappingProxyType({}), **more:
 class Figures:
     """Changes in a store since vLLM's last call."""
 
-    def __init__(self, label: str) -> None:
-        self._label = (label,)
-        self._reported: Counter = Counter()
+    def __init__(self, label: str, before: Mapping[str, Any] | None = None, counts: bool = True) -> None:
+        """`before`: figures of what happened before this engine; `counts`: whether it reports the store's counters."""
+        self._label, self._counts = (label,), counts
+        self._reported = Counter(_counted(before) if before else {})
         self._asked_at = 0.0
 
     def are_due(self) -> bool:
@@ -67,7 +68,7 @@ class Figures:
         """The changes in a store's figures; `gauges` and `more` (counters) are the adapter's own values."""
         stats = OffloadingConnectorStats()
         disk = figures["tiers"]["disk"]
-        counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}
+        counts = _counted(figures) if self._counts else {}
         counts |= {_PREFIX + name: count for name, count in more.items()}
         for name, count in counts.items():
             before = self._reported[name]
@@ -81,3 +82,8 @@ class Figures:
             _OUT_OF_SERVICE, int(bool(figures["disk_retired"] or figures["disk_read_only"])), self._label
         )
         return stats
+
+
+def _counted(figures: Mapping[str, Any]) -> dict[str, int]:
+    """A store's counters, by the names of their metrics."""
+    return {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: figures["tiers"]["disk"]["evictions"]}

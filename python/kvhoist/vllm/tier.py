@@ -124,7 +124,9 @@ class KvhoistTier(SecondaryTierManager):
         self._guarded, self._failed = failures.guarded, failures.failed
         #: Failed calls by method; `chunks` counts failed chunks.
         self.counters = failures.counters
-        self._figures = Figures(tier_type)
+        # A space has a history, and counts for all replicas: the first one reports it.
+        before = None if self.config.service == "off" else self.store.cache.stats()
+        self._figures = Figures(tier_type, before, counts=before is None or self.place.rank == 0)
         self._misses = Misses(self.store.cache)
         logger.info(
             "kvhoist: tier %s %s; chunks go %s; %d rows of vLLM's memory registered, %s by the ring",

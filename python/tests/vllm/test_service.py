@@ -76,6 +76,31 @@ def test_replicas_share_one_space(node):
         assert found(third, keys + more) == "H" * 16
 
 
+def test_the_first_replica_reports_what_a_space_counts_from_its_start_on(node):
+    def evictions(engine) -> list:
+        """What vLLM adds to its counter; nothing where the engine has no such figure."""
+        engine.tier._figures._asked_at = 0.0
+        added = engine.manager.get_stats().data["data"].get("vllm:kv_offload_kvhoist_evictions", {})
+        return list(added.values())
+
+    def evicts(engine, first: int) -> int:
+        """Stores more than the space has room for: how many chunks are evicted."""
+        count = lambda: engine.tier.store.cache.stats()["tiers"]["disk"]["evictions"]  # noqa: E731
+        before = count()
+        for n in range(first, first + 4):
+            store(engine, f"prompt {n}")
+        return count() - before
+
+    space = config(node, "1200KiB")
+    with Engine([space]) as engine:
+        assert evicts(engine, 0) > 0
+    with Engine([space]) as first, Engine([space], replica=1) as second:
+        assert evictions(first) == [0], "what was before is of no concern"
+        evicted = evicts(second, 10)
+        assert evicted > 0
+        assert (evictions(first), evictions(second)) == ([evicted], [])
+
+
 def test_engines_of_other_models_share_nothing(node):
     with Engine([config(node, "16MiB")]) as one, Engine([config(node, "16MiB")], model="meta/other") as other:
         keys = store(one, "a")
