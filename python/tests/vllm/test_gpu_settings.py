@@ -61,6 +61,10 @@ def test_vllm_shows_the_figures(store_dir):
         ({"copy_blocks_max": 0}, "copy_blocks_max"),
         ({"device": "simulated" if on_gpu() else "auto"}, "device"),
         ({"pool_shares": {}}, "pool_shares"),
+        ({"cpu_bytes_to_use": 1 << 30}, "cpu_bytes_to_use"),
+        ({"eviction_policy": "lru"}, "eviction_policy"),
+        ({"store_threshold": 2}, "store_threshold"),
+        ({"max_tracker_size": 64_000}, "max_tracker_size"),
     ],
 )
 def test_a_wrong_setting_ends_the_start_with_its_name(store_dir, more, field):
