@@ -34,6 +34,11 @@ class Lines:
         self._lock = threading.Lock()
         self._before: dict[str, dict[str, int]] = {}
 
+    def begin(self, store: str, figures: dict[str, Any]) -> None:
+        """What has happened in a store before is in no line: a space of a service has a history."""
+        with self._lock:
+            self._before[store] = _counts(figures)
+
     def turn(self, stores: Callable[[], Mapping[str, Callable[[], dict[str, Any]]]]) -> None:
         """Has the lines logged in a minute, also if no batch follows this one. Called after each batch."""
         with self._lock:

@@ -78,6 +78,16 @@ def test_a_line_now_and_then_says_what_happened_since_the_one_before(caplog):
     assert "2 hits in host memory" in said(host=2, disk=7, misses=2, read=2 * gib, written=3 * gib, evictions=4)[0]
 
 
+def test_what_was_before_the_first_batch_is_in_no_line(caplog):
+    caplog.set_level(logging.INFO)
+    due = []
+    lines = _figures.Lines(lambda _seconds, call: due.append(call))
+    lines.begin("kv", stats(host=500, disk=70))
+    lines.turn(lambda: {"kv": lambda: stats(host=501, disk=70)})
+    due.pop()()
+    assert "pool kv in the last 60 s: 1 hits in host memory, 0 on disk" in caplog.text
+
+
 def test_the_line_comes_though_no_batch_follows(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(_figures, "EVERY_S", 0.01)

@@ -180,6 +180,7 @@ class HiCacheKvhoist(HiCacheStorage):
                 self._stores[name] = store
                 for part in store.parts():
                     part.say(self._writes(name))
+                    self._lines.begin(part.name, part.cache.stats())
 
     def _writes(self, name: str) -> bool:
         """Whether this rank stores a pool's pages."""
@@ -406,7 +407,13 @@ class HiCacheKvhoist(HiCacheStorage):
         return [result is True for result in results]
 
     def _say_figures(self) -> None:
-        self._lines.turn(lambda: {part.name: part.cache.stats for part in self._parts()})
+        # Of the ranks that share a space one says its figures, which are those of all.
+        stores = [store for name, store in list(self._stores.items()) if self._keeper is None or self._speaks_for(name)]
+        if stores:
+            self._lines.turn(lambda: {part.name: part.cache.stats for store in stores for part in store.parts()})
+
+    def _speaks_for(self, name: str) -> bool:
+        return self._writes(name) and self.identity.dp_rank == 0
 
     def _page_errors(
         self, method: str, keys: list[str], errors: list[BaseException], store: PoolStore | UnifiedStore

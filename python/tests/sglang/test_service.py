@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from multiprocessing import forkserver
@@ -349,6 +350,34 @@ def test_states_of_an_mla_model_are_each_rank_s_own(store_dir):
             assert backend.stats()["pools"]["kv"]["stores"] == 4, "by the first rank only"
             backend.close()
         assert sorted(sizes.values()) == [("kv", 16 << 20), ("mamba", 8 << 20), ("mamba", 8 << 20)]
+
+
+def test_one_rank_says_what_has_happened_in_a_space_since_its_start(store_dir, caplog):
+    caplog.set_level(logging.INFO, "kvhoist._figures")
+    extra, keys = sgl.extra_config(store_dir, "16MiB", "4MiB"), keys_for(sgl.MLA, 4)
+    with Node(store_dir, capacity="64MiB", host_bytes="32MiB") as node:
+        extra["service"] = node.socket
+        pool = filled(sgl.MLA)
+        indices = pool.alloc(4 * pool.page_size)
+
+        def rank(number: int):
+            backend, due = sgl.backend(sgl.MLA, pool, extra, tp_rank=number, tp_size=2), []
+            backend._lines._later = lambda _seconds, call: due.append(call)
+            return backend, due
+
+        before, _ = rank(0)
+        assert before.batch_set_v1(keys, indices) == before.batch_get_v1(keys, indices) == [True] * 4
+        before.close()
+        ranks = [rank(0), rank(1)]
+        for backend, _ in ranks:
+            assert backend.batch_get_v1(keys, indices) == [True] * 4
+        (say,), none = [due for _, due in ranks]
+        assert not none, "the figures of the first rank are those of all"
+        say()
+        (hits,) = re.findall(r"kv in the last 60 s: (\d+) hits in host memory, (\d+) on disk", caplog.text)
+        assert sum(map(int, hits)) == 8, "what was read before is of no concern"
+        for backend, _ in ranks:
+            backend.close()
 
 
 @pytest.mark.parametrize("where", ["own", "service"])
