@@ -161,7 +161,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         if not lengths:
             return []
         longest = max(lengths)
-        self._held[rid] = held = Held(time.monotonic() + HELD_S, longest, [], [])
+        self._held[rid] = held = Held(time.monotonic() + HELD_S, tiers[:longest], [], [])
         for name, pages in self._pages.items():
             window = min(windows.get(name, longest), longest)
             wanted = keys[longest - window : longest]
@@ -170,8 +170,6 @@ class KvhoistLinker(UnifiedCacheLinker):
             # The other ranks may lack the longest.
             if shorter := ends(lengths, window)[window:]:
                 held.shorter.append((pages, pages.hold([keys[at] for at in shorter], _SHORTER_PART)))
-        for tier in set(tiers[:longest]):
-            self._figures[f"hits_{tier}"] += tiers[:longest].count(tier)
         return sorted(lengths)
 
     def _let_go(self, held: Held | None) -> None:
@@ -215,7 +213,7 @@ class KvhoistLinker(UnifiedCacheLinker):
         """Keeps what is about to be loaded, and nothing that only other prefixes need."""
         by_name = {part.pages.name: part for part in parts}
         keys = by_name.pop(KV).keys
-        if held is not None and held.longest == len(keys):
+        if held is not None and len(held.found) == len(keys):
             held.release_shorter()
         for part in parts:
             part.pages.cache.keep(part.keys, HELD_S)
@@ -263,6 +261,12 @@ class KvhoistLinker(UnifiedCacheLinker):
         self.layer_done_counter.batches[self._index] = batch
         self._begun[self._index] = [held for _, held in queued.values() if held is not None]
         self._figures["loads"] += len(queued)
+        # Here: SGLang looks a prefix up as often as it is scheduled, and loads it once.
+        for of_request, held in queued.values():
+            pages = next((len(part.keys) for part in of_request if part.pages.name == KV), 0)
+            tiers = [] if held is None else held.found[:pages]
+            for tier in set(tiers):
+                self._figures[f"hits_{tier}"] += tiers.count(tier)
         return self._index
 
     def _still_writing(self) -> list:

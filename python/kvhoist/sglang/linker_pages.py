@@ -141,8 +141,8 @@ class Held(NamedTuple):
     """What a request's last lookup has found, held for its load."""
 
     until: float
-    #: The longest prefix, in pages.
-    longest: int
+    #: The tier of each page of the longest prefix.
+    found: list[str]
     #: Of each component: its pages, and what is held of them for the longest prefix.
     parts: list[tuple[Pages, Any]]
     #: The same for the shorter ones alone.

@@ -77,6 +77,26 @@ def test_a_restart_finds_the_pages_on_disk(ranks, geometry):
     assert rank.restore(tokens) == (None, False)
 
 
+def test_hits_are_the_pages_that_are_loaded(ranks):
+    """Not those that the scheduler looks up again each time it cannot admit the request."""
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    computed(rank, tokens)
+    req, result = rank.match(tokens)
+    for _ in range(3):
+        req, result = rank.match(tokens, req.rid)
+    assert "hits_host" not in linker(rank)
+    rank.admit(req, result)
+    rank.begin()
+    assert rank.finish(req) == []
+    assert linker(rank)["hits_host"] == PAGES
+    # A request that is taken back before its batch begins has used none.
+    req, result = rank.match(tokens)
+    rank.admit(req, result)
+    rank.release(req)
+    assert rank.begin() == -1
+    assert linker(rank)["hits_host"] == PAGES
+
+
 def test_the_tail_of_a_prefix_on_the_device_is_loaded(ranks):
     rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
     want = computed(rank, tokens)
