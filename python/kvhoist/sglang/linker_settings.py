@@ -61,4 +61,7 @@ class LinkerSettings:
             expected = "pinned host memory of each rank for pages, such as '64GiB': twice the KV pool is a good start"
             raise config_error("host_bytes", None, expected)
         # The environment's service is for other engines of the node.
-        return cls(store=StoreSettings.load({"service": "off", **given, "keep_in_host": False}), **own)
+        settings = cls(store=StoreSettings.load({"service": "off", **given, "keep_in_host": False}), **own)
+        if settings.in_service and "copy_blocks_max" in own:
+            raise config_error("copy_blocks_max", own["copy_blocks_max"], "nothing: the service has its own")
+        return settings

@@ -432,6 +432,7 @@ def test_wrong_settings_are_refused_by_name(store_dir):
     for wrong, name in (
         ({"offer": "disk"}, "offer"), ({"wait": "event"}, "wait"), ({"service": "here"}, "service"), ({"host_byte": 1}, "host_byte"),
         ({"device": other}, "device"), ({"device": other, "service": "auto"}, "device"), ({"copy_blocks_max": 0}, "copy_blocks_max"),
+        ({"copy_blocks_max": 8, "service": "auto"}, "copy_blocks_max"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=name) as raised:
             Rank(sgl.MHA, extra_config(store_dir, **wrong))
