@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from .._guard import Failures
 from .._values import config_error, warn_of_keywords
-from ..errors import UnavailableError
 from .device_pools import by_component, pools_of, rows_of
 from .hits import ends, policy, trailing
 from .linker_pages import Batch, Figures, Held, Offloads, Part
@@ -291,8 +290,8 @@ class KvhoistLinker(UnifiedCacheLinker):
         for pages, missing in failed:
             why = missing[0][1] or "evicted between lookup and load"
             self._failures.failed("load", f"pages of component {pages.name}: {why}", len(missing))
-            # Of a page that was evicted there is nothing, and a service that is away says nothing of its pages.
-            unread = [key for key, why in missing if why is not False and not isinstance(why, UnavailableError)]
+            # Of a page that was evicted there is nothing.
+            unread = [key for key, why in missing if why is not False]
             if unread:
                 # Offered again at once, they could abort the next request, too.
                 self._failures.guarded("unread", None, lambda pages=pages, keys=unread: pages.not_read(keys))

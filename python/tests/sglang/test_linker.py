@@ -21,7 +21,7 @@ from sgl_controller import device_buffers, device_noise, rows  # noqa: E402
 from sgl_linker import Rank, computed, extra_config, ranks_at, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
-from kvhoist import ConfigError, DeadlineError  # noqa: E402
+from kvhoist import ConfigError, DeadlineError, UnavailableError  # noqa: E402
 
 GEOMETRIES = pytest.mark.parametrize("geometry", [sgl.MHA, sgl.MLA], ids=["mha", "mla"])
 PAGES = 6
@@ -223,8 +223,9 @@ def test_held_pages_are_bounded(ranks):
     assert rank.held() == 8
 
 
+@pytest.mark.parametrize("error", [DeadlineError, UnavailableError])
 @pytest.mark.parametrize("layer", range(sgl.MHA.layers))
-def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer, monkeypatch):
+def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer, error, monkeypatch):
     rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
     want = computed(rank, tokens)
     pages = rank.linker._pages["kv"]
@@ -242,7 +243,7 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer,
         def blocks(self):
             results = self._real.blocks()
             results[0] = False
-            results[layer] = DeadlineError(f"layer {layer}: on purpose")
+            results[layer] = error(f"layer {layer}: on purpose")
             return results
 
     monkeypatch.setattr(pages, "load", lambda *given: Fails(load(*given)))
