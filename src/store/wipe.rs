@@ -20,7 +20,7 @@ use crate::{
     config::DirectIo,
     disk::{
         ReadOnlyFile, cannot_change, cannot_open, check_one_name, check_writable,
-        format::{HEAD_BYTES, is_zero, pair::SuperblockPair},
+        format::{HEAD_BYTES, is_zero, pair::SuperblockPair, survey::check_no_foreign_copy},
         is_held, is_missing, open_read_only,
     },
     error::{Error, Result},
@@ -45,9 +45,10 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Store`] if the paths are not exactly those of one store, or nothing is left of it, or a process has it
-    /// open; if a file has a second hard link, under which its data would stay; if both superblocks of a device are
-    /// damaged, which say where the store ends on it. [`Error::Io`], after which a part of the store may already be
-    /// gone. It can be repeated with the same paths until all is gone: superblocks go last.
+    /// open; if a file has a second hard link, under which its data would stay; if another program has written over a
+    /// superblock of a device; if both of a device are damaged, which say where the store ends on it. [`Error::Io`],
+    /// after which a part of the store may already be gone. It can be repeated with the same paths until all is gone:
+    /// superblocks go last.
     pub fn wipe(
         &self,
         confirm: impl FnOnce(Option<&Shape>, &[PathBuf], &[&Path]) -> bool,
@@ -131,6 +132,8 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
 /// Bytes from the start of a device that are the store's; what follows them may be somebody else's. Of an `unfinished`
 /// store only the superblocks were written: its record table is zeros.
 fn extent(file: &ReadOnlyFile, unfinished: bool) -> Result<u64> {
+    // Of a store that is in part gone or damaged nobody has looked at this yet.
+    check_no_foreign_copy(&file.found()).map_err(reword)?;
     let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(file.head()) else {
         return Err(Error::store(
             &file.path,

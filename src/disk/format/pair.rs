@@ -67,19 +67,16 @@ impl SuperblockPair {
     }
 }
 
-/// What another program has written over one copy, by the mark at its place: partition tables lie over copy A, metadata
-/// of md arrays over copy B. The other copy may be all that is left of a store.
-pub(super) fn label(bytes: &[u8; HEAD_BYTES]) -> Option<&'static str> {
+/// The copy that another program has written over: a partition table or a swap header lies over A, metadata of an md
+/// array over B. The other copy may be all that is left of a store.
+pub(super) fn foreign_copy(bytes: &[u8; HEAD_BYTES]) -> Option<usize> {
     let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
-    let is_foreign = |copy: usize| Superblock::decode(&pages[copy]) == Err(SuperblockError::Foreign);
-    if is_foreign(0) && pages[0][510..512] == [0x55, 0xAA] {
-        return Some("a partition table");
-    }
-    (is_foreign(1) && pages[1][..4] == [0xFC, 0x4E, 0x2B, 0xA9]).then_some("the metadata of an md array")
+    let is_foreign = |page| Superblock::decode(page) == Err(SuperblockError::Foreign) && !begins_like_a_store(page);
+    pages.iter().position(is_foreign)
 }
 
-/// Whether copy A looks like a torn first write: a bad crc, or part of the magic followed by zeros. After a creation
-/// got further than that write, copy B is blank only if it was damaged.
+/// Whether a copy looks like a torn first write: a bad crc, or part of the magic followed by zeros. After a creation
+/// got further than that write of copy A, copy B is blank only if it was damaged.
 fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
     let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
     match Superblock::decode(bytes) {
@@ -158,6 +155,24 @@ mod tests {
         let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: false };
         assert_eq!(head(&other.encode(), &new.encode()), expected(1));
         assert_eq!(head(&new.encode(), &other.encode()), expected(0));
+    }
+
+    #[test]
+    fn what_was_damaged_behind_the_magic_or_torn_is_no_other_programs() {
+        let foreign = |a: &[u8]| {
+            let mut bytes = [0; HEAD_BYTES];
+            put(&mut bytes, 0, a);
+            put(&mut bytes, PAGE_BYTES, &sample().encode());
+            foreign_copy(&bytes)
+        };
+        let sound = sample().encode();
+        for flipped in 0..PAGE_BYTES {
+            let mut damaged = sound;
+            damaged[flipped] ^= 1;
+            assert_eq!(foreign(&damaged), (flipped < MAGIC.len()).then_some(0), "byte {flipped}");
+            assert_eq!(foreign(&sound[..flipped]), None, "torn after {flipped}");
+        }
+        assert_eq!(foreign(&UNREADABLE_COPY), None);
     }
 
     #[test]

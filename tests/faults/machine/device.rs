@@ -153,6 +153,51 @@ fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
 }
 
 #[test]
+fn a_device_that_another_program_has_by_now_is_not_wiped_also_if_the_rest_of_the_store_is_gone() {
+    let dirs = [directory(), directory()];
+    let [Some(a), Some(b)] = dirs.each_ref().map(|dir| device(dir.path())) else { skip!("no loop devices here") };
+    let mut settings = config_at(a.path(), StorageKind::Auto, 512);
+    settings.disk.paths.extend(config_at(b.path(), StorageKind::Auto, 512).disk.paths);
+    serves(&block_on(Cache::open(settings)).expect("open"));
+    let of = |device: &LoopDevice| OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    let write = |device: &LoopDevice, bytes: &[u8]| {
+        of(device).write_all_at(bytes, 0).and_then(|()| of(device).sync_all()).expect("written");
+    };
+    let read = || {
+        let mut bytes = Vec::new();
+        of(&b).read_to_end(&mut bytes).expect("readable");
+        bytes
+    };
+    // A partition table over superblock A, and the header of a swap space.
+    let sound = read()[..4096].to_vec();
+    let reused = [(510, &[0x55, 0xAA][..]), (4086, b"SWAPSPACE2")].map(|(at, mark)| {
+        let mut page = vec![0; 4096];
+        page[at..][..mark.len()].copy_from_slice(mark);
+        page
+    });
+    for is_gone in [false, true] {
+        if is_gone {
+            write(&a, &vec![0; 1 << 20]);
+        }
+        for page in &reused {
+            write(&b, page);
+            let before = read();
+            let wiped = Store::at([a.path(), b.path()]).wipe(|_, _, _| panic!("nobody is asked"), |_, _| {});
+            match wiped {
+                Err(Error::Store { path, found, action, .. }) => {
+                    assert!(path == b.path() && found.contains("did not write over a superblock"), "{found}");
+                    assert!(action.contains("blkdiscard") && !action.contains("`disks`"), "{action}");
+                }
+                other => panic!("{other:?}"),
+            }
+            assert!(read() == before, "something changed");
+        }
+    }
+    write(&b, &sound);
+    assert!(Store::at([a.path(), b.path()]).wipe(|_, _, _| true, |_, _| {}).expect("the rest of the store"));
+}
+
+#[test]
 fn a_read_only_device_is_refused_before_anything_is_written() {
     let dir = directory();
     let Some(device) = device(dir.path()) else { skip!("no loop devices here") };
