@@ -140,7 +140,7 @@ impl Cache {
         }
         let (mut removed, mut failed) = (0, None);
         // Last what others have removed and wait for: until its writes end, records may name it.
-        let written = std::iter::once_with(|| self.shared().lock().removed_in_flight());
+        let written = std::iter::once_with(|| self.shared().removed_in_flight());
         for page in self.pages(|_, _, _| true).chain(written) {
             for keys in page.chunks(REMOVED_PER_TURN) {
                 for key in keys {

@@ -32,15 +32,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// A refusal of the disk is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
         // Before the dirty blocks: one that is being copied from the device is in flight now, and may be dirty later.
-        let in_flight: Vec<BlockKey> = {
-            let state = self.shared.lock();
-            // Of a removed block whose key was stored anew the new one counts, if it is to be written.
-            let is_of_key = |key: &BlockKey| {
-                let entry = state.flights.entry(key, Tier::Disk);
-                entry.is_none_or(|id| state.index.find(key) == Some(id)) || state.flights.is_followed(key)
-            };
-            state.flights.writes().filter(is_of_key).collect()
-        };
+        // Only the keys under this lock: which of them count is looked up under one for each.
+        let in_flight: Vec<BlockKey> = self.shared.lock().flights.writes().collect();
         let dirty = match self.shared.config.values_writes() {
             true => self.decide_all().await,
             false => self.each_dirty(|_, key| key).await,
@@ -100,10 +93,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Starts the write of a dirty block, or joins the one in flight; `None` if there is nothing to wait for.
     fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Outcome>>> {
         let mut state = self.shared.lock();
-        if !state.dirty.contains(key) && !state.flights.is_written(key) {
+        let Some(id) = state.index.find(key) else { return Ok(None) };
+        // Of a removed block whose key was stored anew the new one counts, if it is to be written.
+        let is_written = state.flights.entry(key, Tier::Disk) == Some(id) || state.flights.is_followed(key);
+        if !state.dirty.contains(key) && !is_written {
             return Ok(None);
         }
-        let Some(id) = state.index.find(key) else { return Ok(None) };
         // Bounded by the syncs under way.
         let committed = state.begin_write(id, key, Class::Awaited, u32::MAX);
         drop(state);

@@ -1,7 +1,9 @@
 //! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
+use std::sync::Arc;
+
 use super::{
-    Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, State, Taken, WRITE, blames_disk, is_of_memory,
+    Class, Filling, Locked, PendingWrite, Permit, Pin, Purpose, Shared, State, Taken, WRITE, blames_disk, is_of_memory,
 };
 use crate::{
     block::{BlockKey, FileId, Tier},
@@ -104,6 +106,15 @@ impl Locked<'_> {
     }
 }
 
+impl Shared {
+    /// Blocks that were removed, and are being written.
+    pub(crate) fn removed_in_flight(self: &Arc<Self>) -> Vec<BlockKey> {
+        let mut keys: Vec<BlockKey> = self.lock().flights.writes().collect();
+        keys.retain(|key| self.lock().index.find(key).is_none());
+        keys
+    }
+}
+
 impl State {
     /// Notes the end of the write of `id`, whose flight has not ended; nothing if the block was removed meanwhile, also
     /// if another was stored under its key since, even one with the same id.
@@ -126,11 +137,6 @@ impl State {
         if self.index.find(key) != Some(id) {
             self.flights.forget_entry(key, Tier::Disk);
         }
-    }
-
-    /// Blocks that were removed, and are being written.
-    pub(crate) fn removed_in_flight(&self) -> Vec<BlockKey> {
-        self.flights.writes().filter(|key| self.index.find(key).is_none()).collect()
     }
 
     /// Begins to write a block to a disk slot, and enters it in the table if its checksum is known. `None` if it was
@@ -190,12 +196,12 @@ fn blames_slot(error: &Error) -> bool {
 
 #[cfg(all(test, feature = "sim"))]
 mod tests {
-    use std::{io, sync::Arc};
+    use std::io;
 
     use super::*;
     use crate::{
         config::{Config, DiskPath},
-        state::{Committed, Few, Shared, locks_taken},
+        state::{Committed, Few, locks_taken},
     };
 
     const KEY: BlockKey = BlockKey::new([7; 32]);
