@@ -20,7 +20,7 @@ use std::{
     fs::File,
     io::{self, Seek, SeekFrom},
     os::unix::fs::FileExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
 };
 
@@ -268,9 +268,11 @@ impl Opening {
 
     /// Prepares an accepted member: size, preallocation, direct I/O.
     fn prepare(&mut self, wanted_bytes: u64, fresh: bool, wanted: DirectIo) -> Result<StoreFile> {
-        let preallocate = self.bytes == 0 && !self.opened.device;
-        if preallocate {
-            self.preallocate(wanted_bytes)?;
+        let is_empty = self.bytes == 0 && !self.opened.device;
+        match if self.opened.device { Ok(()) } else { self.preallocate(wanted_bytes) } {
+            // What is in the store can be read all the same.
+            Err(error) if !fresh => log(|| tracing::warn!(%error, "a store's file may have holes: writes may fail")),
+            preallocated => preallocated?,
         }
         if fresh && is_zero(&self.head) {
             self.probe_write(wanted)?;
@@ -281,7 +283,7 @@ impl Opening {
             direct: self.direct,
             memory_align_bytes: self.memory_align_bytes(),
             fresh,
-            zeroed: preallocate,
+            zeroed: is_empty,
             device: self.opened.device,
             bytes: self.bytes,
             _lock: self.opened.lock(),
@@ -310,8 +312,11 @@ impl Opening {
         }
     }
 
+    /// Reserves all blocks of a file, also those that a copy has left out as holes: writes find no full file system.
     fn preallocate(&mut self, wanted: u64) -> Result<()> {
-        self.opened.grows();
+        if self.bytes == 0 {
+            self.opened.grows();
+        }
         let file = &self.opened.file;
         let available = sys::available_bytes(file).map_err(self.io("statvfs"))?;
         if wanted > available {
@@ -335,7 +340,7 @@ impl Opening {
             }
             Err(error) => return Err(self.io("fallocate")(error)),
         }
-        self.bytes = wanted;
+        self.bytes = self.bytes.max(wanted);
         self.opened.file.sync_all().map_err(self.io("fsync"))
     }
 
@@ -387,10 +392,4 @@ fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         }
     }
     Ok(read)
-}
-
-/// Makes the directory entry of a file durable.
-fn sync_directory(path: &Path) -> Result<()> {
-    let parent = path::parent(path);
-    File::open(parent).and_then(|dir| dir.sync_all()).map_err(|error| Error::io("fsync the directory", parent, error))
 }

@@ -15,7 +15,7 @@ use std::{
 
 use super::{
     lock::{Lock, POLL},
-    read_up_to, sync_directory, sys,
+    read_up_to, sys,
 };
 use crate::{
     disk::format::{HEAD_BYTES, is_zero},
@@ -299,8 +299,14 @@ fn follow_device_name(configured: &Path) -> PathBuf {
 }
 
 /// The directory that holds `path`.
-pub(super) fn parent(path: &Path) -> &Path {
+fn parent(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Makes the directory entry of a file durable.
+fn sync_directory(path: &Path) -> Result<()> {
+    let parent = parent(path);
+    File::open(parent).and_then(|dir| dir.sync_all()).map_err(|error| Error::io("fsync the directory", parent, error))
 }
 
 fn check_type(path: &Path, kind: FileType) -> Result<()> {

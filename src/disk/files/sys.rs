@@ -32,7 +32,7 @@ pub(super) fn direct_memory_align_bytes(file: &File) -> Option<usize> {
     said.then_some(stat.stx_dio_mem_align as usize)
 }
 
-/// Gives an empty file its size and reserves its blocks.
+/// Reserves the blocks that a file lacks below `bytes`, and gives it this size if it is smaller.
 ///
 /// Reserves the blocks first and sets the size in one step: a crash leaves an empty file or a complete one.
 pub(super) fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
@@ -41,7 +41,9 @@ pub(super) fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
         Err(Errno::OPNOTSUPP) => {}
         other => other?,
     }
-    file.set_len(bytes)?;
+    if file.metadata()?.len() < bytes {
+        file.set_len(bytes)?;
+    }
     // Some file systems release the blocks past the old end when the size changes.
     Ok(retry_on_intr(|| fs::fallocate(file, FallocateFlags::empty(), 0, bytes))?)
 }

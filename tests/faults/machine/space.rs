@@ -52,6 +52,24 @@ fn a_disk_that_is_too_small_is_refused_and_left_as_it_was() {
 }
 
 #[test]
+fn a_store_whose_holes_cannot_be_filled_serves_and_says_so() {
+    apart("space::a_store_whose_holes_cannot_be_filled_serves_and_says_so", || {
+        let warnings = Warnings::listen();
+        let (dir, from) = (directory(), directory());
+        let settings = |dir: &_| config(dir, StorageKind::Auto, 8, 1024).direct_io(DirectIo::Prefer);
+        serves(&block_on(Cache::open(settings(&from))).expect("open"));
+        if !is_root() || !private_mounts() || !mount("tmpfs", dir.path(), "size=8m") {
+            skip!("mounting needs root");
+        }
+        let [from, to] = [&from, &dir].map(|dir| store_file(dir).display().to_string());
+        assert!(run("cp", &["--sparse=always", "--preserve=mode", &from, &to]));
+        serves(&block_on(Cache::open(settings(&dir))).expect("there is room for what it has"));
+        let text = warnings.text();
+        assert!(text.contains("may have holes") && text.contains("room for 17825792 bytes"), "{text}");
+    });
+}
+
+#[test]
 fn a_file_system_without_inodes_is_refused() {
     apart("space::a_file_system_without_inodes_is_refused", || {
         let (dir, image) = (directory(), directory());

@@ -92,3 +92,34 @@ fn a_missing_device_does_not_become_a_file() {
     let (found, ..) = refusal(&path, opened);
     assert_eq!((&*found, is_created), ("no such device", false));
 }
+
+#[test]
+fn a_file_with_holes_gets_its_blocks() {
+    let dir = scratch();
+    let config = config(&[dir.path()]);
+    let (path, wanted) = (dir.path().join("kvhoist.store"), Stripe::new(&config).members()[0].bytes);
+    let allocated = || std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&path).expect("metadata")) * 512;
+    // What another program has made of the right size, and a copy of a store that leaves out zeros.
+    let mut head = Vec::new();
+    for is_store in [false, true] {
+        write_private(&path, &head);
+        File::options().write(true).open(&path).expect("opened").set_len(wanted).expect("sized");
+        assert!(allocated() < wanted / 2, "it has holes");
+        let seen = open_store(&config).expect("opened");
+        assert_eq!((seen.created, seen.free), (!is_store, 40));
+        assert!(allocated() >= wanted, "{} of {wanted} bytes", allocated());
+        head = fs::read(&path).expect("readable")[..8192].to_vec();
+        fs::remove_file(&path).expect("removed");
+    }
+    // More than any disk has here.
+    let mut large = config.clone();
+    (large.block_bytes, large.disk.paths[0].capacity) = (1 << 30, Capacity::Blocks(1 << 13));
+    large.limits.read_bytes_in_flight_max = 1 << 30;
+    large.limits.write_bytes_in_flight_max = 1 << 30;
+    write_private(&path, b"");
+    let bytes = Stripe::new(&large).members()[0].bytes;
+    File::options().write(true).open(&path).expect("opened").set_len(bytes).expect("sized");
+    let (found, ..) = refusal(&path, open_files(&large));
+    assert!(found.contains("bytes available on "), "{found}");
+    assert_eq!(fs::metadata(&path).expect("left as it was").len(), bytes);
+}
