@@ -242,6 +242,24 @@ fn a_file_that_was_cut_short_is_damage() {
 }
 
 #[test]
+fn a_member_that_is_empty_or_zeros_is_not_called_damaged() {
+    let sample = Sample::new();
+    let folder = sample.dir.path().join("folder");
+    fs::create_dir(&folder).expect("created");
+    // An open calls the file in a folder so.
+    let (file, paths) = (folder.join("kvhoist.store"), [sample.path(0), folder.to_str().expect("UTF-8")]);
+    for bytes in [vec![], vec![0; 9000]] {
+        fs::write(&file, bytes).expect("written");
+        let (report, status) = json("verify", &paths);
+        assert_eq!((status, &report["faults"]["by_kind"]), (1, &serde_json::json!({ "blank": 1 })));
+        let output = kvhoist(&[&["inspect"], &paths[..]].concat());
+        let wanted = "kvhoist.store: found an empty file, or one of zeros, expected a member of the store; bring it \
+                      back, or remove the store's files (wipe its devices)\n";
+        assert!(text(&output.stderr).ends_with(wanted), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
 fn what_is_no_store_is_one_line_and_status_2() {
     let (sample, other) = (Sample::new(), Sample::new());
     let path = |name: &str| sample.dir.path().join(name).to_str().expect("UTF-8").to_owned();
@@ -273,7 +291,7 @@ fn what_is_no_store_is_one_line_and_status_2() {
         (&[&path("foreign")], "kvhoist did not write"),
         (&[&path("zeros")], "no store (zeros)"),
         (&[&path("empty")], "no store (zeros)"),
-        (&[&path("newer")], "format version 99"),
+        (&[&path("newer")], "format version 99, expected format version 2; open it with the newer kvhoist that wrote"),
         (&[&path("link"), b], "symbolic link"),
         (&["/dev/null"], "character device"),
         (&["--storage", "magic", a, b], "magic"),

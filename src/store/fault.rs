@@ -39,6 +39,8 @@ pub(super) enum FaultKind {
     SuperblockCopy,
     /// Both copies of the superblock are invalid: the store cannot be opened.
     Superblocks,
+    /// The file is empty, or nothing but zeros: the store cannot be opened.
+    Blank,
     /// The file is shorter than the store: the store cannot be opened.
     CutShort {
         /// Bytes that the file should have.
@@ -72,6 +74,7 @@ impl FaultKind {
         match self {
             FaultKind::SuperblockCopy => "superblock_copy",
             FaultKind::Superblocks => "superblocks",
+            FaultKind::Blank => "blank",
             FaultKind::CutShort { .. } => "cut_short",
             FaultKind::RecordCrc => "record_crc",
             FaultKind::RecordMisplaced { .. } => "record_misplaced",
@@ -89,6 +92,7 @@ impl fmt::Display for FaultKind {
         match self {
             FaultKind::SuperblockCopy => f.write_str("this copy of the superblock is damaged, the other is sound"),
             FaultKind::Superblocks => f.write_str("both superblocks are damaged"),
+            FaultKind::Blank => f.write_str("an empty file, or one of zeros, in the place of a member"),
             FaultKind::CutShort { expected } => write!(f, "the file ends here, expected {expected} bytes"),
             FaultKind::RecordCrc => f.write_str("record torn or rotten (crc)"),
             FaultKind::RecordMisplaced { written_for } => write!(f, "record written for slot {written_for}"),

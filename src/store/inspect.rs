@@ -115,6 +115,7 @@ fn lost(fault: &Fault) -> Error {
             let found = format!("{} bytes", fault.offset);
             (found, format!("{expected} bytes, as the store was made with"), "restore the whole file")
         }
+        FaultKind::Blank => ("an empty file, or one of zeros".into(), "a member of the store".into(), "bring it back"),
         _ => (format!("a damaged store ({fault})"), "one that can be opened".into(), "check the disk"),
     };
     Error::store(&fault.path, found, expected, format!("{action}, or remove the store's files (wipe its devices)"))

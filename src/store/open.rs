@@ -14,8 +14,8 @@ use crate::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
             pair::SuperblockPair,
             stripe::{MemberGeometry, SLOTS_MAX, Stripe},
-            superblock::{StoreState, Superblock, SuperblockError, VERSION},
-            survey::{Found, Hex, survey},
+            superblock::{StoreState, Superblock, SuperblockError},
+            survey::{Found, Hex, newer, survey},
         },
         open_read_only,
         recovery::Member,
@@ -162,7 +162,7 @@ pub(super) fn open_rest(paths: &[&Path], gone: usize, options: &Options) -> Resu
     }
     check_complete(&members, lost.len() + blank.len() + gone)
         .map_err(|error| Refused { state: "incomplete", error })?;
-    faults.extend(blank.iter().map(|file| fault(file, 0, FaultKind::Superblocks)));
+    faults.extend(blank.iter().map(|file| fault(file, 0, FaultKind::Blank)));
     lost.extend(blank);
     if lost.len() + gone > 0 {
         lost.extend(members.into_iter().map(|(_, file)| file));
@@ -196,10 +196,7 @@ fn no_store(file: &ReadOnlyFile, head: &SuperblockPair) -> Error {
         SuperblockPair::Blank => {
             Error::store(&file.path, "no store (zeros)", "a store", if file.device { ACTION } else { ZEROS })
         }
-        SuperblockPair::Bad(SuperblockError::Newer(version)) => {
-            let found = format!("a store of format version {version}");
-            refuse(&file.path, found, format!("format version {VERSION}"))
-        }
+        SuperblockPair::Bad(SuperblockError::Newer(version)) => newer(&file.path, *version),
         _ => {
             let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
             refuse(&file.path, found, "a store")
