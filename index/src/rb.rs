@@ -79,6 +79,15 @@ impl Rb {
         Rb { admission, ..Rb::new(slots) }
     }
 
+    /// So many slots of the tier are in use from now on. What it has learned scales with them.
+    pub(super) fn resize(&mut self, slots: u32) {
+        let slots = f64::from(slots);
+        let share = if self.slots > 0.0 { self.head / self.slots } else { HEAD_FIRST };
+        self.head = (share * slots).min(HEAD_MAX * slots);
+        self.slots = slots;
+        self.until_adapt = self.until_adapt.min(period(slots));
+    }
+
     /// By how many uses blocks that were used again are favored.
     pub fn head(&self) -> f64 {
         self.head
@@ -285,6 +294,29 @@ mod tests {
         }
         assert!((rb.share() - 1.0).abs() < 1e-9, "{}", rb.share());
         assert_eq!(rb.validate(&Slab::new(), Tier::Host), Ok(0));
+    }
+
+    /// Of what comes back after more uses than there are slots, no slot would have brought a hit.
+    #[test]
+    fn slots_out_of_use_neither_keep_a_block_nor_make_its_eviction_a_regret() {
+        let head_after = |slots| {
+            let mut rb = Rb::new(1000);
+            rb.resize(slots);
+            for now in 0..1000 {
+                rb.evicted(Used { last: 0, uses: 2 }, u64::from(now));
+                rb.returned_to(now, now + 100, 2);
+                rb.evicted(Used { last: 0, uses: 1 }, u64::from(now));
+            }
+            assert_eq!(rb.validate(&Slab::new(), Tier::Host), Ok(0));
+            let head = rb.head() / f64::from(slots);
+            rb.resize(0);
+            assert!(rb.validate(&Slab::new(), Tier::Host) == Ok(0) && rb.head() == 0.0);
+            rb.resize(16);
+            assert_eq!(rb.head(), HEAD_FIRST * 16.0);
+            head
+        };
+        assert!(head_after(1000) > HEAD_FIRST);
+        assert_eq!(head_after(50), HEAD_FIRST);
     }
 
     #[test]

@@ -252,6 +252,13 @@ impl Index {
         self.entry(id).used()
     }
 
+    /// So many slots of `tier` are in use from now on: its policy judges evictions by them.
+    pub fn resize(&mut self, tier: Tier, slots: u32) {
+        if let Some(rb) = self.policies[tier as usize].rb_mut() {
+            rb.resize(slots);
+        }
+    }
+
     /// The head start of blocks with several uses, in uses, if [`Rb`] is the policy of `tier`.
     pub fn head(&self, tier: Tier) -> Option<f64> {
         self.policies[tier as usize].rb().map(Rb::head)

@@ -101,6 +101,17 @@ mod tests {
     }
 
     #[test]
+    fn the_eviction_policy_knows_of_parked_slots() {
+        let (cache, mut parked) = (open(8), None);
+        let head = |cache: &Cache| cache.shared().lock().index.head(Tier::Host).expect("it is RB");
+        let all = head(&cache);
+        assert_eq!(parked.insert(cache.parked()).park(6), 6);
+        assert_eq!(head(&cache), all / 4.0);
+        drop(parked);
+        assert_eq!(head(&cache), all);
+    }
+
+    #[test]
     fn slots_in_use_are_not_parked() {
         let cache = open(4);
         let lease = block_on(cache.fetch(&key(1))).expect("served").expect("stored");

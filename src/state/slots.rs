@@ -311,7 +311,9 @@ impl Locked<'_> {
             true => shared.parked.fetch_add(slots, Ordering::Relaxed),
             false => shared.parked.fetch_sub(slots, Ordering::Relaxed),
         };
-        self.index.limit_kept(Tier::Host, (u64::from(shared.host_slots()) / KEPT_PART) as usize);
+        let in_use = shared.host_slots();
+        self.index.resize(Tier::Host, in_use);
+        self.index.limit_kept(Tier::Host, (u64::from(in_use) / KEPT_PART) as usize);
     }
 }
 
