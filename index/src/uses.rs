@@ -60,7 +60,8 @@ impl Index {
         self.touch_unless(id, announced);
     }
 
-    /// Counts a use in advance, as of a prefetch: the use that follows, the fetch, is not counted again.
+    /// Counts a use in advance, as of a prefetch: the use that follows, the fetch, is not counted again. It only makes
+    /// the block as recent as the latest use.
     pub fn announce(&mut self, id: EntryId) {
         if !self.counts_requests {
             return self.touch(id);
@@ -80,11 +81,17 @@ impl Index {
         if !entry.occupies_any() {
             return;
         }
-        if announced || self.request.contains(&self.clock) && entry.last_use > self.request.start {
-            // A copy that was evicted meanwhile is a regret all the same.
-            return self.note_return(id);
-        }
         let from = entry.used();
+        if announced || self.request.contains(&self.clock) && from.last > self.request.start {
+            // A copy that was evicted meanwhile is a regret all the same.
+            self.note_return(id);
+            if announced {
+                // Perhaps long ago, by who never came: as recent as the latest use, and no further use.
+                self.entry_mut(id).last_use = self.clock;
+                self.reorder(id, from);
+            }
+            return;
+        }
         let uses = self.recall(id, from);
         self.use_again(id, uses);
     }

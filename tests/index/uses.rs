@@ -109,6 +109,21 @@ fn an_announced_use_counts_once_however_many_requests_begin_before_it() {
     assert_eq!(uses(&index, 0), 3);
 }
 
+/// A prefetch whose caller never came, and one much later.
+#[test]
+fn a_block_that_is_announced_again_or_fetched_is_recent_and_its_use_counts_once() {
+    let mut index = counting();
+    let ids: Vec<_> = (0..3).map(|n| full(&mut index, n, None, Tier::Disk)).collect();
+    ids.iter().for_each(|id| index.announce(*id));
+    index.begin_request(1);
+    index.announce(ids[0]);
+    assert_eq!(uses(&index, 0), 2);
+    index.begin_request(1);
+    index.touch(ids[1]);
+    assert_eq!(uses(&index, 1), 2);
+    assert_eq!(evicted(&mut index, Tier::Disk), [2, 0, 1].map(key), "the one that nobody asked for since");
+}
+
 /// How many evictions from host memory the policy there regrets, of a block that comes back after `away` has happened
 /// to its copies. It is seen in the head start, which sixteen evictions move: up where those of what was used again are
 /// regretted, down where those of what was used once are.

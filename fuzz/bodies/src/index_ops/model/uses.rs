@@ -38,7 +38,11 @@ impl Model {
             return;
         }
         if announced || counted {
-            return self.come_back(at);
+            self.come_back(at);
+            if announced {
+                self.entity_mut(at).last_use = self.clock;
+            }
+            return;
         }
         self.count_use(at);
     }
