@@ -8,6 +8,9 @@ use super::{
     link::Link,
 };
 
+/// Copies that one search for a victim compares, or passes over because they are spared: some microseconds.
+const LOOKED_AT_MAX: usize = 64;
+
 impl Index {
     /// Marks the copy in `tier` as dirty (it must be demoted before it may be evicted) or as clean. Does nothing if it
     /// is not full.
@@ -32,9 +35,8 @@ impl Index {
         self.entry(id).has(tier, DIRTY)
     }
 
-    /// The next copy to evict from `tier`: a released leaf, the leaf that the policy chooses, or else a kept one; if no
-    /// leaf can be evicted, a copy right above held ones ([why](super)). `None` if every copy is pinned, dirty or being
-    /// filled.
+    /// The next copy to evict from `tier`: a released leaf, the leaf that the policy chooses, a copy right above held
+    /// ones ([why](super)), or else a kept one. `None` if every copy is pinned, dirty or being filled.
     pub fn victim(&mut self, tier: Tier) -> Option<EntryId> {
         self.victim_unless(tier, false)
     }
@@ -43,21 +45,27 @@ impl Index {
     pub fn victim_unless(&mut self, tier: Tier, spares_dirty: bool) -> Option<EntryId> {
         let is_taking_back = self.take_back_some();
         let is_spared = |id: &EntryId| spares_dirty && self.is_dirty(*id, tier);
-        let released = self.coldest(List::Released, tier).filter(|id| !is_spared(id));
+        let released = self.coldest_first(List::Released, tier).take(LOOKED_AT_MAX).find(|id| !is_spared(id));
         if released.is_some() && !is_taking_back {
             return released;
         }
         let by_policy = self.policies[tier as usize].victim(&mut self.entries, tier);
-        let last_use = |id: EntryId| self.entry(id).last_use;
-        let leaf = match (by_policy, self.coldest(List::Kept, tier)) {
+        let kept = self.coldest(List::Kept, tier);
+        let leaf = match (by_policy, kept) {
             // Beyond the limit of kept copies they compete with all others.
-            (Some(choice), Some(kept)) if self.kept.is_over(tier) && last_use(kept) < last_use(choice) => Some(kept),
-            (choice, kept) => choice.or(kept),
+            (Some(choice), Some(kept)) if self.kept.is_over(tier) => {
+                let [used, of_kept] = [choice, kept].map(|id| self.used(id));
+                Some(if self.policies[tier as usize].is_before(of_kept, used) { kept } else { choice })
+            }
+            (choice, _) => choice,
         };
         if let Some(leaf) = leaf.or(released) {
             return Some(leaf);
         }
-        self.last_resort(tier).filter(|id| !spares_dirty || !self.is_dirty(*id, tier))
+        match self.last_resort(tier, spares_dirty) {
+            Some(id) if kept.is_none() || !self.is_kept(id) => Some(id),
+            _ => kept,
+        }
     }
 
     /// At most `most` blocks whose copies in `tier` are evicted next, as far as that can be told now: leaves in the
@@ -81,18 +89,30 @@ impl Index {
         keys
     }
 
-    /// A copy that can be evicted although it has children there, all of them held. Takes as many steps as inner copies
-    /// became held since the last call.
+    /// A copy that can be evicted although it has children there, all of them held: of the first some the coldest that
+    /// is not kept. Takes as many steps more as inner copies became held since the last call.
     #[cold]
-    fn last_resort(&mut self, tier: Tier) -> Option<EntryId> {
-        loop {
-            let id = self.frontier[tier as usize].next(0).map(EntryId)?;
-            if self.entry(id).may_go(tier) {
-                return Some(id);
+    fn last_resort(&mut self, tier: Tier, spares_dirty: bool) -> Option<EntryId> {
+        let (mut found, mut from) = (None, 0);
+        for _ in 0..LOOKED_AT_MAX {
+            let id = loop {
+                let Some(id) = self.frontier[tier as usize].next(from).map(EntryId) else {
+                    return found.map(|(_, _, id)| id);
+                };
+                if self.entry(id).may_go(tier) {
+                    break id;
+                }
+                // Held like all below it: only a copy above it can be evicted.
+                self.count_held(id, tier, true);
+                from = self.parent(id).map_or(from, |parent| parent.0.min(from));
+            };
+            from = id.0 + 1;
+            if !(spares_dirty && self.is_dirty(id, tier)) {
+                let this = (self.is_kept(id), self.last_use(id), id);
+                found = Some(found.map_or(this, |best| this.min(best)));
             }
-            // Held like all below it: only a copy above it can be evicted.
-            self.count_held(id, tier, true);
         }
+        found.map(|(_, _, id)| id)
     }
 
     /// True if [`evict`](Self::evict) may be called.

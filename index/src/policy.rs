@@ -122,6 +122,14 @@ impl Policy {
         }
     }
 
+    /// Whether a block with these uses is evicted before the other one.
+    pub(super) fn is_before(&self, one: Used, other: Used) -> bool {
+        match self {
+            Policy::Rb(rb) => rb.is_before(one, other),
+            Policy::Lru(_) => one.last < other.last,
+        }
+    }
+
     /// The entries in the order of eviction as it is now, also those that may not be evicted.
     pub(super) fn coldest_first<'a>(
         &'a self,

@@ -173,6 +173,15 @@ impl Rb {
         once_at as f64 <= again_at as f64 + self.head
     }
 
+    /// Whether a block with these uses is evicted before the other one.
+    pub(super) fn is_before(&self, one: Used, other: Used) -> bool {
+        match (one.again(), other.again()) {
+            (false, true) => self.is_once_first(one.last, other.last),
+            (true, false) => !self.is_once_first(other.last, one.last),
+            _ => one.last < other.last,
+        }
+    }
+
     /// As [`Lru::coldest_first`], in the order of eviction as it is now.
     pub(super) fn coldest_first<'a>(
         &'a self,

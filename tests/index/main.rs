@@ -5,6 +5,7 @@ mod common;
 
 mod chains;
 mod drawn;
+mod hints;
 mod model;
 mod policy_ratios;
 mod rb;

@@ -85,33 +85,42 @@ impl Model {
         !matches!(known.copies[tier as usize], Some((_, 0, dirty)) if !dirty || known.released)
     }
 
-    /// Blocks that may be evicted: the coldest leaf of the first group that has one, or without a leaf that may be
-    /// evicted, any block whose children are all held. `head`: by how much the policy favors blocks with several uses.
-    pub fn victims(&self, tier: Tier, head: f64) -> Vec<u64> {
+    fn is_held_to_its_end(&self, n: u64, tier: Tier) -> bool {
+        self.is_held(n, tier) && self.children(n, tier).iter().all(|child| self.is_held_to_its_end(*child, tier))
+    }
+
+    /// The block that is evicted next: the coldest of the first group that has one. Those are leaves, but for blocks
+    /// above copies that are all held. `head`: by how much the policy favors blocks with several uses.
+    pub fn victim(&self, tier: Tier, head: f64) -> Option<u64> {
         let free: Vec<u64> = self.known.keys().copied().filter(|n| !self.is_held(*n, tier)).collect();
         let coldest = |wanted: &dyn Fn(&Known) -> bool| {
             let leaves = free.iter().filter(|n| wanted(&self.known[n]) && self.children(**n, tier).is_empty());
             leaves.min_by_key(|n| self.known[n].last_use).copied()
         };
-        let last_use = |n: u64| self.known[&n].last_use;
         let is_usual = |known: &Known| !known.released && known.kept.is_none();
-        let (once, again) =
-            (coldest(&|known| is_usual(known) && known.uses < 2), coldest(&|known| is_usual(known) && known.uses > 1));
-        let usual = match (once, again) {
-            (Some(once), Some(again)) if last_use(once) as f64 <= last_use(again) as f64 + head => Some(once),
-            (Some(_), Some(again)) => Some(again),
-            (once, again) => once.or(again),
-        };
-        let kept = self.known.values().filter(|known| known.kept.is_some() && known.copies[tier as usize].is_some());
-        let is_over = kept.count() > KEPT_MAX;
+        let once = coldest(&|known| is_usual(known) && known.uses < 2);
+        let again = coldest(&|known| is_usual(known) && known.uses > 1);
         let [released, kept] = [coldest(&|known| known.released), coldest(&|known| known.kept.is_some())];
-        let usual = match (usual, kept) {
-            (Some(usual), Some(kept)) if is_over && last_use(kept) < last_use(usual) => Some(kept),
-            (usual, _) => usual,
+        let of_kept = self.known.values().filter(|known| known.kept.is_some() && known.copies[tier as usize].is_some());
+        // With too many they compete with the others, by the same rule.
+        let competing = kept.filter(|_| of_kept.count() > KEPT_MAX);
+        let value = |n: &u64| {
+            let Known { last_use, uses, .. } = self.known[n];
+            (last_use as f64 + if uses > 1 { head } else { 0.0 }, uses > 1)
         };
-        let leaf = released.or(usual).or(kept);
-        let is_above_held = |n: &u64| self.children(*n, tier).iter().all(|child| self.is_held(*child, tier));
-        leaf.map_or_else(|| free.iter().copied().filter(is_above_held).collect(), |leaf| vec![leaf])
+        let usual =
+            [once, again].into_iter().flatten().min_by(|a, b| value(a).partial_cmp(&value(b)).expect("numbers"));
+        let usual = usual.map(|usual| match competing {
+            Some(kept) if value(&kept) < value(&usual) => kept,
+            _ => usual,
+        });
+        let is_above_held = |n: &&u64| {
+            let children = self.children(**n, tier);
+            !children.is_empty() && children.iter().all(|child| self.is_held_to_its_end(*child, tier))
+        };
+        let by_keeping = |n: &&u64| (self.known[n].kept.is_some(), self.known[n].last_use);
+        let resort = free.iter().filter(is_above_held).min_by_key(by_keeping).copied();
+        released.or(usual).or(resort.filter(|n| self.known[n].kept.is_none())).or(kept).or(resort)
     }
 
     pub fn begin_request(&mut self, blocks: usize) {

@@ -242,7 +242,7 @@ impl Pair {
 
     fn evict(&mut self, tier: Tier) {
         let victim = self.index.victim(tier);
-        if self.model.evictable(tier).is_empty() {
+        if self.model.evictable(tier).iter().all(|at| self.model.entity(*at).kept) {
             self.check_last_resort(tier, victim);
         }
         if let Some(id) = victim {

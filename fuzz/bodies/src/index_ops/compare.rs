@@ -41,17 +41,19 @@ impl Pair {
         assert_eq!(index.resident(tier), model.full(tier).count());
         let (evictable, demotable) = (model.evictable(tier), model.demotable(tier));
         assert_eq!(index.evictable(tier), evictable.len(), "{tier}");
-        // Where no leaf may go the search leaves marks: it is made by `Op::Evict`, and not after every operation.
-        let victim = (!evictable.is_empty()).then(|| index.victim(tier)).flatten();
+        // Where no leaf may go, or only kept ones, the search leaves marks: it is made by `Op::Evict`, and not after
+        // every operation.
+        let has_leaf = evictable.iter().any(|at| !model.entity(*at).kept);
+        let victim = has_leaf.then(|| index.victim(tier)).flatten();
         self.coldest(self.index.demotable(tier).next(), &demotable);
-        if !evictable.is_empty() {
+        if has_leaf {
             self.check_leaf(tier, victim, &evictable);
         }
     }
 
-    /// The choice is the coldest of what is released; then the policy's, or a kept one that is colder, where more than
-    /// may be is kept; then the coldest of what is kept.
-    pub(super) fn check_leaf(&self, tier: Tier, victim: Option<EntryId>, among: &[usize]) {
+    /// The choice is the coldest of what is released; then the policy's, or the coldest of what is kept where more than
+    /// may be is kept, and the policy would have that go before.
+    fn check_leaf(&self, tier: Tier, victim: Option<EntryId>, among: &[usize]) {
         let (released, others): (Vec<usize>, Vec<usize>) =
             among.iter().partition(|&&at| self.model.entity(at).released);
         if !released.is_empty() {
@@ -62,11 +64,32 @@ impl Pair {
             true => self.colder_front(tier, &usual),
             false => usual,
         };
-        let last_use = |of: &[usize]| of.iter().map(|at| self.model.entity(*at).last_use).min();
-        let (of_kept, of_usual) = (last_use(&kept), last_use(&usual));
-        let goes_kept =
-            of_usual.is_none() || self.index.kept(tier) > KEPT_MAX && of_kept.is_some_and(|kept| Some(kept) < of_usual);
-        self.coldest(victim, if goes_kept { &kept } else { &usual });
+        let last_use = |at: &usize| self.model.entity(*at).last_use;
+        let front = usual.iter().copied().min_by_key(last_use).expect("one is not kept");
+        let is_before = |at: &usize| self.is_before(tier, *at, front);
+        let coldest: Vec<usize> =
+            kept.iter().copied().filter(|at| kept.iter().all(|of| last_use(at) <= last_use(of))).collect();
+        // Of several that are as cold any may be the one.
+        let may_go = self.index.kept(tier) > KEPT_MAX && coldest.iter().any(is_before);
+        let must_go = may_go && coldest.iter().all(is_before);
+        let choice = victim.map(|id| self.model.by_id(id)).filter(|at| coldest.contains(at));
+        match choice {
+            Some(at) => assert!(may_go && is_before(&at), "{tier}: a kept block goes"),
+            None => {
+                assert!(!must_go, "{tier}: too much is kept");
+                self.coldest(victim, &usual);
+            }
+        }
+    }
+
+    /// Whether the policy has the first go before the second.
+    fn is_before(&self, tier: Tier, one: usize, other: usize) -> bool {
+        let of = |at| {
+            let entity = self.model.entity(at);
+            let head = self.index.head(tier).filter(|_| entity.uses > 1);
+            (entity.last_use as f64 + head.unwrap_or(0.0), head.is_some())
+        };
+        of(one) < of(other)
     }
 
     /// The class whose coldest goes: it is colder than the other one's, as far as that one is favored.
@@ -82,12 +105,14 @@ impl Pair {
         if goes_once { once } else { again }
     }
 
-    /// Where no leaf may go, what is above held ones does, and there is such a one unless all are held.
+    /// Where no leaf may go but kept ones, the choice is the coldest of what is above held copies, then of kept leaves,
+    /// then of what is kept above held copies.
     pub(super) fn check_last_resort(&self, tier: Tier, victim: Option<EntryId>) {
-        let among = self.model.last_resorts(tier);
-        let choice = victim.map(|id| self.model.by_id(id));
-        assert_eq!(choice.is_some(), !among.is_empty(), "{tier}");
-        assert!(choice.is_none_or(|at| among.contains(&at)), "{tier}");
+        let (kept, others): (Vec<usize>, Vec<usize>) =
+            self.model.last_resorts(tier).iter().partition(|&&at| self.model.entity(at).kept);
+        let leaves = self.model.evictable(tier);
+        let among = [others, leaves, kept].into_iter().find(|of| !of.is_empty()).unwrap_or_default();
+        self.coldest(victim, &among);
     }
 
     /// The choice is among those that may be chosen, and none of them was used before it.

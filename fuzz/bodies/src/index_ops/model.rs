@@ -152,23 +152,25 @@ impl Model {
         settled && free && !self.entity(at).removed
     }
 
-    /// The parents of those with a copy in `tier`, full or filling, for which `wanted` holds.
-    fn parents(&self, tier: Tier, wanted: impl Fn(usize) -> bool) -> BTreeSet<usize> {
-        let children = self.entities().filter(|&(at, _)| self.copy(at, tier) != Copy::None && wanted(at));
+    /// The parents of those with a copy in `tier`, full or filling.
+    fn parents(&self, tier: Tier) -> BTreeSet<usize> {
+        let children = self.entities().filter(|&(at, _)| self.copy(at, tier) != Copy::None);
         children.filter_map(|(_, child)| child.parent).collect()
     }
 
     /// What may go, and has no child's copy in the same tier.
     pub fn evictable(&self, tier: Tier) -> Vec<usize> {
-        let parents = self.parents(tier, |_| true);
+        let parents = self.parents(tier);
         self.full(tier).filter(|&at| self.may_go(at, tier) && !parents.contains(&at)).collect()
     }
 
-    /// What may go, and has children's copies in the same tier, none of which may go.
+    /// What may go, and has children's copies in the same tier, of which none may go, nor any copy below them.
     pub fn last_resorts(&self, tier: Tier) -> Vec<usize> {
-        let (parents, of_free) = (self.parents(tier, |_| true), self.parents(tier, |at| self.may_go(at, tier)));
-        let above_held = |at: &usize| parents.contains(at) && !of_free.contains(at);
-        self.full(tier).filter(|&at| self.may_go(at, tier)).filter(above_held).collect()
+        let free: Vec<usize> = self.full(tier).filter(|&at| self.may_go(at, tier)).collect();
+        let parent = |&at: &usize| self.entity(at).parent.filter(|parent| self.copy(*parent, tier) != Copy::None);
+        let above: BTreeSet<usize> = free.iter().flat_map(|at| std::iter::successors(parent(at), parent)).collect();
+        let parents = self.parents(tier);
+        free.into_iter().filter(|at| parents.contains(at) && !above.contains(at)).collect()
     }
 
     /// Full, unpinned and dirty, and not released.
@@ -384,13 +386,6 @@ impl Model {
         let other = std::mem::replace(slot, to);
         self.used_as(at, used);
         Some(other)
-    }
-
-    fn used_as(&mut self, at: usize, used: Used) {
-        let entity = self.entity_mut(at);
-        entity.last_use = entity.last_use.max(used.last);
-        entity.uses = entity.uses.max(used.uses).clamp(1, 3);
-        self.clock = self.clock.max(self.entity(at).last_use);
     }
 }
 

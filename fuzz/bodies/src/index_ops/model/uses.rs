@@ -1,6 +1,6 @@
 //! Uses of blocks, and the ghosts of those that were evicted.
 
-use kvhoist::Tier;
+use kvhoist::{Tier, internals::index::Used};
 
 use super::{Copy, Entity, Model};
 
@@ -60,6 +60,14 @@ impl Model {
         let clock = self.clock;
         let entity = self.entity_mut(at);
         (entity.last_use, entity.uses) = (clock, (remembered.expect("three tiers") + 1).min(3));
+    }
+
+    /// What a record says of the uses.
+    pub(super) fn used_as(&mut self, at: usize, used: Used) {
+        let entity = self.entity_mut(at);
+        entity.last_use = entity.last_use.max(used.last);
+        entity.uses = entity.uses.max(used.uses).clamp(1, 3);
+        self.clock = self.clock.max(self.entity(at).last_use);
     }
 
     pub(super) fn come_back(&mut self, at: usize) {
