@@ -51,15 +51,16 @@ impl Index {
         }
         let by_policy = self.policies[tier as usize].victim(&mut self.entries, tier);
         let kept = self.coldest(List::Kept, tier);
-        let leaf = match (by_policy, kept) {
-            // Beyond the limit of kept copies they compete with all others.
-            (Some(choice), Some(kept)) if self.kept.is_over(tier) => {
+        // Beyond the limit of kept copies they compete with all others.
+        let competing = kept.filter(|_| self.kept.is_over(tier));
+        let leaf = match (by_policy, competing) {
+            (Some(choice), Some(kept)) => {
                 let [used, of_kept] = [choice, kept].map(|id| self.used(id));
                 Some(if self.policies[tier as usize].is_before(of_kept, used) { kept } else { choice })
             }
             (choice, _) => choice,
         };
-        if let Some(leaf) = leaf.or(released) {
+        if let Some(leaf) = leaf.or(released).or(competing) {
             return Some(leaf);
         }
         match self.last_resort(tier, spares_dirty) {

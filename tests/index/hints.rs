@@ -45,6 +45,7 @@ fn a_released_leaf_behind_a_spared_one_goes_before_what_is_not_released() {
 #[test]
 fn above_held_copies_the_coldest_goes_and_what_is_kept_goes_last() {
     let mut index = Index::new(1);
+    index.limit_kept(TIER, 2);
     let chains: Vec<_> = (0..4)
         .map(|n| [2 * n, 2 * n + 1].map(|at| full(&mut index, at, at.checked_sub(1).filter(|_| at % 2 == 1), TIER)))
         .collect();
@@ -63,4 +64,18 @@ fn above_held_copies_the_coldest_goes_and_what_is_kept_goes_last() {
         index.validate().unwrap_or_else(|what| panic!("{what}"));
     }
     assert_eq!(evicted, [chains[2][0], chains[0][0], chains[1][0], leaf, chains[3][0]]);
+}
+
+#[test]
+fn a_kept_leaf_beyond_the_limit_goes_before_what_is_above_held_copies() {
+    let mut index = Index::new(1);
+    index.limit_kept(TIER, 0);
+    let above = full(&mut index, 0, None, TIER);
+    let held = full(&mut index, 1, Some(0), TIER);
+    let leaf = full(&mut index, 2, None, TIER);
+    index.pin(held, TIER).expect("resident");
+    assert!(index.keep(leaf, 1));
+    assert_eq!(index.victim(TIER), Some(leaf), "as if it were not kept");
+    index.evict(leaf, TIER);
+    assert_eq!(index.victim(TIER), Some(above));
 }

@@ -120,7 +120,7 @@ impl Model {
         };
         let by_keeping = |n: &&u64| (self.known[n].kept.is_some(), self.known[n].last_use);
         let resort = free.iter().filter(is_above_held).min_by_key(by_keeping).copied();
-        released.or(usual).or(resort.filter(|n| self.known[n].kept.is_none())).or(kept).or(resort)
+        released.or(usual).or(competing).or(resort.filter(|n| self.known[n].kept.is_none())).or(kept).or(resort)
     }
 
     pub fn begin_request(&mut self, blocks: usize) {

@@ -106,12 +106,13 @@ impl Pair {
     }
 
     /// Where no leaf may go but kept ones, the choice is the coldest of what is above held copies, then of kept leaves,
-    /// then of what is kept above held copies.
+    /// which go first where more than may be is kept, then of what is kept above held copies.
     pub(super) fn check_last_resort(&self, tier: Tier, victim: Option<EntryId>) {
         let (kept, others): (Vec<usize>, Vec<usize>) =
             self.model.last_resorts(tier).iter().partition(|&&at| self.model.entity(at).kept);
         let leaves = self.model.evictable(tier);
-        let among = [others, leaves, kept].into_iter().find(|of| !of.is_empty()).unwrap_or_default();
+        let order = if self.index.kept(tier) > KEPT_MAX { [leaves, others, kept] } else { [others, leaves, kept] };
+        let among = order.into_iter().find(|of| !of.is_empty()).unwrap_or_default();
         self.coldest(victim, &among);
     }
 
