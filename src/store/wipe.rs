@@ -132,7 +132,6 @@ fn lock(file: &ReadOnlyFile) -> Result<File> {
 /// Bytes from the start of a device that are the store's; what follows them may be somebody else's. Of an `unfinished`
 /// store only the superblocks were written: its record table is zeros.
 fn extent(file: &ReadOnlyFile, unfinished: bool) -> Result<u64> {
-    // Of a store that is in part gone or damaged nobody has looked at this yet.
     check_no_foreign_copy(&file.found()).map_err(reword)?;
     let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(file.head()) else {
         return Err(Error::store(

@@ -29,7 +29,7 @@ use super::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, is_zero,
         pair::{SuperblockPair, UNREADABLE_COPY},
         stripe::Stripe,
-        survey::{Found, OpenPlan, survey},
+        survey::{Found, OpenPlan, check_no_foreign_copy, survey},
     },
     recovery::Member,
 };
@@ -91,6 +91,7 @@ pub(crate) fn open_files_unkept(config: &Config) -> Result<(Vec<StoreFile>, Unke
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
     let fresh = survey(&found, config)? == OpenPlan::Create;
+    found.iter().try_for_each(check_no_foreign_copy)?;
     for (opening, geometry) in opened.iter().zip(stripe.members()) {
         opening.check_size_limit(geometry.bytes)?;
         if fresh {

@@ -36,6 +36,11 @@ pub(super) fn direct_memory_align_bytes(file: &File) -> Option<usize> {
 ///
 /// Reserves the blocks first and sets the size in one step: a crash leaves an empty file or a complete one.
 pub(super) fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
+    // Some file systems want room for all of it again, or have no fallocate.
+    let found = file.metadata()?;
+    if found.len() >= bytes && found.blocks() * 512 >= bytes {
+        return Ok(());
+    }
     match retry_on_intr(|| fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)) {
         // Without this mode (on NFS, for example) the plain call below does everything.
         Err(Errno::OPNOTSUPP) => {}

@@ -56,7 +56,6 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
     let heads: Vec<SuperblockPair> = found.iter().map(|member| SuperblockPair::decode(member.head)).collect();
     for (member, head) in found.iter().zip(&heads) {
         check_readable(member, head)?;
-        check_no_foreign_copy(member)?;
     }
     let whole = found.iter().zip(&heads).find_map(|(member, head)| match head {
         SuperblockPair::Valid { superblock, .. } if superblock.state == StoreState::Whole => Some((member, superblock)),
@@ -136,7 +135,8 @@ pub(crate) fn check_no_foreign_copy(member: &Found<'_>) -> Result<()> {
         "both superblocks of a store, or nothing but zeros",
         format!(
             "look what it is (wipefs); if it is not needed, zero it (blkdiscard --zeroout --offset {at} --length \
-             {PAGE_BYTES}), and the store opens by its other superblock, or choose another path in `disks`"
+             {PAGE_BYTES}), and the store opens by its other superblock if that is sound, or choose another path in \
+             `disks`"
         ),
     ))
 }

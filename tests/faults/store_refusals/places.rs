@@ -113,7 +113,7 @@ fn a_file_with_holes_gets_its_blocks() {
     }
     // More than any disk has here.
     let mut large = config.clone();
-    (large.block_bytes, large.disk.paths[0].capacity) = (1 << 30, Capacity::Blocks(1 << 13));
+    (large.block_bytes, large.disk.paths[0].capacity) = (1 << 30, Capacity::Blocks(15 << 10));
     large.limits.read_bytes_in_flight_max = 1 << 30;
     large.limits.write_bytes_in_flight_max = 1 << 30;
     write_private(&path, b"");
