@@ -31,8 +31,8 @@ pub(crate) enum Command {
     Promote { key: BlockKey, to: Tier },
     /// Copy blocks of a call into foreign memory, each with its number there: true for each that was copied.
     Load { jobs: Vec<Numbered>, results: Arc<CallResults> },
-    /// Copy blocks into foreign memory, layer by layer. Its caller makes the jobs once it has sent this: waking a sleeping
-    /// reactor takes as long.
+    /// Copy blocks into foreign memory, layer by layer. Its caller makes the jobs once it has sent this: waking a
+    /// sleeping reactor takes as long.
     LoadLayers(oneshot::Receiver<LayerJobs>),
     /// Store blocks of a call from foreign memory, each with its number there.
     StoreFrom { jobs: Vec<Numbered>, call: Arc<StoreCall> },

@@ -9,7 +9,7 @@ use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering}
 
 use tokio::time::{sleep, timeout};
 
-use super::{Command, Mover};
+use super::{Command, Mover, busy_poll::expected};
 use crate::{
     device::CopyEngine,
     error::{Error, Result},
@@ -63,6 +63,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
             }
             Command::Register { .. } | Command::AddGpu { .. } => self.start(command),
+            // Its caller may be making it at this moment.
+            Command::LoadLayers(load) => {
+                drop(self.spawn_part(async move { expected(load).await.map(|load| load.refuse(&error)) }));
+            }
             command => command.refuse(error),
         }
     }
@@ -87,15 +91,10 @@ impl Command {
             Command::StoreFrom { jobs, call } => {
                 call.results.settle(jobs.iter().map(|&(number, _)| (number, Err(error.clone()))));
             }
-            Command::LoadLayers(mut load) => {
-                if let Ok(load) = load.try_recv() {
-                    load.refuse(&error);
-                }
-            }
             Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
                 drop(reply.send(Err(error)));
             }
-            Command::Promote { .. } | Command::Register { .. } | Command::AddGpu { .. } => {}
+            Command::Promote { .. } | Command::LoadLayers(_) | Command::Register { .. } | Command::AddGpu { .. } => {}
         }
     }
 }
