@@ -23,8 +23,12 @@ logger = logging.getLogger(__name__)
 #: The share of host memory's slots that requests may hold between a lookup and the end of their load.
 HELD_SHARE = 4
 
-#: Seconds for which a page is not offered that could not be read for a moment; twice as long after each further time.
-_UNREAD_S = 60.0
+#: Seconds for which a page is not offered that could not be read for a moment; twice as long after each further time, up
+#: to the second of these.
+_UNREAD_S, _UNREAD_S_MAX = 60.0, 960.0
+
+#: In their place: all pages, of a device or a service that is out of service.
+ALL = ""
 
 #: Such pages that are remembered.
 _UNREAD_MAX = 65_536
@@ -61,8 +65,8 @@ class Pages:
         self._queue = cache.queue(1)
         #: Submissions of the queue that have not been drained.
         self._submitted = 0
-        #: Pages that could not be read, and are still there: until when they are not offered, and for how many seconds
-        #: that is. Those of the last failure come last.
+        #: Pages that could not be read: until when they are not offered, and for how many seconds that is. Those of the
+        #: last failure come last.
         self._unread: dict[str, tuple[float, float]] = {}
         #: Slots of host memory that requests hold, and may hold.
         self.held, self.held_max = 0, cache.stats()["tiers"]["host"]["slots"] // HELD_SHARE
@@ -74,7 +78,10 @@ class Pages:
 
     def tiers(self, keys: Sequence[str]) -> list[str]:
         """The tier of each leading page that is offered."""
-        found, now = self.cache.tiers(keys), time.monotonic()
+        now = time.monotonic()
+        if self._is_unread(ALL, now):
+            return []
+        found = self.cache.tiers(keys)
         for at, (key, tier) in enumerate(zip(keys, found)):
             if tier not in self._offered or self._is_unread(key, now):
                 return found[:at]
@@ -82,8 +89,11 @@ class Pages:
 
     def there(self, keys: Sequence[str]) -> list[bool]:
         """Whether each page is offered."""
+        now = time.monotonic()
+        if self._is_unread(ALL, now):
+            return [False] * len(keys)
         if "disk" in self._offered:
-            found, now = self.cache.contains_each(keys), time.monotonic()
+            found = self.cache.contains_each(keys)
             return [there and not self._is_unread(key, now) for key, there in zip(keys, found)]
         return [len(self.tiers([key])) == 1 for key in keys]
 
@@ -119,18 +129,24 @@ class Pages:
         return ended[0][1]
 
     def not_read(self, keys: Sequence[str]) -> None:
-        """Offers these pages no more for a while, unless they are gone: a cache drops a page that is bad, and what is
-        stored in its place is another. A page that stays is right, and could not be read for a moment.
+        """Offers these pages, or `ALL`, no more for a while: a cache drops a page that is bad, so they are right, and could not be
+        read for a moment.
 
-        Who stores it meanwhile stores nothing: it is there. So only time tells whether it can be read.
+        Who stores one meanwhile stores nothing: it is there. So only time tells whether it can be read.
         """
         now = time.monotonic()
-        for key, there in zip(keys, self.cache.contains_each(keys)):
-            if there:
-                _, last = self._unread.pop(key, (0.0, _UNREAD_S / 2))
-                self._unread[key] = now + 2 * last, 2 * last
+        for key in keys:
+            _, last = self._unread.pop(key, (0.0, _UNREAD_S / 2))
+            pause = min(2 * last, _UNREAD_S_MAX)
+            self._unread[key] = now + pause, pause
         for key in list(islice(self._unread, max(0, len(self._unread) - _UNREAD_MAX))):
             del self._unread[key]
+
+    def was_read(self, keys: Sequence[str]) -> None:
+        """Forgets what is known of these pages, and that some could not be taken."""
+        if self._unread and keys:
+            for key in (ALL, *keys):
+                self._unread.pop(key, None)
 
     def _is_unread(self, key: str, now: float) -> bool:
         unread = self._unread.get(key)
@@ -232,6 +248,7 @@ class Batch:
         failed = []
         for pages, keys, load in self._loads:
             results = load.blocks()
+            pages.was_read([key for key, result in zip(keys, results) if result is True])
             missing = [(key, result) for key, result in zip(keys, results) if result is not True]
             if missing:
                 failed.append((pages, missing))

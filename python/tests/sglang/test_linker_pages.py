@@ -48,12 +48,15 @@ def test_pages_that_could_not_be_read_stay_and_are_offered_later_each_time(pages
         assert len(pages.tiers(KEYS)) == len(KEYS)
 
 
-def test_a_page_that_the_cache_has_dropped_is_offered_when_it_is_stored_again(pages, clock):
-    pages.cache.remove(KEYS[1])
-    pages.not_read(KEYS[1:3])
-    assert pages.there(KEYS) == [True, False, False, True]
-    assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
-    assert pages.there(KEYS) == [True, True, False, True]
+def test_a_page_is_offered_again_within_minutes_and_is_as_any_other_once_it_was_read(pages, clock):
+    for pause in (60, 120, 240, 480, 960, 960):
+        pages.not_read(KEYS[:1])
+        clock[0] += pause
+        assert pages.there(KEYS) == [True] * len(KEYS)
+    pages.was_read(KEYS)
+    pages.not_read(KEYS[:1])
+    clock[0] += 60
+    assert pages.there(KEYS) == [True] * len(KEYS)
 
 
 def test_the_last_pages_that_could_not_be_read_are_remembered(pages, clock, monkeypatch):

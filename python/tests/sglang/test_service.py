@@ -354,7 +354,7 @@ def test_states_of_an_mla_model_are_each_rank_s_own(store_dir):
 
 def test_one_rank_says_what_has_happened_in_a_space_since_its_start(store_dir, caplog):
     caplog.set_level(logging.INFO, "kvhoist._figures")
-    extra, keys = sgl.extra_config(store_dir, "16MiB", "4MiB"), keys_for(sgl.MLA, 4)
+    extra, keys = sgl.extra_config(store_dir, "16MiB", "4MiB", lookup_ms=2000), keys_for(sgl.MLA, 4)
     with Node(store_dir, capacity="64MiB", host_bytes="32MiB") as node:
         extra["service"] = node.socket
         pool = filled(sgl.MLA)

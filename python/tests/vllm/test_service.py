@@ -91,7 +91,7 @@ def test_the_first_replica_reports_what_a_space_counts_from_its_start_on(node):
             store(engine, f"prompt {n}")
         return count() - before
 
-    space = config(node, "1200KiB")
+    space = config(node, "1200KiB", lookup_ms=2000)
     with Engine([space]) as engine:
         assert evicts(engine, 0) > 0
     with Engine([space]) as first, Engine([space], replica=1) as second:
