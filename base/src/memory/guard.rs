@@ -209,9 +209,12 @@ fn map_zeros(start: usize, len: usize) -> bool {
 /// # Safety
 /// As of a handler of the signal.
 unsafe fn as_before(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // BUS_ADRALN to BUS_MCEERR_AR: the access is made again when the handler has returned. Others' signals come once.
+    const BUS_MCEERR_AO: libc::c_int = 5;
+    // Of the kernel, for an access (SI_KERNEL too, on x86 for a stack segment): it is made again when the handler has
+    // returned. Processes' signals, and those of memory that failed and nobody has touched, come once.
     // SAFETY: the kernel passes a valid record.
-    let is_access = (1..=4).contains(unsafe { &(*info).si_code });
+    let code = unsafe { (*info).si_code };
+    let is_access = code > 0 && code != BUS_MCEERR_AO;
     match BEFORE.get().map_or((libc::SIG_DFL, 0), |before| (before.sa_sigaction, before.sa_flags)) {
         (libc::SIG_IGN, _) if !is_access => {}
         (libc::SIG_DFL | libc::SIG_IGN, _) => {
@@ -329,6 +332,31 @@ mod tests {
             assert_eq!(output.status.signal(), is_end.then_some(libc::SIGBUS), "{case}: {said}");
             assert!(is_end || said.contains("1 passed"), "{case}: {said}");
         }
+    }
+
+    /// As above. An address that no pointer can have, by the stack's segment: SI_KERNEL, and no address.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn an_access_that_the_processor_refuses_ends_a_process_that_ignores_the_signal() {
+        const CASE: &str = "KVHOIST_SIGBUS_STACK";
+        if std::env::var_os(CASE).is_some() {
+            // SAFETY: plain system calls. A process that goes round in circles is ended by the alarm.
+            unsafe {
+                libc::alarm(20);
+                libc::signal(libc::SIGBUS, libc::SIG_IGN);
+            }
+            let _memory = Memory::new();
+            // SAFETY: the access ends the process.
+            unsafe {
+                let at = 1_u64 << 63;
+                std::arch::asm!("push rbp", "mov rbp, {at}", "mov {at}, [rbp]", "pop rbp", at = inout(reg) at => _);
+            }
+            unreachable!("the access was made");
+        }
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
+        let name = "memory::guard::tests::an_access_that_the_processor_refuses_ends_a_process_that_ignores_the_signal";
+        let output = command.args(["--exact", name]).env(CASE, "1").output().expect("it starts again");
+        assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stdout));
     }
 
     /// In a child: other tests need mappings too.
