@@ -101,14 +101,18 @@ mod tests {
         // SAFETY: the child does nothing but what is to be tried, and ends without the parent's handlers.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            for mib in [1, 2, 4, 1] {
-                let both = [(); 2].map(|()| Bounce::take(mib << 20, Memory::Host).expect("memory"));
-                drop(both);
-            }
-            let count = IDLE.lock().iter().filter(|buffers| buffers.half() == 4 << 20).count();
-            let is_right = (count, IDLE.lock().len()) == (2, 2);
+            // SAFETY: takes a number. A child that hangs is ended by the alarm.
+            unsafe { libc::alarm(20) };
+            let is_right = std::panic::catch_unwind(|| {
+                for mib in [1, 2, 4, 1] {
+                    let both = [(); 2].map(|()| Bounce::take(mib << 20, Memory::Host).expect("memory"));
+                    drop(both);
+                }
+                let count = IDLE.lock().iter().filter(|buffers| buffers.half() == 4 << 20).count();
+                (count, IDLE.lock().len()) == (2, 2)
+            });
             // SAFETY: an exit.
-            unsafe { libc::_exit(i32::from(!is_right)) };
+            unsafe { libc::_exit(i32::from(!is_right.unwrap_or(false))) };
         }
         let mut status = 0;
         // SAFETY: this process's child.
