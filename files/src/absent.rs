@@ -60,7 +60,7 @@ impl Reader {
 
     /// # Safety
     /// Cannot be called.
-    pub(crate) unsafe fn prove(&self, _: usize, _: usize, _: u64) -> std::result::Result<bool, String> {
+    pub(crate) unsafe fn prove(&self, _: usize, _: usize, _: u64) -> std::result::Result<Option<bool>, String> {
         match *self {}
     }
 

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     path::Path,
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -26,6 +26,8 @@ pub(crate) struct Routes {
     ordinal: u32,
     /// Each file's, looked for by the first thread that reads it; `None` where there is none.
     readers: Vec<OnceLock<Option<Reader>>>,
+    /// Whether the way from a drive is direct, and false where nothing was shown: tried once, by one thread at a time.
+    tried: Mutex<BTreeMap<u64, bool>>,
 }
 
 /// Bytes of a file, and where they go in device memory.
@@ -44,7 +46,8 @@ impl Routes {
             Mode::Bounce => false,
             Mode::Cufile => true,
         };
-        is_wanted.then(|| Routes { ordinal, readers: (0..files).map(|_| OnceLock::new()).collect() })
+        let readers = || (0..files).map(|_| OnceLock::new()).collect();
+        is_wanted.then(|| Routes { ordinal, readers: readers(), tried: Mutex::default() })
     }
 
     /// Reads a range; false if it has to come another way: nothing has come then that counts.
@@ -75,22 +78,28 @@ impl Routes {
     /// As of [`read`](Self::read).
     unsafe fn open(&self, file: &SourceFile, copies: &Copies, target: Target) -> Option<Reader> {
         let (direct, drive) = file.direct()?;
-        let mut proven = PROVEN.lock();
+        let mut tried = self.tried.lock().unwrap_or_else(PoisonError::into_inner);
         let way = (drive, self.ordinal);
-        let known = proven.get(&way).copied();
+        let known = tried.get(&drive).copied().or_else(|| PROVEN.lock().get(&way).copied());
         if known == Some(false) {
             return None;
         }
         let reader = Reader::open(Arc::new(direct.try_clone().ok()?), OPEN_MAX).ok()?;
-        // SAFETY: the caller's promise.
-        let shown = known.or_else(|| unsafe { prove(&reader, file, copies, target) });
-        // What showed nothing, as beside a cache's reads, is tried again by the next transfer.
-        shown.map(|is_direct| proven.insert(way, is_direct));
-        (shown == Some(true)).then_some(reader)
+        let is_direct = known.unwrap_or_else(|| {
+            // Other transfers do not wait for it: the read may never return.
+            // SAFETY: the caller's promise.
+            let shown = unsafe { prove(&reader, file, copies, target) };
+            // What showed nothing, as beside a cache's reads, is tried again by the next transfer.
+            shown.map(|is_direct| PROVEN.lock().insert(way, is_direct));
+            shown == Some(true)
+        });
+        tried.insert(drive, is_direct);
+        is_direct.then_some(reader)
     }
 }
 
-/// Whether libcufile says that it reads straight, and reads what the file has; `None` if neither was shown.
+/// Whether libcufile says that it reads straight, and reads what the file has: not if it fails. `None` if neither was
+/// shown.
 ///
 /// # Safety
 /// As of [`Routes::read`].
@@ -104,9 +113,9 @@ unsafe fn prove(reader: &Reader, file: &SourceFile, copies: &Copies, target: Tar
     // SAFETY: the caller's promise; the host's memory lives until the copies have finished.
     let is_counted = unsafe {
         copies.put(address, &others).and_then(|()| copies.finish()).ok()?;
-        let is_counted = reader.prove(address, len, offset).ok()?;
+        let Ok(is_counted) = reader.prove(address, len, offset) else { return Some(false) };
         copies.get(address, &mut found).and_then(|()| copies.finish()).ok()?;
-        is_counted
+        is_counted?
     };
     Some(is_counted && found == wanted)
 }

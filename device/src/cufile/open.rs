@@ -117,14 +117,14 @@ fn prepare(setup: Setup, queue: Arc<Queue<Request>>) -> Result<(Worker, SelfTest
     for file in files {
         worker.handles.push(Handle::new(driver, file).map_err(text)?);
     }
-    let found = self_test(driver, &worker.handles, probe);
+    let found = driver.start_counting().and_then(|_counting| self_test(driver, &worker.handles, probe));
     // Dropped only here, so that a call that never returns keeps the memory reserved.
     drop(probe_owner);
-    let found = found?;
-    if mode != EngineMode::On && !found.direct {
-        return Err(found.evidence);
+    let (evidence, direct) = found.map(|found| (found.evidence, found.direct == Some(true)))?;
+    if mode != EngineMode::On && !direct {
+        return Err(evidence);
     }
-    if found.direct {
+    if direct {
         let capacity = driver.batch_max().clamp(1, CAPACITY_MAX);
         worker.submission = Some(Submission::Batch(Batch::new(driver, capacity).map_err(text)?));
         worker.capacity = capacity as usize;
@@ -132,13 +132,22 @@ fn prepare(setup: Setup, queue: Arc<Queue<Request>>) -> Result<(Worker, SelfTest
     } else {
         worker.submission = Some(Submission::OneByOne);
     }
-    Ok((worker, found))
+    Ok((worker, SelfTest { evidence, direct }))
 }
 
-/// Reads from each file, and compares libcufile's own counters before and after.
-pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<SelfTest, String> {
+/// What libcufile's counters say of reads.
+pub(super) struct Counted {
+    evidence: String,
+    /// Whether all went from the drive to the device; `None` if they were not the only ones counted.
+    pub(super) direct: Option<bool>,
+}
+
+/// Reads from each file, and compares libcufile's own counters before and after. While the caller has the counters.
+///
+/// # Errors
+/// Why a read failed.
+pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<Counted, String> {
     let text = |fault: CufileError| fault.to_string();
-    let _counting = driver.start_counting().map_err(text)?;
     let before = driver.counters().map_err(text)?;
     for handle in handles {
         // SAFETY: by the contracts of `Cufile::open` and of `CufileReader::prove` only the self-test uses the memory.
@@ -151,7 +160,7 @@ pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part
     let name = driver.name();
     let (Some(before), Some(after)) = (before, after) else {
         let evidence = format!("{name} has no cuFileGetStatsL3, which alone shows a direct path; use 1.15 or later");
-        return Ok(SelfTest { evidence, direct: false });
+        return Ok(Counted { evidence, direct: Some(false) });
     };
     let Counters { read_bytes, reads_p2p, reads_nvfs, reads_posix, .. } = after.since(before);
     let counted = format!(
@@ -160,10 +169,11 @@ pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part
         handles.len()
     );
     if read_bytes != (probe.len * handles.len()) as u64 {
-        return Err(format!(
+        let evidence = format!(
             "{counted}, with {read_bytes} bytes, expected the self-test's own: others read meanwhile, or the layout of \
              its statistics is unknown"
-        ));
+        );
+        return Ok(Counted { evidence, direct: None });
     }
     let direct = after.since(before).proves_reads();
     let path = match (direct, reads_nvfs > 0) {
@@ -171,5 +181,5 @@ pub(super) fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part
         (true, false) => "direct by PCI peer-to-peer",
         (false, _) => "compat mode (reads into host memory, then copies; load nvidia-fs for the direct path)",
     };
-    Ok(SelfTest { evidence: format!("{path}; {counted}"), direct })
+    Ok(Counted { evidence: format!("{path}; {counted}"), direct: Some(direct) })
 }

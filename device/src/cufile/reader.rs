@@ -32,14 +32,16 @@ impl CufileReader {
         Ok(CufileReader { driver, handle })
     }
 
-    /// Reads once, and returns whether libcufile's own counters show that the read went directly from the drive.
+    /// Reads once, and returns whether libcufile's own counters show that the read went directly from the drive; `None`
+    /// if they show nothing, for now: others' reads do not end, or were counted with it.
     ///
     /// # Safety
     /// As of [`read`](Self::read).
     ///
     /// # Errors
-    /// Why nothing is shown, for now: the read failed, or others' were counted with it.
-    pub unsafe fn prove(&self, address: usize, len: usize, offset: u64) -> Result<bool, String> {
+    /// Why the read failed.
+    pub unsafe fn prove(&self, address: usize, len: usize, offset: u64) -> Result<Option<bool>, String> {
+        let Ok(_counting) = self.driver.start_counting() else { return Ok(None) };
         let probe = Part { ptr: std::ptr::with_exposed_provenance_mut(address), len, offset };
         Ok(self_test(self.driver, std::slice::from_ref(&self.handle), probe)?.direct)
     }

@@ -56,7 +56,7 @@ impl CufileReader {
     ///
     /// # Errors
     /// None.
-    pub unsafe fn prove(&self, _address: usize, _len: usize, _offset: u64) -> Result<bool, String> {
+    pub unsafe fn prove(&self, _address: usize, _len: usize, _offset: u64) -> Result<Option<bool>, String> {
         match *self {}
     }
 

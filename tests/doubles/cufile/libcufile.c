@@ -18,6 +18,9 @@
  *   wrong     a read by a batch ends well, with one bit wrong
  *   liar      a read by cuFileRead ends well, and moves nothing
  *   others    the first cuFileRead is counted with another one of the process
+ *   layout    its statistics count other bytes than are read
+ *   stuck     the first cuFileRead does not come back before cufile_double_release()
+ *   refuses   every cuFileRead fails
  *   parts     a cuFileRead of more than 4 KiB moves 4 KiB and a bit at first, and every fifth fails
  *   event     every transfer of a batch fails
  *   once      the first three transfers of a batch fail, but not in a row
@@ -79,6 +82,7 @@ void cufile_double_release(void) {
 }
 uint64_t cufile_double_batches(void) { return batches; }
 uint64_t cufile_double_most_in_flight(void) { return most_in_flight; }
+uint64_t cufile_double_asked_reads(void) { return __atomic_load_n(&asked_reads, __ATOMIC_RELAXED); }
 uint64_t cufile_double_direct(void) { return reads_direct; }
 uint64_t cufile_double_direct_writes(void) { return writes_direct; }
 uint64_t cufile_double_posix(void) { return reads_posix; }
@@ -117,7 +121,7 @@ result cuFileGetStatsL3(uint64_t *s) {
     pthread_mutex_lock(&lock);
     s[128] = counting;
     uint64_t *gpu = s + 129;
-    gpu[2] = read_bytes;
+    gpu[2] = is("layout") ? 0 : read_bytes;
     gpu[is("p2p") ? 7 : 8] = reads_direct;
     gpu[9] = reads_posix;
     gpu[is("p2p") ? 20 : 21] = writes_direct;
@@ -180,15 +184,18 @@ ssize_t cuFileRead(handle *h, void *base, size_t n, long at, long offset) {
         pthread_mutex_unlock(&lock);
         return n;
     }
-    if (is("others") && __atomic_add_fetch(&asked_reads, 1, __ATOMIC_RELAXED) == 1) {
+    int asked = __atomic_add_fetch(&asked_reads, 1, __ATOMIC_RELAXED);
+    if (is("refuses")) return -5030;
+    if (is("stuck") && asked == 1) wait_released();
+    if (is("others") && asked == 1) {
         pthread_mutex_lock(&lock);
         reads_direct++; read_bytes += 4096;
         pthread_mutex_unlock(&lock);
     }
     if (is("parts")) {
         /* The first one is the self-test. */
-        if (__atomic_add_fetch(&asked_reads, 1, __ATOMIC_RELAXED) % 5 == 0) return -5030;
-        if (asked_reads > 1 && n > 4096 + 100) {
+        if (asked % 5 == 0) return -5030;
+        if (asked > 1 && n > 4096 + 100) {
             char *bounce = aligned_alloc(4096, 8192);
             ssize_t moved = move(h, READ, bounce, 8192, at);
             if (moved > 4096 + 100) moved = 4096 + 100;

@@ -128,6 +128,23 @@ fn compat_mode_is_taken_only_when_it_is_forced() {
 }
 
 #[test]
+fn statistics_of_an_unknown_layout_prove_nothing() {
+    with_double("routes::statistics_of_an_unknown_layout_prove_nothing", &["layout"], |_| {
+        let directory = common::directory();
+        let cache = cold(config(&directory));
+        let stats = cache.stats();
+        assert!(!stats.cufile && stats.cufile_reason.contains("the layout of its statistics is unknown"), "{stats:?}");
+        assert_eq!(fetch(&cache, 0), "disk_to_host_to_device");
+        block_on(cache.close()).expect("close");
+        drop(cache);
+        let cache = open(config(&directory).cufile(EngineMode::On));
+        assert_eq!(fetch(&cache, 0), "disk_to_device");
+        assert_eq!(ask("batches"), 0, "no batch without a proof");
+        assert_eq!(close(cache).cufile_errors, 0);
+    });
+}
+
+#[test]
 fn without_statistics_nothing_is_proven() {
     with_part("routes::without_statistics_nothing_is_proven", true, Some("NO_STATISTICS"), |_| {
         let directory = common::directory();

@@ -3,7 +3,7 @@
 use std::{
     ffi::c_void,
     sync::{
-        Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+        Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -81,11 +81,60 @@ impl Counters {
 }
 
 /// Exclusive use of the counters: there is one set per process. Reads that are not to be counted share it.
-static TURN: RwLock<()> = RwLock::new(());
+static TURN: Mutex<Turn> = Mutex::new(Turn { is_counting: false, reads: 0 });
+static TURN_ENDED: Condvar = Condvar::new();
+
+/// How long a count waits for another one, and for reads under way: one of them may never return.
+const TURN_WAIT_MAX: Duration = Duration::from_secs(1);
+
+struct Turn {
+    /// A count has begun, or waits for the reads to end.
+    is_counting: bool,
+    /// Reads under way that are not to be counted.
+    reads: usize,
+}
+
+fn turn() -> MutexGuard<'static, Turn> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// While it lives the counters are one caller's. Transfers of a batch do not wait for it, and are counted too.
-pub(crate) struct Counting {
-    _turn: RwLockWriteGuard<'static, ()>,
+pub(crate) struct Counting(());
+
+impl Counting {
+    /// `None` if it is not this caller's turn within the limit.
+    fn begin() -> Option<Self> {
+        let wait = |turn, is_awaited: fn(&mut Turn) -> bool| {
+            let waited = TURN_ENDED.wait_timeout_while(turn, TURN_WAIT_MAX, is_awaited);
+            let (turn, found) = waited.unwrap_or_else(PoisonError::into_inner);
+            (!found.timed_out()).then_some(turn)
+        };
+        wait(turn(), |turn| turn.is_counting)?.is_counting = true;
+        // Dropped if the reads do not end. No more of them begin meanwhile.
+        let counting = Counting(());
+        drop(wait(turn(), |turn| turn.reads > 0)?);
+        Some(counting)
+    }
+}
+
+impl Drop for Counting {
+    fn drop(&mut self) {
+        turn().is_counting = false;
+        TURN_ENDED.notify_all();
+    }
+}
+
+/// While it lives no count begins.
+pub(crate) struct Uncounted(());
+
+impl Drop for Uncounted {
+    fn drop(&mut self) {
+        let mut turn = turn();
+        turn.reads -= 1;
+        if turn.is_counting && turn.reads == 0 {
+            TURN_ENDED.notify_all();
+        }
+    }
 }
 
 /// Whether libcufile counts. 1.15 crashes in its own exit handler if it still does.
@@ -122,15 +171,24 @@ extern "C" fn stop_counting() {
 impl Driver {
     /// Enables the statistics until the process ends: stopping and restarting them crashes libcufile. One caller at a
     /// time. `None` before libcufile 1.15, which has no statistics.
-    pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileError> {
+    ///
+    /// # Errors
+    /// Why nothing can be counted now.
+    pub(crate) fn start_counting(&self) -> Result<Option<Counting>, String> {
         let Some(statistics) = &self.library().statistics else { return Ok(None) };
-        let turn = TURN.write().unwrap_or_else(PoisonError::into_inner);
+        let counting = Counting::begin().ok_or_else(|| {
+            format!(
+                "found reads of this process under way for {TURN_WAIT_MAX:?}, expected them to end: libcufile's \
+                 counters would count them too; try again when they have"
+            )
+        })?;
+        let text = |fault: CufileError| fault.to_string();
         let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
         if !*counts && !EXITING.load(Ordering::SeqCst) {
             // SAFETY: the functions take an integer and nothing; the driver is open.
             unsafe {
-                check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
-                check("cuFileStatsStart", (statistics.start)())?;
+                check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL)).map_err(text)?;
+                check("cuFileStatsStart", (statistics.start)()).map_err(text)?;
             }
             *counts = true;
             // Once more: handlers run from the last registered to the first, and libcufile's calls may register some.
@@ -139,19 +197,20 @@ impl Driver {
         drop(counts);
         if EXITING.load(Ordering::SeqCst) {
             stop_counting();
-            return Err(CufileError::new("cuFileStatsStart", libc::ESHUTDOWN));
+            return Err("the process exits".into());
         }
-        Ok(Some(Counting { _turn: turn }))
+        Ok(Some(counting))
     }
 
     /// Lets no count begin while a read is under way; `None` if one has begun. Nobody waits here: a count may be of a
     /// read that never returns.
-    pub(crate) fn read_uncounted(&self) -> Option<RwLockReadGuard<'static, ()>> {
-        match TURN.try_read() {
-            Ok(turn) => Some(turn),
-            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
+    pub(crate) fn read_uncounted(&self) -> Option<Uncounted> {
+        let mut turn = turn();
+        if turn.is_counting {
+            return None;
         }
+        turn.reads += 1;
+        Some(Uncounted(()))
     }
 
     /// The counters so far; `None` without statistics.
