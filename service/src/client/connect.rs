@@ -87,11 +87,11 @@ impl<D: Dial> Worker<D> {
         // Not before: memory that is taken back while no service answers is free at once.
         for lent in &self.line.connect().ok_or(Error::Closed)? {
             match self.ask(&mut link, &lent.request(), lent.fd()).await? {
-                Reply::Registered { .. } => self.places.set_refused(lent.number, None),
-                // The next service may take it.
+                Reply::Registered { .. } => {}
+                // It is offered again, to this service and to the next.
                 Reply::Failed(failure) => {
                     tracing::warn!(reason = %failure.text, "the service refused memory that it had before");
-                    self.places.set_refused(lent.number, Some(&failure));
+                    self.places.set_refused(lent.number, &failure);
                 }
                 other => return Err(nonsense(&format!("{other:?} to a register request"))),
             }

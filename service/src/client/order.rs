@@ -58,6 +58,8 @@ pub(super) enum What {
     Wait,
     /// Memory that is the service's once the reply says so, and again after each reconnection.
     Register(Lent),
+    /// Memory that the service refused when it was back, offered again by the client's thread.
+    Offer(Lent),
     /// Memory that is given back: it needs no service. It is asked for also after the deadline, when the caller knows
     /// that the memory is not free yet.
     Unregister(u32),

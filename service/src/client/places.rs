@@ -59,8 +59,6 @@ struct Known {
     number: u32,
     /// A call left it to a service that hangs.
     given_up: bool,
-    /// Why the service does not have it since it is back.
-    refused: Option<Error>,
     /// Of memory that could not be passed, whose blocks are copied: the calls that name it.
     users: Option<Users>,
     /// Keeps the mapping of memory that this crate has mapped.
@@ -88,11 +86,19 @@ pub(super) enum Found {
 
 /// All registered memory.
 #[derive(Default)]
-pub(super) struct Places(Mutex<Ranges<Known>>);
+pub(super) struct Places {
+    known: Mutex<Ranges<Known>>,
+    /// Why the service does not have a region since it is back. Locked after `known`.
+    refused: Mutex<BTreeMap<u32, Error>>,
+}
 
 impl Places {
     fn lock(&self) -> MutexGuard<'_, Ranges<Known>> {
-        self.0.lock().expect("nothing panics under it")
+        self.known.lock().expect("nothing panics under it")
+    }
+
+    fn refused(&self) -> MutexGuard<'_, BTreeMap<u32, Error>> {
+        self.refused.lock().expect("nothing panics under it")
     }
 
     /// Whether a range has no byte in common with registered memory.
@@ -102,14 +108,14 @@ impl Places {
 
     /// Memory that the service has.
     pub(super) fn add(&self, lent: &Lent, memory: Option<Arc<SharedMemory>>) {
-        let known = Known { number: lent.number, given_up: false, refused: None, users: None, _memory: memory };
+        let known = Known { number: lent.number, given_up: false, users: None, _memory: memory };
         self.lock().insert(lent.start..lent.start + lent.len, known);
     }
 
     /// Memory that the service has not.
     pub(super) fn add_copied(&self, number: u32, range: Range<usize>) -> Users {
         let users = Users::default();
-        let known = Known { number, given_up: false, refused: None, users: Some(Arc::clone(&users)), _memory: None };
+        let known = Known { number, given_up: false, users: Some(Arc::clone(&users)), _memory: None };
         self.lock().insert(range, known);
         users
     }
@@ -119,17 +125,30 @@ impl Places {
         self.lock().values_mut().for_each(|known| known.given_up |= numbers.contains(&known.number));
     }
 
-    /// What a service that is back says to memory that it had before: calls that name what it refuses fail with that.
-    pub(super) fn set_refused(&self, number: u32, refused: Option<&Failure>) {
-        let refused = refused.map(|Failure { fault, text }| {
-            let text = format!("region {number}: refused by the service since it is back: {text}");
-            Error::service(*fault, text)
-        });
-        let mut all = self.lock();
-        all.values_mut().filter(|known| known.number == number).for_each(|known| known.refused.clone_from(&refused));
+    /// A service that is back refuses memory that it had before: calls that name it fail with that. It may be in no
+    /// table yet: of a call that has not been polled since the service took it.
+    pub(super) fn set_refused(&self, number: u32, Failure { fault, text }: &Failure) {
+        let text = format!("region {number}: refused by the service since it is back: {text}");
+        self.refused().insert(number, Error::service(*fault, text));
+    }
+
+    /// It has this region, or the client has taken it back.
+    pub(super) fn remove_refused(&self, number: u32) {
+        self.refused().remove(&number);
+    }
+
+    /// No service has any region.
+    pub(super) fn clear_refused(&self) {
+        self.refused().clear();
+    }
+
+    /// The regions that it refuses.
+    pub(super) fn all_refused(&self) -> Vec<u32> {
+        self.refused().keys().copied().collect()
     }
 
     pub(super) fn remove(&self, number: u32, start: usize) {
+        self.remove_refused(number);
         // Dropped after the unlock: the memory may be unmapped with it.
         let removed = self.lock().remove_if(start, |known| known.number == number);
         drop(removed);
@@ -146,11 +165,11 @@ impl Places {
         if keys != segments.len() {
             return Err(wrong(format!("{} lists", segments.len()), format!("one for each of {keys} keys")));
         }
-        let known = self.lock();
+        let (known, refused) = (self.lock(), self.refused());
         let (mut found, mut used) = (Vec::with_capacity(keys), BTreeMap::new());
         for of_block in segments {
             Segment::check_block(of_block, block_bytes)?;
-            found.push(block(&known, of_block, lent, &mut used)?);
+            found.push(block((&known, &refused), of_block, lent, &mut used)?);
         }
         // `unregister` removes a range from the table before it locks: only lent memory is found after that.
         let keep = |users: Users| users.try_read_owned().ok().filter(|is_ended| !**is_ended);
@@ -163,9 +182,10 @@ impl Places {
     /// Where the blocks of a call lie if they lie alike in memory that the service has: the places of the first, and
     /// how many bytes behind it each one lies, modulo 2^64. `None` if they do not, or are not to be moved.
     pub(super) fn find_shifted(&self, segments: &[Vec<Segment>], block_bytes: usize) -> Option<(Vec<Place>, Vec<u64>)> {
-        let (first, known) = (segments.first()?, self.lock());
+        let (first, known, refused) = (segments.first()?, self.lock(), self.refused());
         Segment::check_block(first, block_bytes).ok()?;
-        let Ok(Found::Straight(places)) = block(&known, first, None, &mut BTreeMap::new()) else { return None };
+        let of_first = block((&known, &refused), first, None, &mut BTreeMap::new());
+        let Ok(Found::Straight(places)) = of_first else { return None };
         let shift = |from: &Segment, to: &Segment| (to.ptr as usize).wrapping_sub(from.ptr as usize);
         let mut shifts = Vec::with_capacity(segments.len());
         for of_block in segments {
@@ -191,7 +211,7 @@ impl Places {
     pub(super) fn place(&self, segment: &Segment) -> Result<Place> {
         let known = self.lock();
         let (start, known) = known.of(segment).ok_or_else(|| unknown(segment))?;
-        known.refused.clone().map_or_else(|| place(known, start, segment), Err)
+        self.refused().get(&known.number).cloned().map_or_else(|| place(known, start, segment), Err)
     }
 }
 
@@ -213,7 +233,7 @@ fn given_up(number: u32) -> Error {
 }
 
 fn block(
-    known: &Ranges<Known>,
+    (known, refused): (&Ranges<Known>, &BTreeMap<u32, Error>),
     segments: &[Segment],
     lent: Option<&LentForCalls>,
     used: &mut BTreeMap<u32, Users>,
@@ -222,9 +242,11 @@ fn block(
     for segment in segments {
         let (number, users) = match known.of(segment) {
             Some((_, Known { given_up: true, number, .. })) => return Err(given_up(*number)),
-            Some((_, Known { refused: Some(refused), .. })) => return Err(refused.clone()),
             Some((_, Known { number, users: Some(users), .. })) => (*number, users),
             Some((start, known)) => {
+                if let Some(refused) = refused.get(&known.number) {
+                    return Err(refused.clone());
+                }
                 places.push(place(known, start, segment)?);
                 continue;
             }
@@ -281,6 +303,18 @@ mod tests {
         found(at(4096, 100)).expect("the range of another number");
         places.remove(1, 4096);
         found(at(4096, 100)).expect_err("taken back");
+    }
+
+    /// Its connection was lost between the service's answer and the poll of the call that registers.
+    #[test]
+    fn memory_is_refused_also_where_its_call_adds_it_later() {
+        let places = Places::default();
+        places.set_refused(1, &Failure::new(ServiceFault::Busy, "no room"));
+        places.add(&lent(1, 4096, 4096), None);
+        let find = || places.find(1, &[vec![at(4096, 100)]], 100, None).map(|(found, _)| found);
+        find().expect_err("refused");
+        places.clear_refused();
+        find().expect("the service is away, and says so");
     }
 
     #[test]

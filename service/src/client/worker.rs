@@ -6,7 +6,7 @@ mod tests;
 use std::{future::pending, io, path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::{
-    sync::oneshot,
+    sync::oneshot::{self, error::TryRecvError},
     time::{Instant, sleep_until},
 };
 
@@ -14,7 +14,7 @@ use super::{line::Line, options::ClientOptions, places::Places};
 use crate::{
     error::{Error, Result, ServiceFault},
     link::{LinkError, Receiver},
-    protocol::{Reply, SpaceDevice},
+    protocol::{Failure, Reply, SpaceDevice},
     wire::Wire,
 };
 
@@ -67,6 +67,7 @@ impl<D: Dial> Worker<D> {
                     },
                 },
             };
+            self.places.clear_refused();
             if let Some(end) = &device_end {
                 self.memory_is_free(end.wait(), &why).await;
             }
@@ -92,8 +93,9 @@ impl<D: Dial> Worker<D> {
     /// was.
     async fn serve(&self, mut receiver: Receiver) -> Error {
         let mut goodbye = None;
+        let mut offers = Offers { refused: self.places.all_refused(), ..Offers::default() };
         let error = loop {
-            if let Err(error) = self.turn(&mut receiver, &mut goodbye).await {
+            if let Err(error) = self.turn(&mut receiver, &mut goodbye, &mut offers).await {
                 break error;
             }
         };
@@ -109,20 +111,58 @@ impl<D: Dial> Worker<D> {
         why
     }
 
-    async fn turn(&self, receiver: &mut Receiver, goodbye: &mut Option<String>) -> std::result::Result<(), LinkError> {
+    /// Offers refused memory again, one region after the other; when the next round begins.
+    fn offer(&self, offers: &mut Offers) -> Option<Instant> {
+        loop {
+            if let Some((number, reply)) = &mut offers.asked {
+                match reply.try_recv() {
+                    Err(TryRecvError::Empty) => return None,
+                    Ok(Err(Error::Service { fault, text })) => {
+                        self.places.set_refused(*number, &Failure::new(fault, text));
+                        offers.refused.push(*number);
+                    }
+                    _ => self.places.remove_refused(*number),
+                }
+                offers.asked = None;
+            }
+            if offers.left == 0 {
+                let now = Instant::now();
+                let next = *offers.next.get_or_insert(now + self.options.backoff_max);
+                if offers.refused.is_empty() || now < next {
+                    return Some(next).filter(|_| !offers.refused.is_empty());
+                }
+                (offers.left, offers.next) = (offers.refused.len(), None);
+            }
+            offers.left -= 1;
+            let number = offers.refused.remove(0);
+            match self.line.offer(number) {
+                Some(reply) => offers.asked = Some((number, reply)),
+                None => self.places.remove_refused(number),
+            }
+        }
+    }
+
+    async fn turn(
+        &self,
+        receiver: &mut Receiver,
+        goodbye: &mut Option<String>,
+        offers: &mut Offers,
+    ) -> std::result::Result<(), LinkError> {
         while let Some((id, reply)) = receiver.next_frame(|header, body| Reply::decode(header.kind, body))? {
             match reply {
                 // The hang-up follows, when the service has let go of this process's memory.
                 Reply::Goodbye(failure) => {
                     self.line.parting(away(&self.socket, failure.text.clone()));
+                    self.places.clear_refused();
                     *goodbye = Some(failure.text);
                 }
                 reply => self.line.answered(id, reply),
             }
         }
+        let offer = self.offer(offers);
         let wait = self.line.wait();
         let deadline = async {
-            match wait.until {
+            match wait.until.into_iter().chain(offer).min() {
                 Some(until) => sleep_until(until).await,
                 None => pending().await,
             }
@@ -141,6 +181,18 @@ impl<D: Dial> Worker<D> {
         }
         Ok(())
     }
+}
+
+/// Memory that a service refused when it was back, and is offered again: the reason may have passed.
+#[derive(Default)]
+struct Offers {
+    refused: Vec<u32>,
+    /// How many of these are offered yet in this round.
+    left: usize,
+    /// When the next round begins.
+    next: Option<Instant>,
+    /// The one that is offered now.
+    asked: Option<(u32, oneshot::Receiver<Result<Reply>>)>,
 }
 
 pub(super) fn away(socket: &std::path::Path, why: impl std::fmt::Display) -> Error {

@@ -154,6 +154,11 @@ impl State {
         waiting.push_back(id);
     }
 
+    /// Whether the service was offered a region again, and has not answered.
+    fn is_offered(&self, number: u32) -> bool {
+        self.pending.values().any(|pending| matches!(&pending.what, What::Offer(lent) if lent.number == number))
+    }
+
     /// Takes the next call out of the line that the service has room for. Calls pass no others, but for writes beyond
     /// their half.
     fn next(&mut self) -> Option<&mut Pending> {
@@ -285,6 +290,8 @@ impl Line {
                 answers.send();
                 return Ok(());
             }
+            // Else the service might answer this first, and take the memory after it.
+            Phase::Up(_) if taken_back.is_some_and(|number| state.is_offered(number)) => {}
             // The memory is the caller's again at the hang-up.
             Phase::Parting(_) => pending.frame = None,
             Phase::Up(_) if state.closing.is_some() => pending.frame = None,
@@ -310,7 +317,7 @@ impl Line {
         while let Some(pending) = state.next() {
             let frame = pending.frame.take().expect("it waits to be sent");
             let fd = match &pending.what {
-                What::Register(lent) => lent.fd(),
+                What::Register(lent) | What::Offer(lent) => lent.fd(),
                 _ => None,
             };
             if let Phase::Up(sender) = &mut state.phase {

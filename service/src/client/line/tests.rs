@@ -328,3 +328,29 @@ fn a_load_does_not_wait_for_stores_that_are_queued() {
         assert_eq!((state.sent.calls, state.sent.bytes, state.sent_writes.calls), (0, 0, 0));
     }
 }
+
+/// Else it would be answered before the service imports the memory, which takes a thread of its own.
+#[tokio::test]
+async fn memory_that_is_offered_again_is_taken_back_after_the_answer() {
+    let (ours, theirs) = narrow();
+    let line = Line::new("a test".into(), PATIENCE, None);
+    let Link { receiver, sender } = Link::new(Arc::new(Dialed::new(ours)));
+    receiver.ready(true).await.expect("connected");
+    line.connected(sender, &Limits::new(8, 8, 1 << 20));
+    let passed = Passed::Device { handle: [0; _], offset: 0 };
+    line.lock().lent.insert(1, Lent { number: 1, start: 0, len: 4096, passed });
+    let _reply = line.offer(1).expect("lent");
+    let mut came = Vec::new();
+    read_available(&theirs, &mut came);
+    assert!(!came.is_empty(), "the offer is sent");
+    let offer = line.lock().own_id;
+    let back = Request::Unregister { region: 1 };
+    let _answer = begin_as(&line, 2, &back, What::Unregister(1));
+    came.clear();
+    read_available(&theirs, &mut came);
+    assert!(came.is_empty(), "the service has not answered");
+    line.answered(offer, Reply::Registered { pinned: false });
+    read_available(&theirs, &mut came);
+    assert!(came.starts_with(&back.encode(2)), "{} bytes", came.len());
+    assert!(line.offer(1).is_none(), "it is taken back");
+}

@@ -2,15 +2,15 @@
 
 use std::mem;
 
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 
-use super::{Amount, Answers, Line, Pending, Phase};
+use super::{Amount, Answers, Line, Pending, Phase, State};
 use crate::{
     client::{
         order::{Answer, What},
         places::Lent,
     },
-    error::{Error, ServiceFault},
+    error::{Error, Result, ServiceFault},
     link::Sender,
     protocol::{BlockResult, Failure, Limits, Reply, Request},
 };
@@ -57,7 +57,6 @@ impl Line {
             // Without the lock: it wakes callers.
             return report.iter().for_each(|part| part.layer(layer, leading, failed));
         }
-        // Requests of the thread itself have no caller.
         let Some(mut pending) = state.take(id) else { return };
         state.ended(&pending);
         let result = match reply {
@@ -69,7 +68,7 @@ impl Line {
             reply => Ok(reply),
         };
         let registered = match &pending.what {
-            What::Register(lent) if result.is_ok() => Some(lent.number),
+            What::Register(lent) | What::Offer(lent) if result.is_ok() => Some(lent.number),
             _ => None,
         };
         if let What::Register(lent) = &pending.what
@@ -78,12 +77,20 @@ impl Line {
             // Before the caller knows, who may take it back at once.
             state.lent.insert(lent.number, lent.clone());
         }
+        if let What::Offer(lent) = &pending.what {
+            let takes_back =
+                |pending: &Pending| matches!(pending.what, What::Unregister(number) if number == lent.number);
+            let held_back: Vec<_> =
+                state.pending.iter().filter(|(_, pending)| takes_back(pending)).map(|(id, _)| *id).collect();
+            held_back.into_iter().for_each(|id| state.wait(id));
+        }
+        let is_gone = registered.is_some_and(|number| !state.lent.contains_key(&number));
         if !(state.waiting.is_empty() && state.overtaken.is_empty()) {
             self.send(&mut state);
         }
         drop(state);
         let told = pending.reply.take().is_some_and(|answer| answer.send(result));
-        if let Some(number) = registered.filter(|_| !told) {
+        if let Some(number) = registered.filter(|_| !told || is_gone) {
             self.take_back(number);
         }
     }
@@ -95,15 +102,28 @@ impl Line {
         if !matches!(state.phase, Phase::Up(_)) {
             return;
         }
+        self.send_own(&mut state, &Request::Unregister { region: number }, What::Unregister(number), None);
+    }
+
+    /// Offers the service a region that it refused; what it says to that. `None` if the client has taken it back.
+    pub(in crate::client) fn offer(&self, number: u32) -> Option<oneshot::Receiver<Result<Reply>>> {
+        let mut state = self.lock();
+        let lent = state.lent.get(&number)?.clone();
+        let ((answer, told), request) = (oneshot::channel(), lent.request());
+        self.send_own(&mut state, &request, What::Offer(lent), Some(Answer::Caller(answer)));
+        Some(told)
+    }
+
+    /// Sends a request of the thread's own.
+    fn send_own(&self, state: &mut State, request: &Request, what: What, reply: Option<Answer>) {
         state.own_id += 2;
-        let (id, what) = (state.own_id, What::Unregister(number));
-        let frame = Request::Unregister { region: number }.encode(id);
-        let frame_bytes = frame.len();
-        let (frame, is_write, deadline) = (Some(frame), true, None);
-        let pending = Pending { what, reply: None, frame, frame_bytes, is_write, deadline, late: false, _keeps: None };
+        let (id, is_write) = (state.own_id, request.is_write());
+        let frame = request.encode(id);
+        let (frame_bytes, frame) = (frame.len(), Some(frame));
+        let pending = Pending { what, reply, frame, frame_bytes, is_write, deadline: None, late: false, _keeps: None };
         state.pending.insert(id, pending);
         state.waiting.push_back(id);
-        self.send(&mut state);
+        self.send(state);
     }
 
     /// The failure of a block whose call was canceled by its deadline, not by its caller.
