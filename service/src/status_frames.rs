@@ -17,6 +17,8 @@ use super::protocol::{Reply, ServiceStatus};
 const PAUSE_TIMES: u32 = 9;
 /// The shortest pause.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
+/// The longest: a frame takes long by the clock where the thread does not run.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The last frame that was made, and when the next one may be.
 pub(super) struct StatusFrames {
@@ -63,6 +65,22 @@ async fn at_its_turn<T>(next: &mut Instant, collect: impl FnOnce() -> T) -> T {
     let begin = Instant::now();
     let collected = collect();
     let end = Instant::now();
-    *next = end + ((end - begin) * PAUSE_TIMES).max(PAUSE_MIN);
+    *next = end + pause(end - begin);
     collected
+}
+
+/// The pause after a frame that took so long.
+fn pause(took: Duration) -> Duration {
+    took.saturating_mul(PAUSE_TIMES).clamp(PAUSE_MIN, PAUSE_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pause_is_short_also_where_the_thread_did_not_run() {
+        let of_ms = |ms| pause(Duration::from_millis(ms)).as_millis();
+        assert_eq!([0, 1, 100, 60_000].map(of_ms), [1, 9, 900, 1000]);
+    }
 }
