@@ -1,7 +1,5 @@
 //! The state of a service, for the program that runs it.
 
-use std::sync::Arc;
-
 use kvhoist::Stats;
 use tokio::sync::{mpsc, oneshot};
 
@@ -32,12 +30,12 @@ pub struct OpenSpace {
     pub stats: Stats,
 }
 
-/// Requests for a report, which the service's thread answers. Those who ask at a time share one.
-pub(super) type Asked = mpsc::UnboundedReceiver<oneshot::Sender<Arc<ServiceReport>>>;
+/// Requests for a report, which the service's thread answers.
+pub(super) type Asked = mpsc::UnboundedReceiver<oneshot::Sender<ServiceReport>>;
 
 /// Sends requests for a report.
 #[derive(Clone)]
-pub(super) struct Ask(mpsc::UnboundedSender<oneshot::Sender<Arc<ServiceReport>>>);
+pub(super) struct Ask(mpsc::UnboundedSender<oneshot::Sender<ServiceReport>>);
 
 impl Ask {
     pub(super) fn channel() -> (Ask, Asked) {
@@ -46,7 +44,7 @@ impl Ask {
     }
 
     /// The report comes when the service's thread answers.
-    pub(super) fn report(&self) -> Result<oneshot::Receiver<Arc<ServiceReport>>> {
+    pub(super) fn report(&self) -> Result<oneshot::Receiver<ServiceReport>> {
         let (sender, report) = oneshot::channel();
         self.0.send(sender).map_err(|_| Error::Closed)?;
         Ok(report)

@@ -40,7 +40,7 @@ impl Service {
     /// # Errors
     /// [`Error::Closed`] after the end of the service.
     pub async fn report(&self) -> Result<ServiceReport> {
-        self.ask.report()?.await.map(Arc::unwrap_or_clone).map_err(|_| Error::Closed)
+        self.ask.report()?.await.map_err(|_| Error::Closed)
     }
 }
 

@@ -130,7 +130,7 @@ impl Server {
     /// [`Error::Closed`] after the end of the service.
     #[doc(hidden)]
     pub fn report(&self) -> Result<ServiceReport> {
-        self.ask.report()?.blocking_recv().map(Arc::unwrap_or_clone).map_err(|_| Error::Closed)
+        self.ask.report()?.blocking_recv().map_err(|_| Error::Closed)
     }
 
     /// Its socket, or a folder of it, that was deleted or replaced since it began to listen: nobody will find it.
@@ -313,18 +313,13 @@ async fn serve(
     }
 }
 
-/// Answers those who ask for a report; those who ask at a time share one.
+/// Answers those who ask for a report, one after another.
 async fn answer(state: &ServiceState, asked: &mut Asked) -> Infallible {
     loop {
         // No sender: nobody asks any more.
-        let Some(first) = asked.recv().await else { pending().await };
-        let mut waiting = vec![first];
-        let collect = || {
-            waiting.extend(std::iter::from_fn(|| asked.try_recv().ok()));
-            Arc::new(state.report())
-        };
-        let report = state.status_frames.instead(collect).await;
-        waiting.into_iter().for_each(|sender| drop(sender.send(Arc::clone(&report))));
+        let Some(waiting) = asked.recv().await else { pending().await };
+        let report = state.status_frames.instead(|| state.report()).await;
+        drop(waiting.send(report));
     }
 }
 
@@ -352,7 +347,7 @@ mod tests {
 
     /// However many ask, the thread serves others between two reports.
     #[tokio::test(start_paused = true)]
-    async fn those_who_ask_at_a_time_share_a_report_and_the_next_one_waits() {
+    async fn the_next_report_waits() {
         let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
         let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
         let state = ServiceState::new(config, spaces);
@@ -360,14 +355,10 @@ mod tests {
         let begin = Instant::now();
         let wait = async {
             for round in 0..3 {
-                let waiting: Vec<_> = (0..40).map(|_| ask.report().expect("it listens")).collect();
+                let waiting = ask.report().expect("it listens");
                 state.cut_off.set(round);
-                let mut reports = Vec::new();
-                for report in waiting {
-                    reports.push(report.await.expect("answered"));
-                }
-                assert!(reports.iter().all(|report| Arc::ptr_eq(report, &reports[0])), "one report for all");
-                assert_eq!(reports[0].status.cut_off, round, "figures from after the question");
+                let report = waiting.await.expect("answered");
+                assert_eq!(report.status.cut_off, round, "figures from after the question");
             }
         };
         tokio::select! {
