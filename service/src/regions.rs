@@ -60,6 +60,8 @@ pub(super) struct Regions {
     gpu: Option<Arc<Gpu>>,
     account: Rc<Account>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
+    /// How many of them are guarded.
+    guards: Cell<usize>,
     /// Regions that were taken out of use so far.
     departures: Cell<u64>,
     /// One region at a time is pinned: the threads that move memory into huge pages are few, and for all clients.
@@ -77,8 +79,9 @@ impl Regions {
         gpu: Option<Arc<Gpu>>,
     ) -> Self {
         let owner = cache.memory_owner(client);
-        let (held, departures, pins) = (RefCell::default(), Cell::default(), Semaphore::new(1));
-        Regions { cache, system, lenders, owner, gpu, account, held, departures, pins }
+        let (held, guards, departures, pins) =
+            (RefCell::default(), Cell::default(), Cell::default(), Semaphore::new(1));
+        Regions { cache, system, lenders, owner, gpu, account, held, guards, departures, pins }
     }
 
     /// The number of connections of the space that have regions.
@@ -173,6 +176,7 @@ impl Regions {
                 if all.is_empty() {
                     self.lenders.set(self.lenders.get() + 1);
                 }
+                self.guards.set(self.guards.get() + usize::from(held.lent.mapped.guard().is_some()));
                 all.insert(number, Rc::new(held));
                 Ok(())
             }
@@ -200,7 +204,7 @@ impl Regions {
     /// [whether they did](Lent::is_spoiled), also of one that was released in between.
     pub(super) fn guarded(&self, places: impl Iterator<Item = Place>) -> BTreeMap<u32, Rc<Lent>> {
         let (held, mut guarded) = (self.held.borrow(), BTreeMap::new());
-        if held.values().any(|held| held.lent.mapped.guard().is_some()) {
+        if self.guards.get() > 0 {
             let mut last = None;
             for place in places {
                 // Blocks lie in few regions, one after the other.
@@ -257,6 +261,7 @@ impl Regions {
         }
         if !held.unmapped.replace(true) {
             self.held.borrow_mut().remove(&number);
+            self.guards.set(self.guards.get() - usize::from(held.lent.mapped.guard().is_some()));
             if self.count() == 0 {
                 self.lenders.set(self.lenders.get() - 1);
             }
