@@ -120,7 +120,7 @@ fn memory_is_taken_back_at_once_while_nobody_accepts_the_client() {
     let (again, dials_again) = mpsc::channel();
     let (theirs, line) = connects(PATIENCE, again);
     drop(theirs);
-    dials_again.recv().expect("a client");
+    dials_again.recv_timeout(PATIENCE).expect("a client");
     let mut answer = begin(&line, &Request::Unregister { region: 1 }, What::Unregister(1));
     match answer.try_recv() {
         Ok(Ok(Reply::Done)) => {}
