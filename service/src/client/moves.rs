@@ -18,7 +18,8 @@ use crate::{
 
 impl Client {
     /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
-    /// kvhoist::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all.
+    /// kvhoist::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all: at most
+    /// 4,096 of them, unless the block goes through the bounce buffer.
     ///
     /// # Errors
     /// [`Error::Argument`] before anything moved; [`Error::Service`] if the service is away or did not answer in
@@ -58,7 +59,8 @@ impl Client {
 
     /// Stores blocks from registered memory: one result a block, in order; `true`: the disk has taken it.
     ///
-    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's.
+    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's. `segments` as of
+    /// [`load_into`](Client::load_into), with as many places of a block at most.
     ///
     /// # Errors
     /// As [`load_into`](Client::load_into).
