@@ -20,7 +20,8 @@ use crate::{failure::Failure, output::OutputFile, shown::shown};
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The file beside a socket that says where the figures of its service are, as Prometheus reads it (`file_sd_configs`):
-/// what is not in it is never found to be away. So it stays, but for a service that ends by itself.
+/// what is not in it is never found to be away. So it stays, but for a service that ends by itself, until one without
+/// figures takes the socket.
 pub struct Targets {
     /// Removed when this is dropped, unless another service's has taken its place.
     is_passing: bool,
@@ -56,6 +57,12 @@ impl Targets {
         // Prometheus runs as another user; it holds an address only.
         let file = Self::create(socket)?.readable_by_all()?.write(format!("{targets}\n").as_bytes())?;
         Ok(Targets { is_passing, path: Self::path(socket), file })
+    }
+
+    /// Removes the file of an earlier service at this socket, whose lock is held: nothing serves there what it names.
+    pub fn remove(socket: &Path) {
+        // Nor does anything show in the place of a directory.
+        drop(fs::remove_file(Self::path(socket)));
     }
 
     fn is_in_place(&self) -> io::Result<bool> {

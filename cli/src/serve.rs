@@ -301,6 +301,8 @@ fn show(args: &Args, server: &Arc<Server>, bound: Option<http::Bound>, paths: Ve
         said += &format!("kvhoist: http://{}\n", bound.address);
         shown._targets = Some(found::Targets::write(server.socket(), bound.address, args.linger.is_some())?);
         http::start(bound, &args.http_host, Arc::clone(&source))?;
+    } else {
+        found::Targets::remove(server.socket());
     }
     #[cfg(feature = "otel")]
     {

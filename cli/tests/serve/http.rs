@@ -68,8 +68,20 @@ fn metrics_health_and_a_page_are_served_over_http() {
 
     serving.signal();
     assert!(serving.child.wait().expect("an end").success());
-    let targets = format!("{}.targets.json", serving.socket());
-    assert!(std::fs::read_to_string(targets).expect("it stays").contains(&address), "Prometheus finds it to be away");
+}
+
+#[test]
+fn the_targets_file_stays_until_a_service_without_figures_takes_the_socket() {
+    let mut serving = Serving::start_with(&["--http", "127.0.0.1:0"]);
+    let (address, targets) = (serving.http.clone().expect("where"), format!("{}.targets.json", serving.socket()));
+    serving.signal();
+    assert!(serving.child.wait().expect("an end").success());
+    assert!(std::fs::read_to_string(&targets).expect("it stays").contains(&address), "Prometheus finds it to be away");
+    let path = serving.store.path().display().to_string();
+    let flags = ["--path", &path, "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer"];
+    served(serving.place.path(), &flags, |_| {
+        assert!(!Path::new(&targets).exists(), "nothing is at the address any more");
+    });
 }
 
 /// Hostile connections send requests until nobody takes any more, and read nothing.
