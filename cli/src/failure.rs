@@ -79,15 +79,17 @@ impl Failure {
         Failure { status, ..error.into() }
     }
 
-    /// Why the machine keeps a service from starting: a drive may be mounted late, which has the size, and so may the
-    /// file with the secret of a remote store.
+    /// Why the machine keeps a service from starting: a drive may be mounted late, which has the size.
     pub fn of_service(error: kvhoist::Error) -> Self {
         match error {
-            kvhoist::Error::Config { field: "capacity_bytes" | "host_bytes" | "remote", .. } => {
-                Failure { status: Self::RUN, ..error.into() }
-            }
+            kvhoist::Error::Config { field: "capacity_bytes" | "host_bytes", .. } => Self::that_may_pass(error),
             error => Self::of_settings(error),
         }
+    }
+
+    /// What the machine may have later, such as the file with the secret of a remote store.
+    pub fn that_may_pass(error: kvhoist::Error) -> Self {
+        Failure { status: Self::RUN, ..error.into() }
     }
 
     /// The same failure in other words.

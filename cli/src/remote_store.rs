@@ -8,12 +8,15 @@ use kvhoist::{Config, Error};
 /// # Errors
 /// [`Error::Config`]: what is wrong with the URL. It holds no credential.
 pub fn open_remote(config: Config) -> Result<Config, Error> {
+    opened(config).map_err(|(error, _)| error)
+}
+
+/// As [`open_remote`]. An error says with it whether the machine may have later what is missing.
+pub(crate) fn opened(config: Config) -> Result<Config, (Error, bool)> {
     #[cfg(feature = "remote")]
     if let (Some(url), None) = (&config.remote.url, &config.remote.store) {
-        let wrong = |error: kvhoist_remote::OpenError| Error::Config {
-            field: "remote",
-            found: format!("{}: {}", error.what, error.found),
-            expected: error.expected,
+        let wrong = |kvhoist_remote::OpenError { what, found, expected, may_pass }| {
+            (Error::Config { field: "remote", found: format!("{what}: {found}"), expected }, may_pass)
         };
         let store = kvhoist_remote::open(url).map_err(wrong)?;
         return Ok(config.remote_store(store));

@@ -27,7 +27,7 @@ use crate::{
     failure::Failure,
     found, http,
     output::emit,
-    remote_store::open_remote,
+    remote_store,
     settings::Settings,
     shown::shown,
     size::parse_bytes,
@@ -40,8 +40,8 @@ const JUST_STARTED: Duration = Duration::from_millis(100);
 pub const EXIT_STATUS: &str = "\
 Exit status:
   0    ended by a signal (Ctrl-C, SIGTERM, SIGHUP) or --linger, with all blocks written
-  1    failure that may pass: a store, path, socket, address, group, engine, size or remote store that is taken or
-       missing; an I/O error
+  1    failure that may pass: a store, path, socket, address, group, engine, size or file of a remote store that is
+       taken or missing; an I/O error
   2    wrong or missing flag or setting: correct it and try again
   130  interrupted a second time, without waiting for the blocks";
 
@@ -241,7 +241,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let started = Arc::new(OnceLock::new());
     end_by_signals(Arc::clone(&started))?;
     let mut config = args.config()?;
-    config.cache = open_remote(config.cache).map_err(|error| args.failure(error, Failure::of_service))?;
+    config.cache = remote_store::opened(config.cache).map_err(|(error, may_pass)| {
+        args.failure(error, if may_pass { Failure::that_may_pass } else { Failure::of_settings })
+    })?;
     config.validate().map_err(|error| args.failure(error, Failure::of_settings))?;
     let paths = config.paths.clone();
     // Before the service makes anything.
@@ -350,7 +352,7 @@ mod tests {
     #[test]
     fn what_the_machine_does_not_have_yet_may_pass() {
         let Command { args } = Command::parse_from(["serve", "--config", "settings.json"]);
-        for (field, status) in [("storage", 1), ("remote", 1), ("host_bytes", 1), ("cufile", 2), ("gdr_device", 2)] {
+        for (field, status) in [("storage", 1), ("remote", 2), ("host_bytes", 1), ("cufile", 2), ("gdr_device", 2)] {
             let failure = args.failure(Error::config(field, "none", "one"), Failure::of_service);
             assert_eq!(failure.exit_status(), status, "{failure}");
             assert!(failure.to_string().contains(&format!("settings.json: {field}: found none")), "{failure}");

@@ -114,11 +114,18 @@ pub struct OpenError {
     pub found: String,
     /// What was expected.
     pub expected: String,
+    /// Whether it is missing on this machine, which may have it later: a file, or resources. Else the URL is wrong.
+    pub may_pass: bool,
 }
 
 impl OpenError {
     pub(crate) fn new(what: impl Into<String>, found: impl Into<String>, expected: impl Into<String>) -> Self {
-        OpenError { what: what.into(), found: found.into(), expected: expected.into() }
+        OpenError { what: what.into(), found: found.into(), expected: expected.into(), may_pass: false }
+    }
+
+    /// What the machine does not have.
+    pub(crate) fn missing(what: impl Into<String>, found: impl Into<String>, expected: impl Into<String>) -> Self {
+        OpenError { may_pass: true, ..OpenError::new(what, found, expected) }
     }
 }
 

@@ -42,7 +42,9 @@ impl Runtime {
             .thread_name("kvhoist-remote")
             .enable_all()
             .build()
-            .map_err(|error| OpenError::new("threads of the remote store", error.to_string(), "threads to start"))?;
+            .map_err(|error| {
+                OpenError::missing("threads of the remote store", error.to_string(), "threads to start")
+            })?;
         Ok(Runtime { handle: runtime.handle().clone(), _threads: Arc::new(Threads(Some(runtime))) })
     }
 

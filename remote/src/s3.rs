@@ -128,7 +128,7 @@ fn transport(options: &Options) -> Result<Bounded, OpenError> {
         .pool_idle_timeout(IDLE)
         .redirect(reqwest::redirect::Policy::none())
         .build();
-    let refused = |error: reqwest::Error| OpenError::new("HTTP", error.to_string(), "a client to start");
+    let refused = |error: reqwest::Error| OpenError::missing("HTTP", error.to_string(), "a client to start");
     Ok(Bounded(ReqwestTransport::new(client.map_err(refused)?)))
 }
 

@@ -37,5 +37,5 @@ fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, OpenError> 
 }
 
 fn wrong_file(file: &Path, found: &str) -> OpenError {
-    OpenError::new(format!("ca_file {}", file.display()), found, "a readable file of certificates (PEM)")
+    OpenError::missing(format!("ca_file {}", file.display()), found, "a readable file of certificates (PEM)")
 }

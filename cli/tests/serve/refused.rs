@@ -100,16 +100,18 @@ fn more_than_the_machine_has_is_refused_at_the_start() {
     assert!(memory.contains("--host-bytes: found 900.0 TiB (989560464998400 bytes), expected "), "{memory}");
     let disk = refused(1, store.path(), ["2PiB", "1MiB"], &[]);
     assert!(disk.contains("--capacity: found 2.0 PiB (2251799813685248 bytes), expected "), "{disk}");
-    // Nor the file with the secret of a remote store.
+    // Nor the file with the secret of a remote store; but a wrong URL stays wrong.
     let settings = store.path().join("settings.json");
-    let remote = format!("rediss://host/0?password_file={}", store.path().join("secret").display());
-    fs::write(&settings, format!(r#"{{"remote": "{remote}"}}"#)).expect("written");
+    let secret = format!("rediss://host/0?password_file={}", store.path().join("secret").display());
     let (path, settings_path) = (store.path().display().to_string(), settings.display().to_string());
     let sizes = ["--capacity", "64MiB", "--host-bytes", "1MiB"];
-    let output =
-        kvhoist(&[&["serve", "--socket", "s", "--path", &path, "--config", &settings_path][..], &sizes].concat());
-    let said = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("remote: found password_file"), "{said}");
+    for (remote, status, found) in [(&*secret, 1, "password_file"), ("redis://host/0?threads=0", 2, "threads")] {
+        fs::write(&settings, format!(r#"{{"remote": "{remote}"}}"#)).expect("written");
+        let output =
+            kvhoist(&[&["serve", "--socket", "s", "--path", &path, "--config", &settings_path][..], &sizes].concat());
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(status) && said.contains(&format!("remote: found {found}")), "{said}");
+    }
     fs::remove_file(settings).expect("there");
     assert_eq!(fs::read_dir(store.path()).expect("there").count(), 0, "nothing is made");
 }

@@ -78,7 +78,7 @@ fn server_name(host: &str) -> Result<ServerName<'static>, OpenError> {
 fn password(file: Option<&Path>) -> Result<Option<String>, OpenError> {
     let Some(file) = file else { return Ok(std::env::var("REDISCLI_AUTH").ok().filter(|text| !text.is_empty())) };
     let refused = |found: String| {
-        OpenError::new(format!("password_file {}", file.display()), found, "a readable file with the password")
+        OpenError::missing(format!("password_file {}", file.display()), found, "a readable file with the password")
     };
     let text = fs::read_to_string(file).map_err(|error| refused(error.to_string()))?;
     match text.lines().next() {
