@@ -90,8 +90,7 @@ impl Routes {
             // SAFETY: the caller's promise.
             let shown = unsafe { prove(&reader, file, copies, target) };
             // What showed nothing, as beside a cache's reads, is tried again by the next transfer.
-            shown.map(|is_direct| PROVEN.lock().insert(way, is_direct));
-            shown == Some(true)
+            shown.is_some_and(|is_direct| *PROVEN.lock().entry(way).or_insert(is_direct))
         });
         tried.insert(drive, is_direct);
         is_direct.then_some(reader)
