@@ -39,8 +39,7 @@ pub struct ClientOptions {
     /// Memory of the client's own for blocks whose memory cannot be passed to the service: taken for the first of them,
     /// one block at least. So much of it moves at a time.
     pub bounce_bytes: usize,
-    /// The longest time between two attempts to connect; also the time after which a service that is back is offered
-    /// memory again that it refused.
+    /// The longest time between two attempts to connect.
     pub backoff_max: Duration,
 }
 

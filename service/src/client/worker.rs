@@ -22,6 +22,10 @@ use crate::{
 /// long, while connections to the service wait to be accepted.
 pub(super) const BACKOFF_MIN: Duration = Duration::from_millis(10);
 
+/// Times between two rounds of offers: the first, and the longest.
+const OFFER_PAUSE_MIN: Duration = Duration::from_secs(1);
+const OFFER_PAUSE_MAX: Duration = Duration::from_secs(60);
+
 /// How a client reaches the service: makes a stream to it.
 pub(crate) trait Dial: AsyncFn() -> io::Result<Arc<dyn Wire>> {}
 
@@ -93,7 +97,7 @@ impl<D: Dial> Worker<D> {
     /// was.
     async fn serve(&self, mut receiver: Receiver) -> Error {
         let mut goodbye = None;
-        let mut offers = Offers { refused: self.places.all_refused(), ..Offers::default() };
+        let mut offers = Offers::new(self.places.all_refused());
         let error = loop {
             if let Err(error) = self.turn(&mut receiver, &mut goodbye, &mut offers).await {
                 break error;
@@ -125,13 +129,17 @@ impl<D: Dial> Worker<D> {
                 }
                 offers.asked = None;
             }
+            if offers.refused.is_empty() {
+                return None;
+            }
             if offers.left == 0 {
-                let now = Instant::now();
-                let next = *offers.next.get_or_insert(now + self.options.backoff_max);
-                if offers.refused.is_empty() || now < next {
-                    return Some(next).filter(|_| !offers.refused.is_empty());
+                let (now, pause) = (Instant::now(), offers.pause);
+                let next = *offers.next.get_or_insert_with(|| now + pause);
+                if now < next {
+                    return Some(next);
                 }
                 (offers.left, offers.next) = (offers.refused.len(), None);
+                offers.pause = (2 * pause).min(OFFER_PAUSE_MAX);
             }
             offers.left -= 1;
             let number = offers.refused.remove(0);
@@ -152,14 +160,14 @@ impl<D: Dial> Worker<D> {
             match reply {
                 // The hang-up follows, when the service has let go of this process's memory.
                 Reply::Goodbye(failure) => {
-                    self.line.parting(away(&self.socket, failure.text.clone()));
                     self.places.clear_refused();
+                    self.line.parting(away(&self.socket, failure.text.clone()));
                     *goodbye = Some(failure.text);
                 }
                 reply => self.line.answered(id, reply),
             }
         }
-        let offer = self.offer(offers);
+        let offer = if goodbye.is_some() { None } else { self.offer(offers) };
         let wait = self.line.wait();
         let deadline = async {
             match wait.until.into_iter().chain(offer).min() {
@@ -184,15 +192,21 @@ impl<D: Dial> Worker<D> {
 }
 
 /// Memory that a service refused when it was back, and is offered again: the reason may have passed.
-#[derive(Default)]
 struct Offers {
     refused: Vec<u32>,
     /// How many of these are offered yet in this round.
     left: usize,
-    /// When the next round begins.
+    /// When the next round begins, and how long after that the one behind it.
     next: Option<Instant>,
+    pause: Duration,
     /// The one that is offered now.
     asked: Option<(u32, oneshot::Receiver<Result<Reply>>)>,
+}
+
+impl Offers {
+    fn new(refused: Vec<u32>) -> Self {
+        Offers { refused, left: 0, next: None, pause: OFFER_PAUSE_MIN, asked: None }
+    }
 }
 
 pub(super) fn away(socket: &std::path::Path, why: impl std::fmt::Display) -> Error {
