@@ -17,10 +17,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from .._guard import Failures
 from .._values import config_error, warn_of_keywords
+from ..cache import Cache
 from ..errors import UnavailableError
 from .device_pools import by_component, pools_of, rows_of
 from .hits import ends, policy, trailing
-from .linker_pages import ALL, Batch, Figures, Held, Offloads, Part
+from .linker_pages import Batch, Figures, Held, Offloads, Part
 from .linker_rank import identity_of, secret_of
 from .linker_settings import LinkerSettings
 from .linker_store import open_pages
@@ -292,10 +293,12 @@ class KvhoistLinker(UnifiedCacheLinker):
             why = missing[0][1] or "evicted between lookup and load"
             self._failures.failed("load", f"pages of component {pages.name}: {why}", len(missing))
             # Of a page that was evicted there is nothing.
-            unread = {ALL if isinstance(why, UnavailableError) else key for key, why in missing if why is not False}
+            unread = [key for key, why in missing if why is not False and not isinstance(why, UnavailableError)]
+            if isinstance(pages.cache, Cache) and any(isinstance(why, UnavailableError) for _, why in missing):
+                pages.retire()
             if unread:
                 # Offered again at once, they could abort the next request, too.
-                pages.not_read(sorted(unread))
+                self._failures.guarded("unread", None, lambda pages=pages, keys=unread: pages.not_read(keys))
         if batch.error is not None:
             self._failures.failed("load", batch.error)
         if failed or batch.error is not None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy
@@ -26,9 +26,6 @@ HELD_SHARE = 4
 #: Seconds for which a page is not offered that could not be read for a moment; twice as long after each further time, up
 #: to the second of these.
 _UNREAD_S, _UNREAD_S_MAX = 60.0, 960.0
-
-#: In their place: all pages, of a device or a service that is out of service.
-ALL = ""
 
 #: Such pages that are remembered.
 _UNREAD_MAX = 65_536
@@ -61,7 +58,7 @@ class Pages:
         self._pools = numpy.array([piece.pool for piece in pieces])
         self._bases = numpy.array([piece.address for piece in pieces], dtype=numpy.int64)
         self._strides = numpy.array([piece.stride for piece in pieces], dtype=numpy.int64)
-        self._offered = ("device", "host") if offer == "host" else ("device", "host", "disk")
+        self._offered: tuple[str, ...] = ("device", "host") if offer == "host" else ("device", "host", "disk")
         self._queue = cache.queue(1)
         #: Submissions of the queue that have not been drained.
         self._submitted = 0
@@ -78,10 +75,7 @@ class Pages:
 
     def tiers(self, keys: Sequence[str]) -> list[str]:
         """The tier of each leading page that is offered."""
-        now = time.monotonic()
-        if self._is_unread(ALL, now):
-            return []
-        found = self.cache.tiers(keys)
+        found, now = self.cache.tiers(keys), time.monotonic()
         for at, (key, tier) in enumerate(zip(keys, found)):
             if tier not in self._offered or self._is_unread(key, now):
                 return found[:at]
@@ -89,11 +83,8 @@ class Pages:
 
     def there(self, keys: Sequence[str]) -> list[bool]:
         """Whether each page is offered."""
-        now = time.monotonic()
-        if self._is_unread(ALL, now):
-            return [False] * len(keys)
         if "disk" in self._offered:
-            found = self.cache.contains_each(keys)
+            found, now = self.cache.contains_each(keys), time.monotonic()
             return [there and not self._is_unread(key, now) for key, there in zip(keys, found)]
         return [len(self.tiers([key])) == 1 for key in keys]
 
@@ -129,13 +120,15 @@ class Pages:
         return ended[0][1]
 
     def not_read(self, keys: Sequence[str]) -> None:
-        """Offers these pages, or `ALL`, no more for a while: a cache drops a page that is bad, so they are right, and could not be
-        read for a moment.
+        """Offers these pages no more for a while, unless they are gone: a cache drops a page that is bad, and what is
+        stored in its place is another. A page that stays is right, and could not be read for a moment.
 
-        Who stores one meanwhile stores nothing: it is there. So only time tells whether it can be read.
+        Who stores it meanwhile stores nothing: it is there. So only time tells whether it can be read.
         """
+        # A service may be late with its answer.
+        there = self.cache.contains_each(keys) if isinstance(self.cache, Cache) else [True] * len(keys)
         now = time.monotonic()
-        for key in keys:
+        for key in compress(keys, there):
             _, last = self._unread.pop(key, (0.0, _UNREAD_S / 2))
             pause = min(2 * last, _UNREAD_S_MAX)
             self._unread[key] = now + pause, pause
@@ -143,10 +136,14 @@ class Pages:
             del self._unread[key]
 
     def was_read(self, keys: Sequence[str]) -> None:
-        """Forgets what is known of these pages, and that some could not be taken."""
-        if self._unread and keys:
-            for key in (ALL, *keys):
+        """Forgets that these pages could not be read."""
+        if self._unread:
+            for key in keys:
                 self._unread.pop(key, None)
+
+    def retire(self) -> None:
+        """Offers no page any more: the device is out of service until the process ends."""
+        self._offered = ()
 
     def _is_unread(self, key: str, now: float) -> bool:
         unread = self._unread.get(key)

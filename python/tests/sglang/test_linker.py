@@ -223,30 +223,28 @@ def test_held_pages_are_bounded(ranks):
     assert rank.held() == 8
 
 
-@pytest.mark.parametrize("error", [DeadlineError, UnavailableError])
+class Fails:
+    """A load with other results of some pages."""
+
+    def __init__(self, real, others: dict) -> None:
+        self._real, self._others = real, others
+
+    def wait(self, at, stream) -> None:
+        self._real.wait(at, stream)
+
+    def blocks(self):
+        return [self._others.get(at, result) for at, result in enumerate(self._real.blocks())]
+
+
 @pytest.mark.parametrize("layer", range(sgl.MHA.layers))
-def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer, error, monkeypatch):
+def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer, monkeypatch):
     rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
     want = computed(rank, tokens)
     pages = rank.linker._pages["kv"]
     load = pages.load
-
-    class Fails:
-        """A load of which one layer of one page is late, and the first page, if it is another, was evicted."""
-
-        def __init__(self, real) -> None:
-            self._real = real
-
-        def wait(self, at, stream) -> None:
-            self._real.wait(at, stream)
-
-        def blocks(self):
-            results = self._real.blocks()
-            results[0] = False
-            results[layer] = error(f"layer {layer}: on purpose")
-            return results
-
-    monkeypatch.setattr(pages, "load", lambda *given: Fails(load(*given)))
+    # One layer of one page is late, and the first page, if it is another, was evicted.
+    others = {0: False, layer: DeadlineError(f"layer {layer}: on purpose")}
+    monkeypatch.setattr(pages, "load", lambda *given: Fails(load(*given), others))
     req, result = rank.match(tokens)
     rank.admit(req, result)
     rank.begin()
@@ -264,9 +262,7 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer,
     for _ in range(2):
         indices, aborted = rank.restore(tokens)
         assert not aborted
-        # Of a device that is out of service no page is offered.
-        offered = 0 if error is UnavailableError else layer
-        assert (0 if indices is None else len(indices)) == offered * sgl.MHA.page_tokens
+        assert (0 if indices is None else len(indices)) == layer * sgl.MHA.page_tokens
         # Computed again, it is still not known to be readable.
         computed(rank, tokens, 33)
     import kvhoist.sglang.linker_pages as module
@@ -277,6 +273,23 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer,
         indices, aborted = rank.restore(tokens)
     assert not aborted and len(indices) == len(tokens)
     assert same(rows(device_buffers(rank.device), indices), want)
+
+
+def test_a_device_that_is_out_of_service_is_offered_nothing(ranks, monkeypatch):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    computed(rank, tokens)
+    pages = rank.linker._pages["kv"]
+    load = pages.load
+    others = {at: UnavailableError("device: on purpose") for at in range(PAGES)}
+    monkeypatch.setattr(pages, "load", lambda *given: Fails(load(*given), others))
+    req, result = rank.match(tokens)
+    assert rank.admit(req, result) == len(tokens)
+    rank.begin()
+    assert rank.finish(req) == [req]
+    for prompt in (tokens, tokens_of(sgl.MHA, PAGES, first=50_000)):
+        computed(rank, prompt, 33)
+        assert rank.restore(prompt) == (None, False)
+    assert linker(rank)["requests_aborted"] == 1
 
 
 def test_pages_that_left_between_lookup_and_load_abort_one_batch(ranks):

@@ -59,6 +59,14 @@ def test_a_page_is_offered_again_within_minutes_and_is_as_any_other_once_it_was_
     assert pages.there(KEYS) == [True] * len(KEYS)
 
 
+def test_a_page_that_the_cache_has_dropped_is_offered_when_it_is_stored_again(pages, clock):
+    pages.cache.remove(KEYS[1])
+    pages.not_read(KEYS[1:3])
+    assert pages.there(KEYS) == [True, False, False, True]
+    assert pages.store(KEYS, [range(len(KEYS))]) == [True] * len(KEYS)
+    assert pages.there(KEYS) == [True, True, False, True]
+
+
 def test_the_last_pages_that_could_not_be_read_are_remembered(pages, clock, monkeypatch):
     monkeypatch.setattr(linker_pages, "_UNREAD_MAX", 2)
     for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[3]):
