@@ -327,7 +327,8 @@ impl Inner {
             // Sums the bytes only if this batch may share a launch.
             let more = if queue.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
             if batch.is_prompt() {
-                limit = PROMPT_BYTES;
+                // Long ones go alone: no layer waits for the next one.
+                limit = if more > PROMPT_BYTES / 4 { 0 } else { PROMPT_BYTES };
             }
             if !batches.is_empty() && bytes + more > limit {
                 break;
