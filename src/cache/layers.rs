@@ -198,9 +198,8 @@ impl LayerLoad {
     /// Until then the stream is blocked, and so are calls of CUDA that wait for all streams (`cudaFree`,
     /// `cudaDeviceSynchronize`), the open and the close of a cache and the begin of a file transfer to or from a GPU,
     /// which pin memory, and launches once its queue of some 1000 is full. A thread in such a call holds locks of the
-    /// driver that the cache needs to complete the layer,
-    /// so that neither ends: call such functions while no stream waits, and await each layer before a stream waits for
-    /// the next one.
+    /// driver that the cache needs to complete the layer, so that neither ends: call such functions while no stream
+    /// waits, and await each layer before a stream waits for the next one.
     ///
     /// # Errors
     /// [`Error::Unavailable`] where the device is a simulated one, or the driver refuses. [`Error::Argument`] where

@@ -122,16 +122,24 @@ fn of_a_device_whose_creation_was_cut_off_only_superblocks_are_zeroed() {
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if data.contains(&at) { 0xEE } else { 0 }));
 }
 
+/// Makes a store on two devices.
+fn serves_on([a, b]: [&LoopDevice; 2]) {
+    let mut settings = config_at(a.path(), StorageKind::Auto, 512);
+    settings.disk.paths.extend(config_at(b.path(), StorageKind::Auto, 512).disk.paths);
+    serves(&block_on(Cache::open(settings)).expect("open"));
+}
+
+fn opened(device: &LoopDevice) -> File {
+    OpenOptions::new().read(true).write(true).open(device.path()).expect("a device")
+}
+
 #[test]
 fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
     let dirs = [directory(), directory()];
     let [Some(a), Some(b)] = dirs.each_ref().map(|dir| device(dir.path())) else { skip!("no loop devices here") };
-    let mut settings = config_at(a.path(), StorageKind::Auto, 512);
-    settings.disk.paths.extend(config_at(b.path(), StorageKind::Auto, 512).disk.paths);
-    serves(&block_on(Cache::open(settings)).expect("open"));
-    let of = |device: &LoopDevice| OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    serves_on([&a, &b]);
     let (mut head, mut bytes) = (vec![0; 8192], Vec::new());
-    of(&b).read_exact_at(&mut head, 0).expect("its superblocks");
+    opened(&b).read_exact_at(&mut head, 0).expect("its superblocks");
     let wipe = || {
         let mut gone_already = Vec::new();
         let confirm = |_: Option<&Shape>, _: &[PathBuf], gone: &[&Path]| {
@@ -141,13 +149,13 @@ fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
         Store::at([a.path(), b.path()]).wipe(confirm, |_, _| {}).map(|wiped| (wiped, gone_already))
     };
     assert_eq!(wipe().expect("a store"), (true, vec![]));
-    of(&b).write_all_at(&head, 0).expect("as it was before the last write");
+    opened(&b).write_all_at(&head, 0).expect("as it was before the last write");
     // A file system that begins behind zeros is nobody's rest.
-    of(&a).write_all_at(b"_BHRfS_M", 65536 + 64).expect("written");
+    opened(&a).write_all_at(b"_BHRfS_M", 65536 + 64).expect("written");
     assert!(matches!(wipe(), Err(Error::Store { .. })));
-    of(&a).write_all_at(&[0; 8], 65536 + 64).expect("written");
+    opened(&a).write_all_at(&[0; 8], 65536 + 64).expect("written");
     assert_eq!(wipe().expect("the rest of it"), (true, vec![a.path().to_owned()]));
-    of(&b).read_to_end(&mut bytes).expect("readable");
+    opened(&b).read_to_end(&mut bytes).expect("readable");
     assert!(bytes.iter().all(|byte| *byte == 0));
     assert!(matches!(wipe(), Err(Error::Store { .. })), "nothing is left");
 }
@@ -156,16 +164,13 @@ fn a_wipe_that_was_cut_off_between_two_devices_is_finished_by_another() {
 fn a_device_that_another_program_has_by_now_is_not_wiped_also_if_the_rest_of_the_store_is_gone() {
     let dirs = [directory(), directory()];
     let [Some(a), Some(b)] = dirs.each_ref().map(|dir| device(dir.path())) else { skip!("no loop devices here") };
-    let mut settings = config_at(a.path(), StorageKind::Auto, 512);
-    settings.disk.paths.extend(config_at(b.path(), StorageKind::Auto, 512).disk.paths);
-    serves(&block_on(Cache::open(settings)).expect("open"));
-    let of = |device: &LoopDevice| OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    serves_on([&a, &b]);
     let write = |device: &LoopDevice, bytes: &[u8]| {
-        of(device).write_all_at(bytes, 0).and_then(|()| of(device).sync_all()).expect("written");
+        opened(device).write_all_at(bytes, 0).and_then(|()| opened(device).sync_all()).expect("written");
     };
     let read = || {
         let mut bytes = Vec::new();
-        of(&b).read_to_end(&mut bytes).expect("readable");
+        opened(&b).read_to_end(&mut bytes).expect("readable");
         bytes
     };
     // A partition table over superblock A, and the header of a swap space.

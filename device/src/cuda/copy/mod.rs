@@ -57,8 +57,11 @@ const LAUNCHES_PER_STREAM: usize = 2;
 const LAUNCH_BYTES: u64 = 32 << 20;
 
 /// Bytes per launch that contains a prompt batch: 75 us on the bus. With half as many, blocks of 128 KiB from eight
-/// drives waited for launches.
+/// drives wait for launches.
 const PROMPT_BYTES: u64 = 4 << 20;
+
+/// A longer prompt batch joins no other in a launch: no long layer waits for the next one.
+const JOINING_BYTES_MAX: u64 = 1 << 20;
 
 /// How long the task keeps polling after the last copy: about the time of waking the reactor, so that a sequence of
 /// single copies needs no wake-ups.
@@ -327,8 +330,7 @@ impl Inner {
             // Sums the bytes only if this batch may share a launch.
             let more = if queue.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
             if batch.is_prompt() {
-                // Long ones go alone: no layer waits for the next one.
-                limit = if more > PROMPT_BYTES / 4 { 0 } else { PROMPT_BYTES };
+                limit = if more > JOINING_BYTES_MAX { 0 } else { PROMPT_BYTES };
             }
             if !batches.is_empty() && bytes + more > limit {
                 break;

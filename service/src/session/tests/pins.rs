@@ -1,13 +1,12 @@
 //! Clients that pin blocks.
 
 use super::{super::pins::UNPINNED_PER_TURN, *};
-use crate::spaces::Wanted;
+use crate::spaces::{Space, Wanted};
 
 const BLOCKS: u64 = 1000;
 
-/// A client hangs up with many blocks pinned.
-async fn hangs_up_with_pins() {
-    let state = state();
+/// A space with blocks; how many of them may be pinned.
+async fn stored(state: &ServiceState) -> (Rc<Space>, usize) {
     let wanted = Wanted { host_bytes: 16 << 20, ..Wanted::of_tests(4096) };
     let space = state.spaces.attach(wanted).await.expect("opened");
     for number in 0..BLOCKS {
@@ -15,6 +14,13 @@ async fn hangs_up_with_pins() {
     }
     let most = space.room_for_pins();
     assert!(most >= BLOCKS as usize, "{most} pins");
+    (space, most)
+}
+
+/// A client hangs up with many blocks pinned.
+async fn hangs_up_with_pins() {
+    let state = state();
+    let (space, most) = stored(&state).await;
     let client = attached(&state).await;
     // Each block once.
     let keys: Vec<BlockKey> = (0..BLOCKS).chain(0..BLOCKS).map(key).collect();
@@ -41,12 +47,7 @@ async fn hangs_up_with_pins() {
 async fn lets_go_of_pins() {
     const REQUESTS: u64 = 16;
     let state = state();
-    let wanted = Wanted { host_bytes: 16 << 20, ..Wanted::of_tests(4096) };
-    let space = state.spaces.attach(wanted).await.expect("opened");
-    for number in 0..BLOCKS {
-        space.cache.store(&key(number), None, &[7; 4096]).await.expect("stored");
-    }
-    let most = space.room_for_pins();
+    let (space, most) = stored(&state).await;
     let client = attached(&state).await;
     let of_request = |n: u64| (n * BLOCKS / REQUESTS..(n + 1) * BLOCKS / REQUESTS).map(key).collect();
     let pins = (0..REQUESTS).flat_map(|n| Request::Pin { most: u32::MAX, keys: of_request(n) }.encode(n + 2));
