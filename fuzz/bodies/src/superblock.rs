@@ -14,7 +14,7 @@ use kvhoist::{
                 HEAD_BYTES, PAGE_BYTES,
                 pair::SuperblockPair,
                 superblock::{StoreState, Superblock, SuperblockError, fingerprint},
-                survey::{Found, OpenPlan, survey},
+                survey::{Found, OpenPlan, survey_to_write},
             },
             recovery::{Member, Recovered, open},
         },
@@ -148,7 +148,7 @@ fn check_plan(found: &[Member], heads: &[&[u8; HEAD_BYTES]], config: &Config) ->
     let found: Vec<Found<'_>> = (found.iter().zip(heads))
         .map(|(member, head)| Found { path: &member.path, bytes: member.bytes, device: member.device, head })
         .collect();
-    match bounded(1 << 20, || survey(&found, config)) {
+    match bounded(1 << 20, || survey_to_write(&found, config)) {
         Ok(OpenPlan::Create) => {
             for head in heads {
                 if let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(head) {

@@ -29,7 +29,7 @@ use super::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, is_zero,
         pair::{SuperblockPair, UNREADABLE_COPY},
         stripe::Stripe,
-        survey::{Found, OpenPlan, check_no_foreign_copy, survey},
+        survey::{Found, OpenPlan, survey_to_write},
     },
     recovery::Member,
 };
@@ -90,8 +90,7 @@ pub(crate) fn open_files_unkept(config: &Config) -> Result<(Vec<StoreFile>, Unke
         opened.push(Opening::new(lock::open_exclusive(&disk.path, config.disk.lock_wait)?, config.disk.direct_io)?);
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
-    let fresh = survey(&found, config)? == OpenPlan::Create;
-    found.iter().try_for_each(check_no_foreign_copy)?;
+    let fresh = survey_to_write(&found, config)? == OpenPlan::Create;
     for (opening, geometry) in opened.iter().zip(stripe.members()) {
         opening.check_size_limit(geometry.bytes)?;
         if fresh {

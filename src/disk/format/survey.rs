@@ -46,7 +46,8 @@ pub struct MemberState {
     pub repair_other: bool,
 }
 
-/// Validates all members against each other and against the settings, which must be valid.
+/// Validates all members against each other and against the settings, which must be valid. For readers; whoever writes
+/// needs [`survey_to_write`].
 ///
 /// # Errors
 /// [`Error::Store`] with the reason and the fix.
@@ -122,6 +123,16 @@ pub(crate) fn newer(path: &Path, version: u32) -> Error {
         format!("format version {VERSION}"),
         format!("open it with the newer kvhoist that wrote it, {START_EMPTY}"),
     )
+}
+
+/// As [`survey`], for an open that writes: it would repair a copy of the superblock that became another program's.
+///
+/// # Errors
+/// As [`survey`], and [`Error::Store`] for a device with another program's data.
+pub fn survey_to_write(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
+    let plan = survey(found, config)?;
+    found.iter().try_for_each(check_no_foreign_copy)?;
+    Ok(plan)
 }
 
 /// Refuses a device that has become another program's since: a repair of the superblock or a wipe would destroy what

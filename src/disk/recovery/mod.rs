@@ -22,7 +22,7 @@ use super::{
         pair::{SuperblockPair, UNREADABLE_COPY},
         stripe::Stripe,
         superblock::{SEQUENCE_MAX, StoreState, Superblock},
-        survey::{Found, MemberState, OpenPlan, check_no_foreign_copy, survey},
+        survey::{Found, MemberState, OpenPlan, survey_to_write},
     },
     slots::DiskSlots,
 };
@@ -147,10 +147,8 @@ async fn survey_members<S: Storage>(storage: &S, members: &[Member], config: &Co
             head: head.first_chunk().expect("the buffer has the length of a head"),
         })
         .collect();
-    let plan = survey(&found, config)?;
     // Also if the first look found a copy unreadable: a repair writes over it.
-    found.iter().try_for_each(check_no_foreign_copy)?;
-    Ok(plan)
+    survey_to_write(&found, config)
 }
 
 /// Reads both superblocks, each alone if they cannot be read together: one that the device does not return is as good

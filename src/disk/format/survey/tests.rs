@@ -114,10 +114,8 @@ fn a_store_with_a_wrong_fingerprint_alone_is_refused() {
 #[test]
 fn a_device_that_became_another_programs_is_refused() {
     let c = config(&[5]);
-    let survey = |head: &Bytes, device| {
-        let found = [Found { path: Path::new("d"), bytes: 1 << 40, device, head }];
-        check_no_foreign_copy(&found[0]).and_then(|()| survey(&found, &c))
-    };
+    let survey =
+        |head: &Bytes, device| survey_to_write(&[Found { path: Path::new("d"), bytes: 1 << 40, device, head }], &c);
     // A partition table, a swap header, an md array.
     let cases: [(usize, &[u8]); 3] =
         [(510, &[0x55, 0xAA]), (4086, b"SWAPSPACE2"), (PAGE_BYTES, &[0xFC, 0x4E, 0x2B, 0xA9])];
