@@ -7,15 +7,12 @@
 use std::{
     mem::ManuallyDrop,
     ops::Deref,
-    sync::{
-        Once,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
 use crate::panics::log;
 
-/// Number of forks between the process that made the first value and this one.
+/// Grows with each fork between the process that made the first value and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// The process that made a value.
@@ -25,17 +22,20 @@ pub struct Home(u32);
 impl Home {
     /// This process. Costs one load after the first call.
     pub fn here() -> Self {
-        static WATCH: Once = Once::new();
-        WATCH.call_once(|| {
+        // No `Once`: a child that is forked during the first call would wait for a thread that it does not have. Calls
+        // at the same time add a handler each, and a fork is then counted several times, which changes no answer.
+        static IS_WATCHED: AtomicBool = AtomicBool::new(false);
+        if !IS_WATCHED.load(Ordering::Acquire) {
             // SAFETY: the handler only increments a counter, which is allowed in the forked child of a multithreaded
             // process.
             let refused = unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+            IS_WATCHED.store(true, Ordering::Release);
             if refused != 0 {
                 let error = std::io::Error::from_raw_os_error(refused);
                 let advice = "a forked child must end without dropping caches";
                 log(|| tracing::warn!(%error, "forks of this process cannot be detected: {advice}"));
             }
-        });
+        }
         Home(FORKS.load(Ordering::Relaxed))
     }
 
