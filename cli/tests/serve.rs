@@ -11,6 +11,8 @@ mod otlp;
 mod page;
 #[path = "serve/refused.rs"]
 mod refused;
+#[path = "serve/served.rs"]
+mod served;
 #[path = "serve/settings.rs"]
 mod settings;
 #[path = "../../tests/common/skip.rs"]
@@ -32,6 +34,7 @@ use std::{
 use kvhoist::{BlockKey, Segment, SharedMemory, block_on};
 use kvhoist_service::{Client, ClientOptions};
 use serde_json::Value;
+use served::{Ended, served};
 use tempfile::TempDir;
 
 const BLOCK_BYTES: usize = 64 << 10;
@@ -103,28 +106,6 @@ impl Drop for Serving {
         drop(self.child.kill());
         drop(self.child.wait());
     }
-}
-
-/// Runs a service until `clients` has ended; its socket and its log.
-fn served(place: &Path, flags: &[&str], clients: impl FnOnce(&str)) -> (String, String) {
-    let socket = place.join("s").display().to_string();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
-        .args(["serve", "--socket", &socket])
-        .args(flags)
-        .env_remove("KVHOIST_LOG")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command runs");
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-    assert!(line.starts_with("kvhoist: listening"), "{line}");
-    clients(&socket);
-    // SAFETY: a plain system call; the child was not waited for, so the number is its own.
-    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
-    let output = child.wait_with_output().expect("an end");
-    assert!(output.status.success(), "{:?}", output.status);
-    (socket, text(&output.stderr).to_owned())
 }
 
 fn stores() -> TempDir {
@@ -199,17 +180,15 @@ fn a_killed_service_leaves_a_socket_that_the_next_one_replaces() {
     serving.child.kill().expect("killed");
     assert_eq!(serving.child.wait().expect("dead").signal(), Some(9));
     assert!(Path::new(&socket).exists());
-    let mut next = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+    let next = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
         .args(["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer"])
         .args(["--socket", &socket, "--path", &store])
         .stdout(Stdio::piped())
-        .spawn()
-        .expect("the command runs");
+        .spawn();
+    let mut next = Ended(next.expect("the command runs"));
     let mut line = String::new();
-    BufReader::new(next.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
-    assert_eq!(status(&socket)["pid"], next.id());
-    drop(next.kill());
-    drop(next.wait());
+    BufReader::new(next.0.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert_eq!(status(&socket)["pid"], next.0.id());
 }
 
 #[test]
@@ -220,17 +199,17 @@ fn a_space_is_removed_and_settings_come_from_a_file() {
         "path": store.path(), "capacity": "64MiB", "host_bytes": "8MiB", "direct_io": "prefer", "deadline_ms": 9_000,
     });
     std::fs::write(&file, settings.to_string()).expect("written");
-    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+    let child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
         .args(["serve", "--host-bytes", "4MiB"])
         .arg("--config")
         .arg(&file)
         .arg("--socket")
         .arg(&socket)
         .stdout(Stdio::piped())
-        .spawn()
-        .expect("the command runs");
+        .spawn();
+    let mut child = Ended(child.expect("the command runs"));
     let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    BufReader::new(child.0.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
     let socket = socket.display().to_string();
     let found = status(&socket);
     assert_eq!((&found["capacity_bytes"], &found["host_bytes"]), (&(64 << 20).into(), &(4 << 20).into()));
@@ -248,8 +227,6 @@ fn a_space_is_removed_and_settings_come_from_a_file() {
     let removed = remove("a b");
     assert!(removed.status.success(), "{}", text(&removed.stderr));
     assert_eq!(status(&socket)["spaces"], serde_json::json!([]));
-    drop(child.kill());
-    drop(child.wait());
 }
 
 #[test]
@@ -261,21 +238,18 @@ fn a_service_and_its_clients_meet_where_nobody_named_a_socket() {
         command.args(args).env("KVHOIST_SOCKET", &socket);
         command
     };
-    let mut child =
-        kvhoist(&["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer", "--path"])
-            .arg(store.path())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the command runs");
+    let child = kvhoist(&["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer", "--path"])
+        .arg(store.path())
+        .stdout(Stdio::piped())
+        .spawn();
+    let mut child = Ended(child.expect("the command runs"));
     let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    BufReader::new(child.0.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
     assert_eq!(line, format!("kvhoist: listening at {}\n", socket.display()));
     let status = kvhoist(&["status"]).output().expect("it runs");
     assert!(status.status.success() && text(&status.stdout).contains("serving"), "{}", text(&status.stderr));
     let top = kvhoist(&["top", "--count", "1"]).output().expect("it runs");
     assert!(top.status.success(), "{}", text(&top.stderr));
-    drop(child.kill());
-    drop(child.wait());
 }
 
 #[test]
