@@ -26,13 +26,15 @@ GDS_MODES = {
 #: Keys of kv_connector_extra_config that are vLLM's own.
 VLLM_KEYS = frozenset(
     "spec_name spec_module_path block_size blocks_per_chunk offload_prompt_only self_describing_kv_events "
-    "sync_load_budget_bytes canonical_layout enable_telemetry tier_poll_interval_s".split()
+    "sync_load_budget_bytes canonical_layout".split()
 )
 
-#: Keys of vLLM's tier in host memory, and what to do instead.
-_OF_HOST_TIER = {
+#: Keys of vLLM's tiers, and what to do instead.
+_OF_TIERS = {
     **dict.fromkeys(("cpu_bytes_to_use", "eviction_policy"), "this medium has host_bytes of its own"),
     **dict.fromkeys(("store_threshold", "max_tracker_size"), "each chunk is stored when it is computed"),
+    "tier_poll_interval_s": "every step of vLLM looks for jobs that have ended",
+    "enable_telemetry": "vLLM's /metrics have this medium's figures in any case",
 }
 
 #: Keys of kvhoist.
@@ -108,8 +110,8 @@ def _in_flight(given: dict[str, Any]) -> dict[str, int]:
 
 def vllm_settings(extra_config: Mapping[str, Any]) -> DeviceSettings:
     """The settings in vLLM's kv_connector_extra_config, which also has keys of vLLM's own."""
-    for name in sorted(_OF_HOST_TIER.keys() & extra_config.keys()):
-        raise config_error(name, extra_config[name], f"nothing: {_OF_HOST_TIER[name]}")
+    for name in sorted(_OF_TIERS.keys() & extra_config.keys()):
+        raise config_error(name, extra_config[name], f"nothing: {_OF_TIERS[name]}")
     for name in sorted(map(str, set(extra_config) - VLLM_KEYS - OWN_KEYS)):
         like = difflib.get_close_matches(name, OWN_KEYS, 1)
         expected = f"{like[0]!r}, perhaps" if like else "one of " + ", ".join(sorted(OWN_KEYS))

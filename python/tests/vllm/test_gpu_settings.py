@@ -65,6 +65,8 @@ def test_vllm_shows_the_figures(store_dir):
         ({"eviction_policy": "lru"}, "eviction_policy"),
         ({"store_threshold": 2}, "store_threshold"),
         ({"max_tracker_size": 64_000}, "max_tracker_size"),
+        ({"tier_poll_interval_s": 0.01}, "tier_poll_interval_s"),
+        ({"enable_telemetry": True}, "enable_telemetry"),
     ],
 )
 def test_a_wrong_setting_ends_the_start_with_its_name(store_dir, more, field):
