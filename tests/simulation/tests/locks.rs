@@ -14,8 +14,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Cache, Route};
-use kvhoist_simulation::sim;
+use kvhoist::{Cache, Error, Route};
+use kvhoist_simulation::sim::{self, FaultRates};
 use scene::*;
 
 /// Locks that `call` takes, on its own thread and on the reactor's, which are one here.
@@ -82,6 +82,46 @@ fn a_load_to_a_device_takes_the_lock_this_often() {
         assert_eq!(pool, payload(0));
         finish(cache, reactor).await;
     });
+}
+
+/// Locks that a call takes while so many removed blocks are being written, until the disk holds it up.
+fn locks_beside_removed<F: Future<Output = Result<(), Error>> + 'static>(
+    writes: u8,
+    call: impl FnOnce(Cache) -> F + 'static,
+) -> u64 {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().host_blocks(16)).await;
+        disk.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        let stores: Vec<_> = (0..writes).map(|n| spawn(&cache, async move |cache| store(&cache, n).await)).collect();
+        a_while().await;
+        let removals: Vec<_> = (0..writes).map(|n| spawn_remove(&cache, n)).collect();
+        a_while().await;
+        assert!(cache.is_empty());
+        let before = kvhoist::internals::seams::locks_taken();
+        let called = spawn(&cache, call);
+        a_while().await;
+        let locks = kvhoist::internals::seams::locks_taken() - before;
+        disk.set_rates(FaultRates::default());
+        disk.release();
+        for store in stores {
+            drop(store.await.expect("no panic"));
+        }
+        for removal in removals {
+            assert!(removal.await.expect("no panic").expect("a sound disk"));
+        }
+        called.await.expect("no panic").expect("a sound disk");
+        finish(cache, reactor).await;
+        locks
+    })
+}
+
+#[test]
+fn a_sync_and_a_clear_look_each_write_in_flight_up_under_a_lock_of_its_own() {
+    let sync = |writes| locks_beside_removed(writes, async |cache: Cache| cache.sync().await.map(drop));
+    let clear = |writes| locks_beside_removed(writes, async |cache: Cache| cache.clear().await.map(drop));
+    let (syncs, clears) = ([1, 8].map(sync), [1, 8].map(clear));
+    println!("locks of a sync and of a clear beside 1 and 8 writes: {syncs:?}, {clears:?}");
+    assert_eq!((syncs[1] - syncs[0], clears[1] - clears[0]), (7, 7));
 }
 
 /// A user's code, called where the cache calls it: it calls the cache in turn, and counts how often it was called.

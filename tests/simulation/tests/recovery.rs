@@ -1,5 +1,8 @@
 //! Creation and recovery over the simulated disk and over plain memory.
 
+#[path = "recovery/superblocks.rs"]
+mod superblocks;
+
 use std::{cell::RefCell, future::Future, time::Instant};
 
 use proptest::prelude::*;
@@ -178,46 +181,6 @@ fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
         }
     }
     assert!(outcomes.iter().all(|&count| count > 20), "both outcomes occur: {outcomes:?}");
-}
-
-#[test]
-fn a_damaged_superblock_is_repaired_from_the_other() {
-    let config = config(&[4]);
-    for at in [20, PAGE_BYTES + 20] {
-        let mut files = created(&config);
-        files[0][at] ^= 1;
-        let storage = Memory::new(files);
-        block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
-        let files = storage.into_files();
-        let head = SuperblockPair::decode(files[0].first_chunk().expect("a head"));
-        assert!(matches!(head, SuperblockPair::Valid { other_is_whole: true, .. }), "{head:?}");
-    }
-}
-
-#[test]
-fn a_superblock_at_the_end_of_its_numbers_is_repaired_too() {
-    let config = config(&[4]);
-    let mut files = created(&config);
-    let last = Superblock { sequence: SEQUENCE_MAX, ..superblock(&files[0]).expect("sound") };
-    files[0][..PAGE_BYTES].copy_from_slice(&last.encode());
-    files[0][PAGE_BYTES + 20] ^= 1;
-    let storage = Memory::new(files);
-    for _ in 0..2 {
-        block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
-        let head = SuperblockPair::decode(storage.files()[0].first_chunk().expect("a head"));
-        assert_eq!(head, SuperblockPair::Valid { superblock: last.clone(), copy: 0, other_is_whole: true });
-    }
-}
-
-#[test]
-fn a_refused_store_is_not_written_to() {
-    let config = config(&[4, 4]);
-    let mut files = created(&config);
-    files[0][20] ^= 1; // would be repaired
-    files.swap(0, 1);
-    let storage = Memory::new(files.clone());
-    block_on(open(&storage, &members(&config, true), &config, UUID)).expect_err("members in the wrong order");
-    assert_eq!(files, storage.files());
 }
 
 #[test]
