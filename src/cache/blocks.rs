@@ -58,7 +58,7 @@ impl Cache {
         if state.check_open().is_err() { 0 } else { state.index.blocks() }
     }
 
-    /// True where no block is resident.
+    /// True where [`len`](Cache::len) is 0.
     ///
     /// ```
     /// # kvhoist_bench_kit::examples::with_cache(async |cache| {

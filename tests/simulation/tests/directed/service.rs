@@ -153,8 +153,11 @@ fn failing_reads_take_the_disk_out_of_service() {
         let reason = cache.stats().disk_retired.expect("three reads failed in a row");
         assert!(reason.contains("3 reads of simulated failed in a row"), "{reason}");
         let reads = disk.counts().started[OpKind::Read as usize];
+        let listed: Vec<_> = cache.keys().collect();
+        assert!(cache.len() > listed.len(), "blocks that only the disk has are resident, and not listed");
         for n in 0..16 {
             let served = cache.match_prefix(&[key(n)]) == [Tier::Host];
+            assert_eq!(listed.contains(&key(n)), served, "block {n}");
             assert_eq!(fetch(&cache, n).await.expect("no error: a miss"), served, "block {n}");
         }
         assert_eq!(disk.counts().started[OpKind::Read as usize], reads, "it is asked no more");
