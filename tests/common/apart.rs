@@ -114,14 +114,38 @@ pub fn run(program: &str, arguments: &[&str]) -> bool {
 
 /// From now on these system calls fail with `errno`, in this thread and in those that it will start.
 pub fn forbid(system_calls: &[libc::c_long], errno: c_int) {
-    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    // The number is the first field of `seccomp_data`.
-    let mut program = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0)];
+    let mut program = vec![load(0)];
     for number in system_calls {
-        let equal = statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, *number as u32);
-        program.push(libc::sock_filter { jf: 1, ..equal });
-        program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno as u32));
+        program.extend(fail_where_equal(*number as u32, errno));
     }
+    install(program);
+}
+
+/// As [`forbid`], of one system call where its argument of this number is `value`.
+pub fn forbid_where(system_call: libc::c_long, argument: u32, value: u32, errno: c_int) {
+    let equal = statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, system_call as u32);
+    // Past the look at the argument, whose lower half comes first.
+    let mut program = vec![load(0), libc::sock_filter { jf: 3, ..equal }, load(16 + 8 * argument)];
+    program.extend(fail_where_equal(value, errno));
+    install(program);
+}
+
+fn statement(code: u32, k: u32) -> libc::sock_filter {
+    libc::sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+/// Loads a word of `seccomp_data`: the number of the call at 0, and from 16 its arguments.
+fn load(offset: u32) -> libc::sock_filter {
+    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset)
+}
+
+fn fail_where_equal(value: u32, errno: c_int) -> [libc::sock_filter; 2] {
+    let equal = statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, value);
+    let fail = statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno as u32);
+    [libc::sock_filter { jf: 1, ..equal }, fail]
+}
+
+fn install(mut program: Vec<libc::sock_filter>) {
     program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW));
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     let one: c_ulong = 1;

@@ -1,11 +1,15 @@
 //! A kernel that refuses: forbidden rings, system calls that fail, no descriptors left.
 
-use std::path::Path;
+use std::{
+    fs::{self, File, Permissions},
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::Path,
+};
 
 use kvhoist::{Cache, Config, Error, StorageKind, block_on};
 
 use super::{
-    apart::{apart, case, forbid, limit, run_case},
+    apart::{apart, case, forbid, forbid_where, limit, run_case},
     common::{config, directory, store_file},
     config_at, serves,
     warnings::Warnings,
@@ -119,6 +123,29 @@ fn open_without(name: &str, then: &Then, settings: Config) {
             assert!(left || !path.exists(), "without {name}: left behind after: {text}");
         }
     }
+}
+
+/// Blocks are reserved without a size, the size is set, and blocks are reserved again.
+#[test]
+fn an_empty_file_is_empty_again_where_an_open_fails_after_it_has_reserved_blocks() {
+    apart("kernel::an_empty_file_is_empty_again_where_an_open_fails_after_it_has_reserved_blocks", || {
+        let (dir, other) = (directory(), directory());
+        serves(&block_on(Cache::open(config(&other, StorageKind::Auto, 8, 64))).expect("open"));
+        let bytes = fs::metadata(store_file(&other)).expect("a store").len();
+        let file = File::create(store_file(&dir)).expect("created");
+        file.set_permissions(Permissions::from_mode(0o600)).expect("its owner's");
+        let steps = [
+            (libc::SYS_fallocate, 0, libc::EDQUOT, "a used up quota"),
+            (libc::SYS_ftruncate, bytes as u32, libc::EIO, "fallocate"),
+        ];
+        for (system_call, value, errno, words) in steps {
+            forbid_where(system_call, 1, value, errno);
+            let refused = block_on(Cache::open(config(&dir, StorageKind::Auto, 8, 64))).expect_err("a fault");
+            assert!(refused.to_string().contains(words), "{refused}");
+            let left = file.metadata().expect("not ours to remove");
+            assert_eq!((left.nlink(), left.len(), left.blocks()), (1, 0, 0), "after: {refused}");
+        }
+    });
 }
 
 #[test]
