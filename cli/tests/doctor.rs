@@ -71,6 +71,17 @@ fn a_report_is_at_most_a_screen_and_ends_in_a_verdict() {
     }
 }
 
+/// The directory for temporary files is nobody's choice for a store.
+#[test]
+fn a_verdict_names_the_troubles_with_a_place_that_nobody_has_named() {
+    let doctor = || Command::new(env!("CARGO_BIN_EXE_kvhoist"));
+    let output = doctor().arg("doctor").env("TMPDIR", "/nonexistent/tmp").output().expect("it starts");
+    let report = text(&output.stdout);
+    let verdict = report.lines().last().expect("a verdict");
+    assert!(verdict.starts_with("verdict: no problems found; with --path or --config would count: "), "{report}");
+    assert!(verdict.contains("path") && output.status.success(), "{report}");
+}
+
 /// A drive that is full: the report of no feature, and no word of a container's profile.
 #[test]
 fn a_drive_without_room_is_called_that_and_nothing_else() {

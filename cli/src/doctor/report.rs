@@ -88,13 +88,23 @@ impl Report {
         Problems { troubles: troubles.collect(), missing: self.wanted.iter().filter(is_missing).map(name).collect() }
     }
 
+    /// Troubles with a default that nobody has asked for.
+    fn uncounted(&self) -> Vec<&str> {
+        let findings = self.findings().filter(|finding| finding.is_trouble && !self.is_asked_for);
+        findings.map(|finding| finding.what.as_ref()).collect()
+    }
+
     /// Prints it, as the flags say.
     pub fn print(&self, args: &Args) -> Result<(), Failure> {
         if args.json {
             return emit(&format!("{:#}\n", self.object()));
         }
         let problems = self.problems();
-        let verdict = if problems.is_empty() { "no problems found".to_owned() } else { problems.to_string() };
+        let verdict = match self.uncounted() {
+            _ if !problems.is_empty() => problems.to_string(),
+            troubles if troubles.is_empty() => "no problems found".to_owned(),
+            troubles => format!("no problems found; with --path or --config would count: {}", troubles.join(", ")),
+        };
         emit(&format!("{}\nverdict: {}\n", self.table(args.full), plain(&verdict)))
     }
 
