@@ -117,8 +117,10 @@ impl Settings {
     /// # Errors
     /// What was found and what was expected.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let value = json::parse(text)
-            .map_err(|error| format!("expected a JSON object of settings, each of them once: {error}"))?;
+        let value = json::parse(text).map_err(|error| {
+            let found = if error.is_data() { "a setting twice" } else { "no JSON" };
+            format!("found {found} ({error}), expected a JSON object of settings, each of them once")
+        })?;
         let Value::Object(mut given) = value else {
             return Err("found no object, expected a JSON object of settings".into());
         };

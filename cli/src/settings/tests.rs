@@ -29,6 +29,18 @@ fn what_is_no_file_of_settings_is_said_in_words() {
 }
 
 #[test]
+fn what_is_no_object_of_settings_is_said_in_words() {
+    for (text, found) in [
+        ("", "no JSON (EOF while parsing a value at line 1 column 0)"),
+        (r#"{"path": "/a" "#, "no JSON (EOF while parsing an object at line 1 column 14)"),
+        (r#"{"workers": 1, "workers": 2}"#, "a setting twice (`workers` twice at line 1 column 24)"),
+    ] {
+        let refused = Settings::parse(text).map(drop).expect_err(found);
+        assert_eq!(refused, format!("found {found}, expected a JSON object of settings, each of them once"));
+    }
+}
+
+#[test]
 fn settings_of_several_ranks_are_understood() {
     let text = r#"{"path": "/a", "capacity_total": "3TiB", "keep_in_host": "256GiB", "service": "auto"}"#;
     let total = Settings::parse(text).expect("settings");

@@ -187,7 +187,7 @@ fn wrong_input_is_one_line_and_status_2() {
         (&["--capacity", "9TiB", "--block-bytes", "4096"], "larger blocks make use of more"),
         (&["--host-bytes", "1MiB", "--host-blocks", "5"], "--host-blocks"),
         (&["--speed", "0"], "--speed"),
-        (&["--config", &path("foreign")], "JSON object"),
+        (&["--config", &path("foreign")], "foreign: found no JSON (expected ident at line 1"),
         (&["--config", &path("small.json")], "small.json: host_bytes: found 1024 bytes"),
         (&["--config", &path("small.json"), "--host-bytes", "2KiB"], "kvhoist: --host-bytes: found 2048 bytes"),
         (&["--config", &path("workers.json")], "workers.json: workers: found 1000"),
