@@ -107,8 +107,13 @@ pub fn traces(args: &Args, block_bytes: usize) -> Result<Vec<(String, Vec<Reques
         let place = if path == Path::new("-") { "standard input".to_owned() } else { shown(path) };
         let _waiting = Progress::waiting(&format!("reading {place}"), args.quiet);
         let wrong = |wrong| Failure::usage(format!("--trace {place}: {wrong}"));
-        let requests = trace::read(path, block_bytes).map_err(wrong);
-        requests.map(|requests| (name, requests))
+        let requests = trace::read(path, block_bytes).map_err(wrong)?;
+        let is_timed = requests.len() < 2 || requests.iter().any(|request| request.timestamp != 0.0);
+        if args.speed.is_some() && args.compare.is_empty() && !is_timed {
+            let found = "found no timestamps but 0, expected the requests' times for --speed; replay it without";
+            return Err(wrong(found.into()));
+        }
+        Ok((name, requests))
     };
     args.trace.iter().map(named).collect()
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::{directory, report};
+use crate::{directory, replay, report};
 
 /// Three objects of MLPerf Storage's workload, each written and then read at once: whatever is in flight, the reads
 /// find what the write has stored.
@@ -43,4 +43,19 @@ fn sessions_of_agents_are_replayed() {
     let trace = &found["traces"][0];
     assert_eq!((&trace["references"], &trace["distinct_blocks"]), (&18.into(), &10.into()));
     assert_eq!(trace["rows"][0]["policies"]["lru"]["hit_ratio"], 8.0 / 18.0);
+}
+
+#[test]
+fn a_trace_without_times_is_not_replayed_at_a_speed() {
+    let dir = directory();
+    let path = dir.path().join("untimed.jsonl");
+    fs::write(&path, "{\"hash_ids\": [1, 2]}\n".repeat(2)).expect("write the trace");
+    let base = ["--trace", path.to_str().expect("UTF-8"), "--block-bytes", "8KiB", "--disk-blocks", "10"];
+    for more in [&["--speed", "2"][..], &["--speed", "2", "--compare-writes", "by_value"]] {
+        let output = replay(&[&base[..], more].concat());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("untimed.jsonl: found no timestamps but 0, expected the requests' times"), "{said}");
+    }
+    report(&base);
 }
