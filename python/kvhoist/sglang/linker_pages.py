@@ -125,6 +125,8 @@ class Pages:
 
         Who stores it meanwhile stores nothing: it is there. So only time tells whether it can be read.
         """
+        # The requests of a batch that begin alike load the same pages.
+        keys = list(dict.fromkeys(keys))
         # A service may be late with its answer.
         there = self.cache.contains_each(keys) if isinstance(self.cache, Cache) else [True] * len(keys)
         now = time.monotonic()

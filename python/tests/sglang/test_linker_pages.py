@@ -59,6 +59,14 @@ def test_a_page_is_offered_again_within_minutes_and_is_as_any_other_once_it_was_
     assert pages.there(KEYS) == [True] * len(KEYS)
 
 
+def test_a_page_of_several_requests_that_could_not_be_read_once_is_paused_once(pages, clock):
+    pages.not_read([KEYS[0]] * 5 + [KEYS[1]])
+    clock[0] += 59
+    assert pages.there(KEYS) == [False, False, True, True]
+    clock[0] += 1
+    assert pages.there(KEYS) == [True] * len(KEYS)
+
+
 def test_a_page_that_the_cache_has_dropped_is_offered_when_it_is_stored_again(pages, clock):
     pages.cache.remove(KEYS[1])
     pages.not_read(KEYS[1:3])
