@@ -294,8 +294,6 @@ class KvhoistLinker(UnifiedCacheLinker):
             self._failures.failed("load", f"pages of component {pages.name}: {why}", len(missing))
             # Of a page that was evicted there is nothing.
             unread = [key for key, why in missing if why is not False and not isinstance(why, UnavailableError)]
-            if isinstance(pages.cache, Cache) and any(isinstance(why, UnavailableError) for _, why in missing):
-                pages.retire()
             if unread:
                 # Offered again at once, they could abort the next request, too.
                 self._failures.guarded("unread", None, lambda pages=pages, keys=unread: pages.not_read(keys))
@@ -303,7 +301,14 @@ class KvhoistLinker(UnifiedCacheLinker):
             self._failures.failed("load", batch.error)
         if failed or batch.error is not None:
             self._figures["requests_aborted"] += len(batch.rids)
+            self._failures.guarded("retire", None, self._retire)
         return not failed and batch.error is None
+
+    def _retire(self) -> None:
+        """Offers no page any more of caches whose device is out of service: copies say only that they failed."""
+        for pages in self._pages.values():
+            if isinstance(pages.cache, Cache) and pages.cache.stats()["device_retired"]:
+                pages.retire()
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Takes a load back that has not begun."""

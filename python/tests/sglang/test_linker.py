@@ -21,7 +21,7 @@ from sgl_controller import device_buffers, device_noise, rows  # noqa: E402
 from sgl_linker import Rank, computed, extra_config, ranks_at, tokens_of  # noqa: E402
 from sgl_pages import same  # noqa: E402
 
-from kvhoist import ConfigError, DeadlineError, UnavailableError  # noqa: E402
+from kvhoist import ConfigError, CopyError, DeadlineError  # noqa: E402
 
 GEOMETRIES = pytest.mark.parametrize("geometry", [sgl.MHA, sgl.MLA], ids=["mha", "mla"])
 PAGES = 6
@@ -275,21 +275,30 @@ def test_a_failed_layer_aborts_its_batch_and_is_a_miss_for_a_while(ranks, layer,
     assert same(rows(device_buffers(rank.device), indices), want)
 
 
-def test_a_device_that_is_out_of_service_is_offered_nothing(ranks, monkeypatch):
-    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+@pytest.mark.parametrize("retired", [None, "cuda: the device has stopped: on purpose"])
+def test_a_device_that_is_out_of_service_is_offered_nothing(ranks, retired, monkeypatch):
+    """Its copies fail as one copy does that failed alone; only the figures say that it is retired."""
+    rank, tokens, others = ranks(), tokens_of(sgl.MHA, PAGES), tokens_of(sgl.MHA, PAGES, first=50_000)
     computed(rank, tokens)
+    want = computed(rank, others, 33)
     pages = rank.linker._pages["kv"]
-    load = pages.load
-    others = {at: UnavailableError("device: on purpose") for at in range(PAGES)}
-    monkeypatch.setattr(pages, "load", lambda *given: Fails(load(*given), others))
-    req, result = rank.match(tokens)
-    assert rank.admit(req, result) == len(tokens)
-    rank.begin()
-    assert rank.finish(req) == [req]
-    for prompt in (tokens, tokens_of(sgl.MHA, PAGES, first=50_000)):
-        computed(rank, prompt, 33)
-        assert rank.restore(prompt) == (None, False)
+    load, stats = pages.load, pages.cache.stats
+    errors = {at: CopyError("copy by cuda: on purpose") for at in range(PAGES)}
+    assert stats()["device_retired"] is None
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "load", lambda *given: Fails(load(*given), errors))
+        patch.setattr(pages.cache, "stats", lambda: {**stats(), "device_retired": retired})
+        req, result = rank.match(tokens)
+        assert rank.admit(req, result) == len(tokens)
+        rank.begin()
+        assert rank.finish(req) == [req]
+    assert rank.restore(tokens) == (None, False)
+    indices, aborted = rank.restore(others)
+    assert not aborted and (indices is None) == (retired is not None)
+    if not retired:
+        assert same(rows(device_buffers(rank.device), indices), want), "one copy has failed, and no other prefix"
     assert linker(rank)["requests_aborted"] == 1
+    assert "retire" not in rank.linker.stats()["failed"]
 
 
 def test_pages_that_left_between_lookup_and_load_abort_one_batch(ranks):
