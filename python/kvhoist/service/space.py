@@ -35,7 +35,11 @@ NOTHING_HELD = _NothingHeld()
 
 
 class ServiceSpace:
-    """One space, found by its name. While the service is away nothing is there, and what is submitted fails."""
+    """One space, found by its name. While the service is away nothing is there, and what is submitted fails.
+
+    Moves and questions have a connection each. A service that is back answers questions before it has the memory again:
+    until the moves' connection is up nothing is there, either.
+    """
 
     def __init__(
         self, config: StoreSettings, space: str, block_bytes: int, device: str | None = None, device_ordinal: int = 0
@@ -117,15 +121,15 @@ class ServiceSpace:
 
     def contains_each(self, keys: Sequence[str | bytes]) -> list[bool]:
         """Which keys are there; none while the service is away."""
-        return self._asked(lambda: self._index.contains_each(keys), [False] * len(keys))
+        return self._found(lambda: self._index.contains_each(keys), [False] * len(keys))
 
     def tiers(self, keys: Sequence[Any]) -> list[str]:
         """The fastest tier of each leading block; none while the service is away."""
-        return self._asked(lambda: self._index.tiers(keys), [])
+        return self._found(lambda: self._index.tiers(keys), [])
 
     def hold(self, keys: Sequence[Any], most: int) -> Any:
         """As `Client.hold`; nothing is held while the service is away."""
-        return self._asked(lambda: self._index.hold(keys, most), NOTHING_HELD)
+        return self._found(lambda: self._index.hold(keys, most), NOTHING_HELD)
 
     def touch(self, keys: Sequence[str | bytes]) -> None:
         """Counts a use of a chain."""
@@ -157,6 +161,11 @@ class ServiceSpace:
             **self._stats, "disk_retired": trouble, "disk_read_only": None, "storage": "service",
             "direct_io": "as the service has it",
         }  # fmt: skip
+
+    def _found(self, ask: Callable[[], Any], nothing: Any) -> Any:
+        """As `_asked`, of blocks to be loaded. Asks in any case: who finds the service away has it started again."""
+        found = self._asked(ask, nothing)
+        return found if self._client.connected else nothing
 
     def _asked(self, ask: Callable[[], Any], otherwise: Any) -> Any:
         if self._pause.is_on():

@@ -16,6 +16,7 @@ import numpy
 
 from .._guard import Failures
 from ..cache import Cache
+from ..errors import Error
 from ..service.space import ServiceSpace
 
 logger = logging.getLogger(__name__)
@@ -23,11 +24,14 @@ logger = logging.getLogger(__name__)
 #: The share of host memory's slots that requests may hold between a lookup and the end of their load.
 HELD_SHARE = 4
 
-#: Seconds for which a page is not offered that could not be read for a moment; twice as long after each further time, up
-#: to the second of these.
+#: Seconds for which a page is not offered that could not be read for a moment, or no page where a service refused a
+#: load; twice as long after each further time, up to the second of these.
 _UNREAD_S, _UNREAD_S_MAX = 60.0, 960.0
 
-#: Such pages that are remembered.
+#: What is known of a page that can be read: until when it is not offered, and for how many seconds that is.
+_READ = (0.0, _UNREAD_S / 2)
+
+#: Pages that could not be read that are remembered.
 _UNREAD_MAX = 65_536
 
 
@@ -65,6 +69,8 @@ class Pages:
         #: Pages that could not be read: until when they are not offered, and for how many seconds that is. Those of the
         #: last failure come last.
         self._unread: dict[str, tuple[float, float]] = {}
+        #: The same of all pages, since the service refused a load.
+        self._refused = _READ
         #: Slots of host memory that requests hold, and may hold.
         self.held, self.held_max = 0, cache.stats()["tiers"]["host"]["slots"] // HELD_SHARE
 
@@ -75,7 +81,10 @@ class Pages:
 
     def tiers(self, keys: Sequence[str]) -> list[str]:
         """The tier of each leading page that is offered."""
-        found, now = self.cache.tiers(keys), time.monotonic()
+        now = time.monotonic()
+        if now < self._refused[0]:
+            return []
+        found = self.cache.tiers(keys)
         for at, (key, tier) in enumerate(zip(keys, found)):
             if tier not in self._offered or self._is_unread(key, now):
                 return found[:at]
@@ -83,8 +92,11 @@ class Pages:
 
     def there(self, keys: Sequence[str]) -> list[bool]:
         """Whether each page is offered."""
+        now = time.monotonic()
+        if now < self._refused[0]:
+            return [False] * len(keys)
         if "disk" in self._offered:
-            found, now = self.cache.contains_each(keys), time.monotonic()
+            found = self.cache.contains_each(keys)
             return [there and not self._is_unread(key, now) for key, there in zip(keys, found)]
         return [len(self.tiers([key])) == 1 for key in keys]
 
@@ -100,8 +112,14 @@ class Pages:
         held.release()
 
     def load(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> Any:
-        """Begins to load pages into rows of the pools, layer by layer."""
-        return self.cache.load_layers(keys, self._addresses(rows), self._sizes, self._layer_of)
+        """Begins to load pages into rows of the pools, layer by layer. Offers none for a while if a service refuses it."""
+        try:
+            return self.cache.load_layers(keys, self._addresses(rows), self._sizes, self._layer_of)
+        except Error:
+            # One that is there refuses all loads, as where it lacks the memory. Of one that is away nothing is offered.
+            if isinstance(self.cache, ServiceSpace) and self.cache.connected:
+                self._refused = _longer(self._refused)
+            raise
 
     def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
         """Stores the pages of a chain out of rows of the pools: for each True, False, or why not. Waits."""
@@ -129,16 +147,15 @@ class Pages:
         keys = list(dict.fromkeys(keys))
         # A service may be late with its answer.
         there = self.cache.contains_each(keys) if isinstance(self.cache, Cache) else [True] * len(keys)
-        now = time.monotonic()
         for key in compress(keys, there):
-            _, last = self._unread.pop(key, (0.0, _UNREAD_S / 2))
-            pause = min(2 * last, _UNREAD_S_MAX)
-            self._unread[key] = now + pause, pause
+            self._unread[key] = _longer(self._unread.pop(key, _READ))
         for key in list(islice(self._unread, max(0, len(self._unread) - _UNREAD_MAX))):
             del self._unread[key]
 
     def was_read(self, keys: Sequence[str]) -> None:
-        """Forgets that these pages could not be read."""
+        """Forgets that these pages could not be read, and that no load was taken."""
+        if keys:
+            self._refused = _READ
         if self._unread:
             for key in keys:
                 self._unread.pop(key, None)
@@ -150,6 +167,12 @@ class Pages:
     def _is_unread(self, key: str, now: float) -> bool:
         unread = self._unread.get(key)
         return unread is not None and now < unread[0]
+
+
+def _longer(last: tuple[float, float]) -> tuple[float, float]:
+    """The pause that follows this one: until when it lasts, and for how many seconds that is."""
+    pause = min(2 * last[1], _UNREAD_S_MAX)
+    return time.monotonic() + pause, pause
 
 
 class Held(NamedTuple):

@@ -10,6 +10,8 @@ import sys
 import pytest
 import sgl
 
+import kvhoist
+
 why = sgl.missing()
 if why:
     pytest.skip(why, allow_module_level=True)
@@ -163,6 +165,65 @@ def test_a_service_that_dies_in_a_load_aborts_its_batch_and_is_a_miss(ranks, nod
     # The pages were right all the time: nobody has removed them, and they are there again.
     assert set(rank.linker.stats()["failed"]) == {"load", "offload", "pages"}
     check_restored(rank, tokens, want)
+
+
+def test_no_page_is_offered_until_the_service_has_the_memory_again(ranks, node, store_dir, monkeypatch):
+    rank, tokens = ranks(), tokens_of(sgl.MHA, PAGES)
+    want = computed(rank, tokens)
+    space, keys = rank.linker._pages["kv"].cache, sgl.page_keys(tokens, rank.page)
+    with Node(store_dir / "other") as other:
+        away = kvhoist.connect(other.socket, space="tests", block_bytes=4096)
+    await_(lambda: not away.connected, "the end of the other service")
+    with monkeypatch.context() as patch:
+        # The connection of moves is not up yet, and that of questions is.
+        patch.setattr(space, "_client", away)
+        assert rank.restore(tokens) == (None, False)
+        assert (space.tiers(keys), space.contains_each(keys)) == ([], [False] * PAGES)
+        assert len(space.hold(keys, PAGES)) == 0
+        assert "requests_aborted" not in rank.linker.stats()["linker"]
+    away.close()
+    check_restored(rank, tokens, want)
+    # Neither is up: the service is started again by who asks.
+    missed = []
+    monkeypatch.setattr(space._keeper, "missed", lambda: missed.append(True))
+    node.kill()
+    await_(lambda: not space.connected, "the end of the service")
+    assert space.tiers(keys) == [] and missed
+
+
+def test_memory_that_a_service_refuses_when_it_is_back_aborts_one_batch_a_pause(ranks, node, monkeypatch):
+    import kvhoist.sglang.linker_pages as module
+
+    rank, prompts = ranks(), [tokens_of(sgl.MHA, PAGES, first) for first in (1000, 5000)]
+    space, now = rank.linker._pages["kv"].cache, [module.time.monotonic()]
+    wants = [computed(rank, tokens, seed) for seed, tokens in enumerate(prompts)]
+
+    def restart(*flags) -> None:
+        node.kill()
+        await_(lambda: not space.connected, "the end of the service")
+        node.start(*flags)
+        await_(lambda: space.connected, "the client to connect again")
+        space._pause.end()
+
+    def aborted() -> int:
+        """How many batches abort of two that come one after the other."""
+        for tokens in prompts:
+            rank.restore(tokens)
+        assert not rank.pinned()
+        return rank.linker.stats()["linker"]["requests_aborted"]
+
+    restart("--region-bytes", "64KiB")
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "monotonic", lambda: now[0])
+        for count, pause in ((1, 60), (2, 120)):
+            assert aborted() == count
+            now[0] += pause - 1
+            assert aborted() == count
+            now[0] += 1
+        restart()
+        for tokens, want in zip(prompts, wants):
+            check_restored(rank, tokens, want)
+    assert rank.linker._pages["kv"]._refused == module._READ
 
 
 CLIENT = """

@@ -52,8 +52,8 @@ class Node:
         Path(store_dir).mkdir(exist_ok=True)
         self.start()
 
-    def start(self) -> None:
-        command = self.settings.command()
+    def start(self, *flags: str) -> None:
+        command = [*self.settings.command(), *flags]
         command[command.index("--socket") + 1] = self.socket
         environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
