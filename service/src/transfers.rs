@@ -8,15 +8,15 @@ use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     future::pending,
-    ops::Range,
     panic::resume_unwind,
     rc::Rc,
     sync::Arc,
     time::Duration,
 };
 
+use futures_util::FutureExt;
 use kvhoist::{
-    BlockKey, Cache, Segment,
+    BlockKey, Cache,
     internals::service::{Gpu, KeepWalk},
 };
 use tokio::{
@@ -24,9 +24,10 @@ use tokio::{
     task::{JoinError, JoinSet, yield_now},
 };
 
+use self::layers::Found;
 use super::{
     budget::Account,
-    protocol::{BLOCK_PLACES_MAX, BlockPlaces, BlockResult, Blocks, Failure, Way},
+    protocol::{BlockResult, Blocks, Failure, Way},
     regions::{Lent, Regions, shrunk},
     spaces::Space,
 };
@@ -35,7 +36,7 @@ use crate::error::{Result, ServiceFault};
 /// Blocks that are given to the cache in one call.
 const BLOCKS_PER_CALL: usize = 32;
 /// Places that are worked through for one connection before the others have their turn: some 20 us, where each lies in
-/// another region. A block that has more is not divided.
+/// another region.
 const PLACES_PER_TURN: usize = 64;
 /// Requests of a connection that load layer by layer at a time: each has all of its blocks under way.
 const LAYERED_MAX: usize = 8;
@@ -186,13 +187,13 @@ impl ClientTransfers {
     }
 
     /// The end of a call's blocks that begin with `first`.
-    fn last(&self, blocks: &Blocks, first: usize) -> (usize, usize) {
+    fn last(&self, blocks: &Blocks, first: usize) -> usize {
         let most = (first + self.per_call).min(blocks.keys.len());
         let mut last = first + 1;
         while last < most && blocks.places.count(first..last + 1) <= PLACES_PER_TURN {
             last += 1;
         }
-        (last, blocks.places.count(first..last))
+        last
     }
 
     /// Moves blocks; a result for each, in order. After a cancellation no more blocks begin; those in flight complete.
@@ -208,7 +209,6 @@ impl ClientTransfers {
         blocks: Blocks,
         cancel: Cancel,
     ) -> Result<Vec<BlockResult>, Failure> {
-        check_counts(&blocks.places)?;
         self.check(&blocks).await?;
         let count = blocks.keys.len();
         let results: Rc<RefCell<Vec<Option<BlockResult>>>> = Rc::new(RefCell::new(vec![None; count]));
@@ -217,19 +217,24 @@ impl ClientTransfers {
         let mut next = 0;
         while next < count {
             let first = next;
-            let (last, places) = self.last(&blocks, first);
+            let last = self.last(&blocks, first);
             next = last;
             let permits = tokio::select! { biased;
                 () = cancel.canceled() => break,
                 permits = self.permits_for(&way, (last - first) as u32) => permits,
             };
-            self.turn(places).await;
+            let found = self.unchanged(async || self.listed(&blocks.places, first..last).await).await;
             let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
-            calls.spawn_local(async move {
-                let ended = this.call(way.of_part(&blocks.keys, first), &blocks, first..last).await;
+            let mut call = Box::pin(async move {
+                let ended = this.call(way.of_part(&blocks.keys, first), &blocks.keys[first..last], found).await;
                 results.borrow_mut()[first..last].iter_mut().zip(ended).for_each(|(at, ended)| *at = Some(ended));
                 drop(permits);
             });
+            // Before other tasks of this thread: the call holds the segments' regions from its first poll on, and a
+            // region that leaves is waited for.
+            if (&mut call).now_or_never().is_none() {
+                calls.spawn_local(call);
+            }
             while let Some(ended) = calls.try_join_next() {
                 pass_on(ended);
             }
@@ -250,19 +255,14 @@ impl ClientTransfers {
         [of_stores, take(&self.permits).await.ok()]
     }
 
-    /// One call of the cache, for some of the blocks.
-    async fn call(&self, way: Way, blocks: &Blocks, part: Range<usize>) -> Vec<BlockResult> {
-        let (keys, places) = (&blocks.keys[part.clone()], &blocks.places);
+    /// One call of the cache, for blocks that were found there.
+    async fn call(&self, way: Way, keys: &[BlockKey], found: Result<Found, Failure>) -> Vec<BlockResult> {
         let refuse = |failure: Failure| vec![Err(failure); keys.len()];
-        let segments = part.clone().map(|block| self.regions.segments(places.of(block..block + 1)));
-        let segments: Vec<Vec<Segment>> = match segments.collect() {
-            Ok(segments) => segments,
+        let (segments, guarded) = match found {
+            Ok(found) => found,
             Err(failure) => return refuse(failure),
         };
-        let guarded = self.regions.guarded(places.of(part));
         let _moving = Moving::new(&self.moving, keys.len() as u64);
-        // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
-        // and a region that leaves is waited for.
         let ended = match way {
             Way::Load if self.regions.lenders() > 1 => self.cache.load_shared(keys, &segments).await,
             Way::Load => self.cache.load_into(keys, &segments).await,
@@ -294,16 +294,6 @@ impl ClientTransfers {
         }
         Some(shrunk(*first))
     }
-}
-
-/// Refuses a block of more places than are worked through in one piece.
-fn check_counts(places: &BlockPlaces) -> Result<(), Failure> {
-    let most = (0..places.blocks()).map(|block| places.count(block..block + 1)).max().unwrap_or(0);
-    if most <= BLOCK_PLACES_MAX {
-        return Ok(());
-    }
-    let text = format!("places: found {most} of one block, expected {BLOCK_PLACES_MAX} at most: fewer, longer ones");
-    Err(Failure::new(ServiceFault::Argument, text))
 }
 
 /// Passes a panic of a call on: what it had begun goes on, and so the request must not be answered.

@@ -15,7 +15,7 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 use crate::{
     error::{Error, Result, ServiceFault},
-    protocol::{BLOCK_PLACES_MAX, Failure, Place, RegionKind, Request},
+    protocol::{Failure, PLACES_MAX, Place, RegionKind, Request},
     wire::Shared,
 };
 
@@ -260,9 +260,9 @@ fn block(
     if places.len() < segments.len() {
         return Ok(Found::Copied);
     }
-    match places.len() <= BLOCK_PLACES_MAX {
+    match places.len() <= PLACES_MAX {
         true => Ok(Found::Straight(places)),
-        false => Err(wrong(format!("a block of {} segments", places.len()), format!("{BLOCK_PLACES_MAX} at most"))),
+        false => Err(wrong(format!("a block of {} segments", places.len()), format!("{PLACES_MAX} at most"))),
     }
 }
 
@@ -320,8 +320,8 @@ mod tests {
     #[test]
     fn a_block_of_too_many_segments_is_refused() {
         let places = Places::default();
-        places.add(&lent(1, 4096, 8192), None);
-        for (count, is_taken) in [(BLOCK_PLACES_MAX, true), (BLOCK_PLACES_MAX + 1, false)] {
+        places.add(&lent(1, 4096, 2 * PLACES_MAX), None);
+        for (count, is_taken) in [(PLACES_MAX, true), (PLACES_MAX + 1, false)] {
             let segments = [(0..count).map(|byte| at(4096 + byte, 1)).collect::<Vec<_>>()];
             assert_eq!(places.find(1, &segments, count, None).is_ok(), is_taken, "{count}");
             assert_eq!(places.find_shifted(&segments, count).is_some(), is_taken, "{count}");

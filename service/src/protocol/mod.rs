@@ -20,6 +20,6 @@ pub use request::{Blocks, RegionKind, Request, SpaceDevice, Way};
 pub use status::{ClientStatus, ServiceStatus, SpaceStatus};
 pub(crate) use wire::set_id;
 pub use wire::{
-    BLOCK_PLACES_MAX, FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PATH_BYTES_MAX,
-    PLACES_MAX, TEXT_BYTES_MAX,
+    FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PATH_BYTES_MAX, PLACES_MAX,
+    TEXT_BYTES_MAX,
 };

@@ -10,8 +10,6 @@ pub const FRAME_BYTES_MAX: usize = 2 << 20;
 pub const KEYS_MAX: usize = 4096;
 /// Places in one request.
 pub const PLACES_MAX: usize = 65_536;
-/// Places of one block, which the service works through in one piece.
-pub const BLOCK_PLACES_MAX: usize = 4096;
 /// Bytes of a space's name.
 pub const NAMESPACE_BYTES_MAX: usize = 255;
 /// Bytes of a file's path: the frame is one that a client may send before it is attached.

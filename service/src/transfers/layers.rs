@@ -1,20 +1,20 @@
 //! Loads that complete layer by layer.
 
-use std::{collections::BTreeMap, rc::Rc};
+use std::{collections::BTreeMap, ops::Range, rc::Rc};
 
 use kvhoist::Segment;
 
-use super::{Cancel, ClientTransfers, Lent, Moving, PLACES_PER_TURN, canceled, check_counts, told};
+use super::{Cancel, ClientTransfers, Lent, Moving, PLACES_PER_TURN, canceled, told};
 use crate::{
     error::ServiceFault,
-    protocol::{BlockResult, Blocks, Failure, Place, Reply},
+    protocol::{BlockPlaces, BlockResult, Blocks, Failure, Place, Reply},
 };
 
 /// Places that are looked up already and shifted before other connections have their turn: some 5 us.
 const SHIFTED_PER_TURN: usize = 2048;
 
 /// Where blocks lie, and the guarded ones among their regions.
-type Found = (Vec<Vec<Segment>>, BTreeMap<u32, Rc<Lent>>);
+pub(super) type Found = (Vec<Vec<Segment>>, BTreeMap<u32, Rc<Lent>>);
 
 impl ClientTransfers {
     /// Loads blocks layer by layer, and tells what each layer came to, in order; a result for each block at the end.
@@ -34,7 +34,6 @@ impl ClientTransfers {
         cancel: Cancel,
         tell: impl Fn(Reply),
     ) -> Result<Vec<BlockResult>, Failure> {
-        check_counts(&blocks.places)?;
         let count = blocks.keys.len();
         let _one_of_few = tokio::select! { biased;
             () = cancel.canceled() => return Ok(vec![Err(canceled()); count]),
@@ -106,30 +105,44 @@ impl ClientTransfers {
         }
     }
 
-    /// Where all blocks lie in the service's memory, each a block long, and the regions that are guarded. Good until
-    /// the next await only, as of [`Regions::segments`](crate::regions::Regions::segments).
+    /// Where all of these blocks lie.
     async fn segments_in_turns(&self, blocks: &Blocks) -> Result<Found, Failure> {
+        self.unchanged(async || match blocks.places.as_shifted() {
+            Some((places, shifts)) => self.shifted(places, shifts).await,
+            None => self.listed(&blocks.places, 0..blocks.keys.len()).await,
+        })
+        .await
+    }
+
+    /// What `find` finds while no region leaves: where blocks lie in the service's memory, each a block long, and the
+    /// regions that are guarded. Good until the next await only, as of
+    /// [`Regions::segments`](crate::regions::Regions::segments).
+    pub(super) async fn unchanged(&self, find: impl AsyncFn() -> Result<Found, Failure>) -> Result<Found, Failure> {
         loop {
             let departures = self.regions.departures();
-            let found = match blocks.places.as_shifted() {
-                Some((places, shifts)) => self.shifted(places, shifts).await?,
-                None => self.listed(blocks).await?,
-            };
-            // Else some region has left. One of this load is refused the next time.
+            let found = find().await?;
+            // Else some region has left. One of these blocks is refused the next time.
             if self.regions.departures() == departures {
                 return Ok(found);
             }
         }
     }
 
-    async fn listed(&self, blocks: &Blocks) -> Result<Found, Failure> {
-        let (mut segments, mut guarded) = (Vec::with_capacity(blocks.keys.len()), BTreeMap::new());
-        for block in 0..blocks.keys.len() {
-            self.turn(blocks.places.count(block..block + 1).min(PLACES_PER_TURN)).await;
-            let of_block = self.regions.segments(blocks.places.of(block..block + 1))?;
+    /// Blocks whose places are looked up one by one, in turns.
+    pub(super) async fn listed(&self, places: &BlockPlaces, blocks: Range<usize>) -> Result<Found, Failure> {
+        let (mut segments, mut guarded) = (Vec::with_capacity(blocks.len()), BTreeMap::new());
+        for block in blocks {
+            let (count, mut left) = (places.count(block..block + 1), places.of(block..block + 1));
+            let mut of_block = Vec::with_capacity(count);
+            while of_block.len() < count {
+                let turn = (count - of_block.len()).min(PLACES_PER_TURN);
+                self.turn(turn).await;
+                let some: Vec<Place> = left.by_ref().take(turn).collect();
+                of_block.extend(self.regions.segments(some.iter().copied())?);
+                guarded.extend(self.regions.guarded(some.into_iter()));
+            }
             self.check_length(&of_block)?;
             segments.push(of_block);
-            guarded.extend(self.regions.guarded(blocks.places.of(block..block + 1)));
         }
         Ok((segments, guarded))
     }

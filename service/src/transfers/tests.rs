@@ -12,7 +12,7 @@ use crate::{
     budget::Budget,
     config::ServerConfig,
     error::ServiceFault,
-    protocol::{BlockPlaces, Blocks, Place, RegionKind, Reply},
+    protocol::{BlockPlaces, Blocks, PLACES_MAX, Place, RegionKind, Reply},
     spaces::{Space, Spaces, Wanted},
     system::Machine,
 };
@@ -31,9 +31,13 @@ fn client(space: &Space) -> Rc<ClientTransfers> {
 
 /// The same with so many bytes in flight.
 fn client_with(space: &Space, in_flight_max: usize) -> Rc<ClientTransfers> {
+    client_of(space, in_flight_max, &SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory"))
+}
+
+/// The same of a client that lends this memory.
+fn client_of(space: &Space, in_flight_max: usize, pool: &SharedMemory) -> Rc<ClientTransfers> {
     let budget = Rc::new(Budget::new(&ServerConfig::new("unused")));
     let transfers = ClientTransfers::new(space, in_flight_max as u64, "a client".into(), budget.account(1), None);
-    let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
     transfers.regions.add(1, RegionKind::Host, &fd, 0, pool.len() as u64).expect("registered");
     Rc::new(transfers)
@@ -165,32 +169,70 @@ async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through()
     LocalSet::new().run_until(run).await;
 }
 
-/// The service works through the places of a block in one piece.
-#[tokio::test]
-async fn a_block_of_too_many_places_is_refused() {
-    let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
-    let run = async {
-        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
-        let space = spaces.attach(Wanted::of_tests(BLOCK_BYTES)).await.expect("attached");
-        let transfers = client(&space);
-        // A block's bytes one by one, and one place more, of none.
-        let mut places: Vec<Place> =
-            (0..BLOCK_BYTES as u64).map(|offset| Place { region: 1, len: 1, offset }).collect();
-        places.push(Place { region: 1, len: 0, offset: 0 });
-        let layer_of = vec![0; places.len()];
-        for places in [[&places].into_iter().collect(), BlockPlaces::shifted(&places, vec![0])] {
-            let blocks = Blocks { keys: vec![key(0)], places };
-            let layers = Rc::clone(&transfers).load_layers(layer_of.clone(), blocks.clone(), Cancel::default(), |_| {});
-            let whole = Rc::clone(&transfers).run(Way::Load, blocks, Cancel::default());
-            for refused in [layers.await.expect_err("too many"), whole.await.expect_err("too many")] {
-                assert!(refused.text.starts_with("places: found 4097 of one block, expected 4096 "), "{refused:?}");
-            }
+/// Bytes of each place of a block of many.
+const PIECE: usize = 16;
+
+/// A block as the page of a pool whose layers lie between its tokens: every second piece, from the `at`th on.
+fn pieces(count: usize, at: u64) -> Vec<Place> {
+    let offset = |piece| (2 * piece + at) * PIECE as u64;
+    (0..count as u64).map(|piece| Place { region: 1, len: PIECE as u32, offset: offset(piece) }).collect()
+}
+
+/// Every byte of the pieces from the `at`th on, in the order of the block.
+fn bytes_of(pool: &SharedMemory, count: usize, at: usize) -> Vec<u8> {
+    let mut bytes = vec![0; count * PIECE];
+    bytes.chunks_mut(PIECE).enumerate().for_each(|(piece, to)| pool.read((2 * piece + at) * PIECE, to));
+    bytes
+}
+
+/// Waits for a request; how often others had their turns.
+async fn turns_during<T: 'static>(request: impl Future<Output = T> + 'static) -> (T, usize) {
+    let (mut running, mut turns) = (JoinSet::new(), 0);
+    running.spawn_local(request);
+    loop {
+        tokio::task::yield_now().await;
+        turns += 1;
+        if let Some(ended) = running.try_join_next() {
+            return (ended.expect("no panic"), turns);
         }
-        transfers.regions.release_all().await;
-        drop((transfers, space));
-        spaces.close().await.expect("closed");
-    };
-    LocalSet::new().run_until(run).await;
+    }
+}
+
+/// Pages of 64 tokens of 36 layers and of 64, K and V of each; and as many places as a request may have.
+#[tokio::test]
+async fn a_block_of_many_places_is_moved_while_others_have_their_turns() {
+    for count in [36 * 2 * 64, 64 * 2 * 64, PLACES_MAX] {
+        let config = ServerConfig { host_bytes: 8 << 20, ..ServerConfig::new("unused") };
+        let run = async {
+            let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+            let space = spaces.attach(Wanted::of_tests(count * PIECE)).await.expect("attached");
+            let pool = SharedMemory::new(2 * count * PIECE).expect("memory");
+            let transfers = client_of(&space, 1 << 20, &pool);
+            (0..2 * count).for_each(|at| pool.write(at * PIECE, &[(at % 251) as u8; PIECE]));
+            let stored = bytes_of(&pool, count, 0);
+            let listed = |at| Blocks { keys: vec![key(0)], places: [pieces(count, at)].iter().collect() };
+            let alike = || Blocks { places: BlockPlaces::shifted(&pieces(count, 1), vec![0]), ..listed(1) };
+            let move_whole = |way, blocks| Rc::clone(&transfers).run(way, blocks, Cancel::default());
+            // Once to check its places, and once to find them.
+            let least = 2 * (count / PLACES_PER_TURN);
+            for (way, blocks) in [(Way::Store(None), listed(0)), (Way::Load, listed(1)), (Way::Load, alike())] {
+                let (moved, turns) = turns_during(move_whole(way, blocks)).await;
+                assert!(matches!(moved.expect("its places")[..], [Ok(true)]) && turns >= least, "{turns}, {least}");
+            }
+            assert!(bytes_of(&pool, count, 1) == stored, "{count} places");
+            for blocks in [listed(1), alike()] {
+                pool.write(0, &vec![0; pool.len()]);
+                let load = Rc::clone(&transfers).load_layers(vec![0; count], blocks, Cancel::default(), |_| {});
+                let (loaded, turns) = turns_during(load).await;
+                assert!(matches!(loaded.expect("its places")[..], [Ok(true)]) && turns >= least / 2, "{turns}");
+                assert!(bytes_of(&pool, count, 1) == stored, "{count} places");
+            }
+            transfers.regions.release_all().await;
+            drop((transfers, space));
+            spaces.close().await.expect("closed");
+        };
+        LocalSet::new().run_until(run).await;
+    }
 }
 
 /// A memfd that takes no seal.

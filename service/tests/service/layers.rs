@@ -1,8 +1,8 @@
 //! Loads that complete layer by layer through the service, into host memory and a device's, and blocks that are pinned.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
-use kvhoist::{BlockKey, Error, ServiceFault, SharedMemory, Tier, block_on};
+use kvhoist::{BlockKey, Error, Memory, Segment, ServiceFault, SharedMemory, Tier, block_on};
 use kvhoist_service::{
     Client,
     internals::protocol::{BlockPlaces, Blocks, Place, RegionKind, Reply, Request, SpaceDevice},
@@ -10,7 +10,7 @@ use kvhoist_service::{
 
 use crate::{
     common::{key, payload},
-    node::{BLOCK_BYTES, HANG, HOST_BLOCKS, Node, Stopped, options},
+    node::{BLOCK_BYTES, HANG, HOST_BLOCKS, Node, Stopped, options, options_of},
     pool_client::{LAYER_OF, POOL_BLOCKS, PoolClient, SEGMENT_BYTES, cut},
     raw::{Raw, attach},
 };
@@ -46,6 +46,35 @@ fn host_memory_is_loaded_layer_by_layer_too() {
     let pool_client = PoolClient::new(&node.socket());
     pool_client.store(0, POOL_BLOCKS).expect("a service");
     assert_eq!(pool_client.load_layers(0, POOL_BLOCKS).expect("a service"), ALL);
+}
+
+/// Pages of 64 tokens of 36 layers and of 64, K and V of each, whose layers lie between the tokens of a pool.
+#[test]
+fn a_block_in_as_many_places_as_pages_of_models_is_moved() {
+    const PIECE: usize = 16;
+    let node = Node::new();
+    for count in [36 * 2 * 64, 64 * 2 * 64] {
+        let mut options = options_of(&format!("{count} places"));
+        options.block_bytes = count * PIECE;
+        let client = block_on(Client::connect(&node.socket(), options)).expect("a service");
+        let pool = Arc::new(SharedMemory::new(2 * count * PIECE).expect("memory"));
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let region = block_on(client.register(unsafe { Memory::shared(pool.clone()) })).expect("registered");
+        let piece = |at: usize| Segment { ptr: pool.as_ptr().wrapping_add(at * PIECE), len: PIECE };
+        let [from, to] = [0, 1].map(|at| vec![(0..count).map(|n| piece(2 * n + at)).collect::<Vec<_>>()]);
+        let keys = [key(0)];
+        let mut bytes = payload(0, 2 * count * PIECE);
+        pool.write(0, &bytes);
+        let stored = block_on(client.store_from(&keys, None, &from)).expect("a service");
+        assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+        let loaded = block_on(client.load_into(&keys, &to)).expect("a service");
+        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+        bytes.chunks_mut(2 * PIECE).for_each(|pair| pair.copy_within(..PIECE, PIECE));
+        let mut found = vec![0; bytes.len()];
+        pool.read(0, &mut found);
+        assert!(found == bytes, "{count} places");
+        block_on(client.unregister(&region)).expect("its own");
+    }
 }
 
 #[test]
