@@ -117,7 +117,7 @@ fn prepare(setup: Setup, queue: Arc<Queue<Request>>) -> Result<(Worker, SelfTest
     for file in files {
         worker.handles.push(Handle::new(driver, file).map_err(text)?);
     }
-    let found = driver.start_counting().and_then(|_counting| self_test(driver, &worker.handles, probe));
+    let found = driver.start_counting(limit).and_then(|_counting| self_test(driver, &worker.handles, probe));
     // Dropped only here, so that a call that never returns keeps the memory reserved.
     drop(probe_owner);
     let (evidence, direct) = found.map(|found| (found.evidence, found.direct == Some(true)))?;

@@ -10,6 +10,9 @@ use super::{
     sys::{CufileError, Driver, Handle},
 };
 
+/// How long a proof waits for another count, which may be of a read that never returns.
+const COUNT_WAIT_MAX: Duration = Duration::from_secs(1);
+
 /// A file that libcufile reads straight into device memory, while the calling thread waits.
 pub struct CufileReader {
     driver: &'static Driver,
@@ -41,7 +44,7 @@ impl CufileReader {
     /// # Errors
     /// Why the read failed.
     pub unsafe fn prove(&self, address: usize, len: usize, offset: u64) -> Result<Option<bool>, String> {
-        let Ok(_counting) = self.driver.start_counting() else { return Ok(None) };
+        let Ok(_counting) = self.driver.start_counting(COUNT_WAIT_MAX) else { return Ok(None) };
         let probe = Part { ptr: std::ptr::with_exposed_provenance_mut(address), len, offset };
         Ok(self_test(self.driver, std::slice::from_ref(&self.handle), probe)?.direct)
     }

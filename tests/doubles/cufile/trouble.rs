@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvhoist::{Cache, EngineMode, Route, Stats, Tier, block_on};
+use kvhoist::{Cache, EngineMode, Route, Stats, Tier, block_on, internals::device::cufile::Driver};
 
 use super::{
     common,
@@ -232,4 +232,30 @@ fn a_library_that_does_not_come_back_from_its_first_calls_is_left_alone() {
             }
         },
     );
+}
+
+/// The self-test of one cache takes long: that of another waits for it, up to the limit of its own calls.
+#[test]
+fn a_self_test_waits_for_that_of_another_cache() {
+    with_double("trouble::a_self_test_waits_for_that_of_another_cache", &["stuck"], |_| {
+        Driver::open(Duration::from_secs(60)).expect("the double is there");
+        let directories = [(); 3].map(|()| common::directory());
+        let [first, second, third] = directories.each_ref().map(|directory| config(directory).cufile(EngineMode::On));
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| open(first));
+            while !first.is_finished() && ask("asked_reads") == 0 {
+                std::thread::yield_now();
+            }
+            let second = scope.spawn(|| open(second));
+            let refused = block_on(Cache::open(third.cufile_stuck_ms(STUCK_MS))).expect_err("a cache that waited");
+            let expected = "found another self-test of this process under way for 3s";
+            assert!(refused.to_string().contains(expected), "{refused}");
+            ask("release");
+            for opened in [first, second] {
+                let cache = opened.join().expect("opened");
+                assert!(cache.stats().cufile, "{:?}", cache.stats());
+                block_on(cache.close()).expect("close");
+            }
+        });
+    });
 }

@@ -84,8 +84,8 @@ impl Counters {
 static TURN: Mutex<Turn> = Mutex::new(Turn { is_counting: false, reads: 0 });
 static TURN_ENDED: Condvar = Condvar::new();
 
-/// How long a count waits for another one, and for reads under way: one of them may never return.
-const TURN_WAIT_MAX: Duration = Duration::from_secs(1);
+/// How long a count waits for reads under way: one of them may never return, and no more begin meanwhile.
+const READS_WAIT_MAX: Duration = Duration::from_secs(1);
 
 struct Turn {
     /// A count has begun, or waits for the reads to end.
@@ -102,18 +102,25 @@ fn turn() -> MutexGuard<'static, Turn> {
 pub(crate) struct Counting(());
 
 impl Counting {
-    /// `None` if it is not this caller's turn within the limit.
-    fn begin() -> Option<Self> {
-        let wait = |turn, is_awaited: fn(&mut Turn) -> bool| {
-            let waited = TURN_ENDED.wait_timeout_while(turn, TURN_WAIT_MAX, is_awaited);
+    /// # Errors
+    /// What does not end: another count within the limit, or reads that are not to be counted.
+    fn begin(limit: Duration) -> Result<Self, String> {
+        let wait = |turn, limit, what, is_awaited: fn(&mut Turn) -> bool| {
+            let waited = TURN_ENDED.wait_timeout_while(turn, limit, is_awaited);
             let (turn, found) = waited.unwrap_or_else(PoisonError::into_inner);
-            (!found.timed_out()).then_some(turn)
+            match found.timed_out() {
+                false => Ok(turn),
+                true => Err(format!(
+                    "found {what} of this process under way for {limit:?}, expected an end of it: libcufile has one \
+                     set of counters, and would count it too; try again when it has ended"
+                )),
+            }
         };
-        wait(turn(), |turn| turn.is_counting)?.is_counting = true;
+        wait(turn(), limit, "another self-test", |turn| turn.is_counting)?.is_counting = true;
         // Dropped if the reads do not end. No more of them begin meanwhile.
         let counting = Counting(());
-        drop(wait(turn(), |turn| turn.reads > 0)?);
-        Some(counting)
+        drop(wait(turn(), READS_WAIT_MAX, "a read", |turn| turn.reads > 0)?);
+        Ok(counting)
     }
 }
 
@@ -170,18 +177,13 @@ extern "C" fn stop_counting() {
 
 impl Driver {
     /// Enables the statistics until the process ends: stopping and restarting them crashes libcufile. One caller at a
-    /// time. `None` before libcufile 1.15, which has no statistics.
+    /// time; others wait so long at most. `None` before libcufile 1.15, which has no statistics.
     ///
     /// # Errors
     /// Why nothing can be counted now.
-    pub(crate) fn start_counting(&self) -> Result<Option<Counting>, String> {
+    pub(crate) fn start_counting(&self, limit: Duration) -> Result<Option<Counting>, String> {
         let Some(statistics) = &self.library().statistics else { return Ok(None) };
-        let counting = Counting::begin().ok_or_else(|| {
-            format!(
-                "found reads of this process under way for {TURN_WAIT_MAX:?}, expected them to end: libcufile's \
-                 counters would count them too; try again when they have"
-            )
-        })?;
+        let counting = Counting::begin(limit)?;
         let text = |fault: CufileError| fault.to_string();
         let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
         if !*counts && !EXITING.load(Ordering::SeqCst) {
