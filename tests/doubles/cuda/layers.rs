@@ -198,38 +198,38 @@ fn a_layer_does_not_wait_for_the_copies_of_others_because_a_block_is_missing() {
 #[test]
 fn long_layers_do_not_wait_for_each_other() {
     with_double("layers::long_layers_do_not_wait_for_each_other", "", || {
-        // 1.25 MiB a layer: six of them are in flight at once, of which two wait for a place in a stream, and would be
-        // more than go together.
+        // 1.25 MiB a layer, or 640 KiB each second one: two that wait for a place in a stream would fit in a launch.
         const LAYERS: usize = 8;
-        let block_bytes = LAYERS * (80 << 10);
-        let settings = config(1).block_bytes(block_bytes).device_layout(None);
-        let cache = block_on(Cache::open(settings)).expect("the double is a device");
-        let gpu = Gpu::open(0).expect("the double is a device");
-        let pool = DeviceBuffer::new(gpu, 16 * block_bytes).expect("memory");
-        // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
-        let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
-        (0..16).for_each(|n| block_on(common::store(&cache, n)));
-        let keys: Vec<_> = (0..16).map(key).collect();
-        let len = block_bytes / LAYERS;
-        let place = |block: usize, layer: usize| Segment {
-            ptr: pool.base().as_ptr().wrapping_add((layer * 16 + block) * len),
-            len,
-        };
-        let places: Vec<Vec<_>> = (0..16).map(|block| (0..LAYERS).map(|layer| place(block, layer)).collect()).collect();
-        for complete in 1..LAYERS {
-            allow_events(complete as i32);
-            let load = block_on(cache.load_layers(&keys, &places, &[0, 1, 2, 3, 4, 5, 6, 7])).expect("taken on");
-            for layer in 0..complete {
-                assert_eq!(block_on(load.layer(layer)).expect("a layer").0, 16);
+        for second in [80 << 10, 40 << 10] {
+            let lens: [usize; LAYERS] = std::array::from_fn(|layer| if layer % 2 == 0 { 80 << 10 } else { second });
+            let block_bytes = lens.iter().sum();
+            let settings = config(1).block_bytes(block_bytes).device_layout(None);
+            let cache = block_on(Cache::open(settings)).expect("a device");
+            let pool = DeviceBuffer::new(Gpu::open(0).expect("a device"), 16 * block_bytes).expect("memory");
+            // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
+            let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+            let region = kvhoist::block_on(cache.register(lent)).expect("registered");
+            (0..16).for_each(|n| block_on(common::store(&cache, n)));
+            let keys = ALL.map(key);
+            let place = |block: usize, layer: usize| {
+                let at = 16 * lens[..layer].iter().sum::<usize>() + block * lens[layer];
+                Segment { ptr: pool.base().as_ptr().wrapping_add(at), len: lens[layer] }
+            };
+            let places = ALL.map(|block| (0..LAYERS).map(|layer| place(block as usize, layer)).collect::<Vec<_>>());
+            for complete in 1..LAYERS {
+                allow_events(complete as i32);
+                let load = block_on(cache.load_layers(&keys, &places, &[0, 1, 2, 3, 4, 5, 6, 7])).expect("taken on");
+                (0..complete).for_each(|layer| assert_eq!(block_on(load.layer(layer)).expect("a layer").0, 16));
+                // Time for one that was launched together with the last of these.
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                let next = std::pin::pin!(load.layer(complete));
+                assert!(matches!(next.poll(&mut Context::from_waker(Waker::noop())), Poll::Pending));
+                allow_events(i32::MAX);
+                assert!(block_on(load.blocks()).into_iter().all(|result| result.expect("loaded")));
             }
-            let next = std::pin::pin!(load.layer(complete));
-            assert!(matches!(next.poll(&mut Context::from_waker(Waker::noop())), Poll::Pending));
-            allow_events(i32::MAX);
-            assert!(block_on(load.blocks()).into_iter().all(|result| result.expect("loaded")));
+            block_on(cache.unregister(&region)).expect("its own region");
+            block_on(cache.close()).expect("close");
         }
-        block_on(cache.unregister(&region)).expect("its own region");
-        block_on(cache.close()).expect("close");
     });
 }
 

@@ -60,7 +60,7 @@ const LAUNCH_BYTES: u64 = 32 << 20;
 /// drives wait for launches.
 const PROMPT_BYTES: u64 = 4 << 20;
 
-/// A longer prompt batch joins no other in a launch: no long layer waits for the next one.
+/// A longer prompt batch has a launch of its own: no long layer waits for the next one.
 const JOINING_BYTES_MAX: u64 = 1 << 20;
 
 /// How long the task keeps polling after the last copy: about the time of waking the reactor, so that a sequence of
@@ -330,7 +330,7 @@ impl Inner {
             // Sums the bytes only if this batch may share a launch.
             let more = if queue.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
             if batch.is_prompt() {
-                limit = if more > JOINING_BYTES_MAX { 0 } else { PROMPT_BYTES };
+                limit = limit.min(if more > JOINING_BYTES_MAX { 0 } else { PROMPT_BYTES });
             }
             if !batches.is_empty() && bytes + more > limit {
                 break;
