@@ -26,6 +26,9 @@ from .settings import KeyScheme
 #: Changed whenever stored chunks would be read differently.
 FORMAT = "hicache-unified-v1"
 
+#: Pieces of memory that a page may lie in for a service: the places of a request (docs/protocol.md).
+PIECES_MAX = 65_536
+
 
 def agreed(scheme: KeyScheme, storage_config: Any, server_args: Any) -> KeyScheme:
     """The scheme that holds: that of the settings, or of a version of SGLang that has decided itself."""
@@ -150,6 +153,16 @@ class ChunkStore(PoolStore):
     def __init__(self, agreement: dict, chunk: str, *given: Any) -> None:
         self._agreement, self._chunk = agreement, chunk
         super().__init__(*given)
+
+    def check(self, capacity: int, has_size: bool) -> None:
+        pieces = self.geometry.segments
+        if self.socket is not None and pieces > PIECES_MAX:
+            expected = (
+                f"a smaller one, or hicache_mem_layout 'page_unified', beside a service: a page of pool {self.name!r} "
+                f"lies in {pieces} pieces, of which a service takes {PIECES_MAX} at most"
+            )
+            raise config_error("page_size", self.geometry.page_tokens, expected)
+        super().check(capacity, has_size)
 
     def namespace(self) -> str:
         what = {

@@ -15,7 +15,7 @@ if why:
 
 torch = pytest.importorskip("torch")
 
-from sgl_pages import filled, keys_for  # noqa: E402
+from sgl_pages import filled, keys_for, noise, pages_of, same  # noqa: E402
 from sgl_topology import LAYERS, PAGE, PAGES, Model, Rank, Server, extra_config  # noqa: E402
 
 from kvhoist import ConfigError  # noqa: E402
@@ -215,6 +215,38 @@ def test_two_topologies_share_one_service_at_the_same_time(servers, node):
     other.keys = [key[::-1] for key in other.keys]
     four.store(other)
     assert two.loads(other)
+
+
+def _page_first(layers, page_tokens):
+    """A pool of small heads, which a service can map, whose pages lie in as many pieces as those of so many layers."""
+    geometry = sgl.Geometry(kind="mha", layers=layers, heads=1, head_dim=16, page_tokens=page_tokens)
+    pool = sgl.host_pool(geometry, sgl.device_pool(geometry, 3), "page_first", allocator_type="shm")
+    noise(pool, 1)
+    return geometry, pool
+
+
+@has_keys
+@pytest.mark.parametrize("layers, pieces", [(36, 4608), (64, 8192)])
+def test_pages_of_models_in_page_first_are_kept_by_a_service(store_dir, node, layers, pieces):
+    geometry, pool = _page_first(layers, page_tokens=64)
+    backend = sgl.backend(geometry, pool, extra_config(store_dir, service=node.socket, capacity_total="32MiB"))
+    (chunk,) = backend._stores["kv"].parts()
+    assert chunk.geometry.segments == pieces and not any(region.copied for region in chunk.regions)
+    keys, places = keys_for(geometry, 2), pool.alloc(3 * 64)[64:]
+    stored = pages_of(pool, places)
+    assert backend.batch_set_v1(keys, places) == [True, True] and backend.batch_exists(keys) == 2
+    noise(pool, 7)
+    assert backend.batch_get_v1(keys, places) == [True, True] and same(pages_of(pool, places), stored)
+    backend.close()
+
+
+@has_keys
+def test_pages_in_more_pieces_than_a_service_takes_are_refused(store_dir, node):
+    geometry, pool = _page_first(layers=64, page_tokens=1024)
+    words = "page_size: found 1024, expected a smaller one, or .*page_unified.* in 131072 pieces, .* takes 65536"
+    with pytest.raises(ConfigError, match=words):
+        sgl.backend(geometry, pool, extra_config(store_dir, service=node.socket, capacity_total="32MiB"))
+    sgl.backend(geometry, pool, extra_config(store_dir)).close()
 
 
 @has_keys
