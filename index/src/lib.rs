@@ -82,6 +82,7 @@ mod map;
 mod pages;
 mod place;
 mod policy;
+mod prefetch;
 mod prefix;
 mod rb;
 mod recency_list;
@@ -144,6 +145,8 @@ impl EntryId {
 /// Which blocks are resident where, and what each tier evicts next.
 pub struct Index {
     entries: Slab<Entry>,
+    /// The address of the first one, by which an id can be [loaded](Self::prefetch) before it is read.
+    entries_at: usize,
     /// Finds entries by key; those that were removed are not in it.
     map: KeyMap,
     hasher: KeyHasher,
@@ -192,6 +195,7 @@ impl Index {
             counts_requests: policies.iter().any(|policy| policy.rb().is_some()),
             request: 0..0,
             entries: Slab::new(),
+            entries_at: 0,
             map: KeyMap::default(),
             hasher: KeyHasher::new(seed),
             clock: 0,
@@ -323,6 +327,7 @@ impl Index {
         // processor's cache, and every entry would wait for the stores before it.
         let at = self.entries.insert(Entry::EMPTY);
         let entry = &mut self.entries[at];
+        self.entries_at = std::ptr::from_ref(entry).addr() - at * size_of::<Entry>();
         entry.key = *key;
         set_up(entry);
         let id = u32::try_from(at).expect("memory ends long before ids do");

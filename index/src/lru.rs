@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvhoist_base::block::Tier;
+use kvhoist_base::{block::Tier, memory::prefetch};
 use slab::Slab;
 
 use super::{
@@ -105,6 +105,7 @@ impl Lru {
                 (a, b) => a.or(b)?,
             };
             if entries[id as usize].is_evictable(tier) {
+                prefetch_next(entries, tier, id);
                 return Some(EntryId(id));
             }
             self.remove(entries, tier, EntryId(id), last_use);
@@ -177,6 +178,16 @@ pub(super) fn merged<T>(
 impl Default for Lru {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+/// Begins to load what the eviction after that of `id` changes, and the entry of the one after it.
+#[inline]
+fn prefetch_next(entries: &Slab<Entry>, tier: Tier, id: u32) {
+    let entry = &entries[id as usize];
+    let Some(next) = entries.get(entry.link(tier).hotter as usize) else { return };
+    for soon in [next.parent, next.link(tier).hotter].into_iter().filter(|&soon| soon < LATE) {
+        prefetch(std::ptr::from_ref(entry).wrapping_offset(soon as isize - id as isize));
     }
 }
 

@@ -6,46 +6,20 @@ use super::{
     EntryId, Index, Used,
     entry::{Entry, FULL, LISTED, List, USES_MAX},
     link::NONE,
+    prefetch::AHEAD,
 };
-
-/// How many entries before its turn one is loaded into the processor's caches.
-const AHEAD: usize = 16;
 
 impl Index {
     /// Bytes of memory that a block takes among the [entries](Self::reserved), the first of which come first.
     pub const ENTRY_BYTES: usize = size_of::<Entry>();
-
-    /// Loads into the processor's caches what [`restore`](Self::restore) will need for these keys. One key at a time,
-    /// half of its time would be waiting for memory; here the waits overlap.
-    pub fn prepare_restore<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
-        let Some(start) = self.entries_start() else { return };
-        // For an empty chain any entry: a branch on the head would wait for it.
-        let load_first = |chain| prefetch(start.wrapping_add(self.map.first(chain).unwrap_or(0) as usize));
-        // Chains whose heads are on their way: read at once, each would be waited for.
-        let mut heads = [0; AHEAD];
-        for (at, key) in keys.enumerate() {
-            let chain = self.map.chain(self.hasher.hash(key));
-            prefetch(self.map.head(chain));
-            // Nearly always the key's own entry: a parent's, or that of another record of the key.
-            load_first(std::mem::replace(&mut heads[at % AHEAD], chain));
-        }
-        heads.into_iter().for_each(load_first);
-    }
-
-    /// Where the entries lie, in the order of their ids: any of them tells. It is good for hints only.
-    fn entries_start(&self) -> Option<*const Entry> {
-        let (id, entry) = self.entries.iter().next()?;
-        Some(std::ptr::from_ref(entry).wrapping_sub(id))
-    }
 
     /// Where the memory is that [`try_reserve`](Self::try_reserve) reserved, as address and bytes, for advice to the
     /// system: the entries and the map.
     pub fn reserved(&mut self) -> [(usize, usize); 2] {
         // Any entry tells where the others are.
         let id = self.find_or_create(BlockKey::new([0; 32]));
-        let entries = self.entries_start().map_or(0, <*const Entry>::addr);
         self.collect(id);
-        [(entries, self.entries.capacity() * size_of::<Entry>()), self.map.memory()]
+        [(self.entries_at, self.entries.capacity() * size_of::<Entry>()), self.map.memory()]
     }
 
     /// Recovery: makes the block resident in `slot` of `tier`, with these uses; in any order. If no use is known, it
@@ -149,10 +123,9 @@ impl Index {
         // In ascending order none arrives late.
         leaves.sort_unstable();
         let id = |leaf: u64| EntryId((leaf & ((1 << id_bits) - 1)) as u32);
-        let start = self.entries_start();
         for (at, &leaf) in leaves.iter().enumerate() {
-            if let (Some(start), Some(&soon)) = (start, leaves.get(at + AHEAD)) {
-                prefetch(start.wrapping_add(id(soon).0 as usize));
+            if let Some(&soon) = leaves.get(at + AHEAD) {
+                self.prefetch(id(soon));
             }
             self.entry_mut(id(leaf)).set(tier, LISTED);
             self.enter_order(id(leaf), tier);
@@ -213,17 +186,4 @@ impl Tops {
         }
         top
     }
-}
-
-/// Hints that the value at `place` is about to be read or written, all of it.
-#[inline]
-fn prefetch<T>(place: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    for line in (0..size_of::<T>()).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        // SAFETY: a hint, which reads and writes nothing and cannot fault, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.wrapping_byte_add(line).cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = place;
 }

@@ -293,7 +293,7 @@ async fn recover<S: Storage>(
     let [(start, len), _map] = index.reserved();
     let decoding = Decoding { workers, entries: Arc::new(Prefault::new(start, len)) };
     let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
-        index.prepare_restore(page.iter().flat_map(|record| [Some(&record.key), record.parent.as_ref()]).flatten());
+        index.prefetch_keys(page.iter().flat_map(|record| [Some(&record.key), record.parent.as_ref()]).flatten());
         page.iter().for_each(|record| restore(index, slots, record));
     };
     let recovered = disk::recovery::open(storage, members, config, uuid, &decoding, enter).await?;

@@ -32,7 +32,7 @@ use crate::{
     bits::BitSet,
     block::{BlockKey, FileId},
     error::{Error, Result},
-    memory::huge,
+    memory::{huge, prefetch},
 };
 
 /// Record pages, of all members together, among which successive stores rotate; at least one of each member.
@@ -225,6 +225,11 @@ impl DiskSlots {
         (file, *of_member)
     }
 
+    /// Begins to load what the table has of `slot`.
+    pub fn prefetch(&self, slot: u32) {
+        prefetch(self.slots.as_ptr().wrapping_add(slot as usize));
+    }
+
     /// The content of a full slot; `None` for any other slot.
     ///
     /// # Panics
@@ -250,15 +255,7 @@ impl DiskSlots {
         self.stripe.page_of(slot)
     }
 
-    /// Offset of a record page.
-    ///
-    /// # Panics
-    /// If the store has no such page.
-    pub fn page_location(&self, page: PageId) -> (FileId, u64) {
-        self.stripe.page_location(page)
-    }
-
-    /// Encodes a record page, to be sealed and written at [`page_location`](Self::page_location), and marks it fresh.
+    /// Encodes a record page, to be sealed and written at [its place](Stripe::page_location), and marks it fresh.
     /// `describe` returns key, parent, last use and uses of an index entry.
     ///
     /// # Panics

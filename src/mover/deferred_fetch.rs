@@ -44,6 +44,10 @@ impl Submitter {
 }
 
 impl DeferredWork for DeferredFetch {
+    fn key(&self) -> Option<&BlockKey> {
+        Some(&self.key)
+    }
+
     fn run(&mut self, state: &mut Locked<'_>) {
         let (key, submitter) = (&self.key, &*self.submitter);
         // Its caller may be gone.

@@ -106,8 +106,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut jobs = jobs.into_iter().enumerate();
         while jobs.len() > 0 {
             for _ in 0..BEGUN_PER_TURN / PLANNED_PER_LOCK {
+                let part: Vec<Numbered> = jobs.by_ref().take(PLANNED_PER_LOCK).collect();
+                if part.is_empty() {
+                    break;
+                }
                 let mut state = self.shared.lock();
-                for (number, job) in jobs.by_ref().take(PLANNED_PER_LOCK) {
+                state.index.prefetch_keys(part.iter().map(|(_, job)| &job.key));
+                for (number, job) in part {
                     match state.find_open(&job.key).and_then(|id| state.pin_resident(id)) {
                         Some(pin) => resident.push((number, pin, job)),
                         None => away.push((number, job)),

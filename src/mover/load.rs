@@ -168,6 +168,7 @@ impl Submitter {
         let mut planned = Vec::with_capacity(jobs.len());
         let began = Instant::now();
         let mut state = self.ends.shared.lock();
+        state.index.prefetch_keys(jobs.iter().map(|(_, job)| &job.key));
         for (number, job) in jobs {
             match self.plan_load(&mut state, &job) {
                 Some((block, permit, file)) => planned.push((PlannedLoad { number, job, block, began }, permit, file)),
@@ -195,6 +196,7 @@ impl Submitter {
         // Made here: an allocation under the lock would hold all callers up.
         let channels: Vec<_> = jobs.iter().map(|_| oneshot::channel()).collect();
         let mut state = self.ends.shared.lock();
+        state.index.prefetch_keys(jobs.iter().map(|(_, job)| &job.key));
         for ((number, job), (waiter, outcome)) in jobs.into_iter().zip(channels) {
             match self.plan_to_slot(&mut state, &job, waiter) {
                 Some(read) => begun.push((Coming::new((number, job), outcome), read)),

@@ -105,7 +105,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (mut pins, jobs): (Vec<Pin>, Vec<Job>) = blocks.into_iter().map(|(_, pin, job)| (pin, job)).unzip();
         while !pins.is_empty() {
             let mut state = self.shared.lock();
-            pins.drain(pins.len().saturating_sub(ENDED_PER_LOCK)..).for_each(|pin| pin.release(&mut state));
+            let some = pins.len().saturating_sub(ENDED_PER_LOCK);
+            pins[some..].iter().for_each(|pin| state.index.prefetch(pin.id()));
+            pins.drain(some..).for_each(|pin| pin.release(&mut state));
         }
         if let Some(began) = began {
             jobs.iter().for_each(|job| self.loaded(&job.key, began));

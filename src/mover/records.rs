@@ -124,7 +124,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let Used { last, uses } = index.used(id);
                 (index.key(id), index.parent_key(id), last, uses)
             });
-            let (file, offset) = slots.page_location(page);
+            let (file, offset) = slots.stripe().page_location(page);
             (file, offset, unsealed)
         };
         unsealed.seal();

@@ -243,6 +243,7 @@ impl Submitter {
         let began = Instant::now();
         let mut waits = false;
         let mut state = self.ends.shared.lock();
+        state.index.prefetch_keys(jobs.iter().flat_map(|(_, job)| [Some(&job.key), job.parent.as_ref()]).flatten());
         let begin = |(_, job): &Numbered| {
             let step = if waits { None } else { self.begin_store_now(&mut state, job) };
             waits |= matches!(step, Some(Ok(StoreStep::Waits(_))));

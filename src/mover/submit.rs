@@ -66,6 +66,10 @@ struct MatchedRead {
 }
 
 impl DeferredWork for MatchedRead {
+    fn entry(&self) -> Option<EntryId> {
+        self.unverified.as_ref().map(|unverified| unverified.source.id())
+    }
+
     fn run(&mut self, state: &mut Locked<'_>) {
         self.permit = None;
         self.end = self.unverified.take().map(|unverified| state.publish_read(&self.key, unverified));

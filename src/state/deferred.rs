@@ -13,7 +13,12 @@ use std::{
 };
 
 use super::Locked;
-use crate::{block::Tier, index::EntryId, shield::caught, sync::Mutex};
+use crate::{
+    block::{BlockKey, Tier},
+    index::EntryId,
+    shield::caught,
+    sync::Mutex,
+};
 
 /// Works that the holder does under one lock, and answers before it looks for more.
 pub(super) const WORKS_PER_LOCK: usize = 32;
@@ -34,6 +39,16 @@ pub(crate) trait DeferredWork: Send {
 
     /// Answers whom it concerns. Called after it has run, without the lock, by the thread that had it.
     fn answer(&mut self);
+
+    /// The block that it looks up.
+    fn key(&self) -> Option<&BlockKey> {
+        None
+    }
+
+    /// The entry that it changes.
+    fn entry(&self) -> Option<EntryId> {
+        None
+    }
 }
 
 pub(super) enum Work {
@@ -144,6 +159,7 @@ impl Locked<'_> {
     #[inline(never)]
     pub(super) fn run_deferred(&mut self) {
         self.follow_ups.done = self.shared().deferred.take(WORKS_PER_LOCK);
+        self.prefetch_deferred();
         for at in 0..self.follow_ups.done.len() {
             match std::mem::replace(&mut self.follow_ups.done[at], Work::Done) {
                 Work::Pin(pin) => self.unpin(pin),
@@ -155,5 +171,14 @@ impl Locked<'_> {
                 Work::Done => {}
             }
         }
+    }
+
+    /// Begins to load what the works will read, all at once.
+    fn prefetch_deferred(&self) {
+        let works = &self.follow_ups.done;
+        let others = || works.iter().filter_map(|work| if let Work::Other(work) = work { Some(&**work) } else { None });
+        self.index.prefetch_keys(others().filter_map(DeferredWork::key));
+        let pins = works.iter().filter_map(|work| if let Work::Pin(pin) = work { Some(pin.id) } else { None });
+        pins.chain(others().filter_map(DeferredWork::entry)).for_each(|id| self.index.prefetch(id));
     }
 }

@@ -179,7 +179,9 @@ impl Locked<'_> {
 
     /// The entry of a block that a call looks up, unless the cache is closed.
     pub(crate) fn find_open(&self, key: &BlockKey) -> Option<EntryId> {
-        self.index.find(key).filter(|_| self.check_open().is_ok())
+        let id = self.index.find(key).filter(|_| self.check_open().is_ok())?;
+        self.prefetch(id);
+        Some(id)
     }
 
     /// Pins a block for a load, if it is in host memory. Counts the use and the hit then.

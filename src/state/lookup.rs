@@ -304,6 +304,7 @@ impl Locked<'_> {
         channel: impl FnOnce() -> (oneshot::Sender<Outcome>, R),
         begin: impl FnOnce(&mut Self, EntryId, oneshot::Sender<Outcome>) -> Option<P>,
     ) -> Result<Promotion<P, R>> {
+        self.prefetch(id);
         if source.is_some() {
             match usage {
                 Use::Now => self.count_use(id),
@@ -335,6 +336,15 @@ impl Locked<'_> {
 }
 
 impl State {
+    /// Begins to load what a movement of the block changes.
+    #[inline]
+    pub(super) fn prefetch(&self, id: EntryId) {
+        self.index.prefetch_around(id);
+        if let (Some(slots), Some(slot)) = (&self.disk, self.index.slot(id, Tier::Disk)) {
+            slots.prefetch(slot);
+        }
+    }
+
     /// The fastest tier in service that has the block: what a fetch of it finds.
     #[inline]
     pub(crate) fn served_tier(&self, id: EntryId) -> Option<Tier> {

@@ -56,11 +56,12 @@ impl Shared {
     pub(crate) fn end_loads(
         self: &Arc<Self>,
         route: Route,
-        pins: impl IntoIterator<Item = (Pin, Option<Instant>)>,
+        pins: impl IntoIterator<Item = (Pin, Option<Instant>)> + AsRef<[(Pin, Option<Instant>)]>,
         submitted: usize,
     ) {
         let mut right = Vec::new();
         let mut state = self.lock();
+        pins.as_ref().iter().for_each(|(pin, _)| state.index.prefetch(pin.id()));
         state.flights.loads -= submitted;
         if submitted > 0 && state.closed {
             self.ended.notify_one();
@@ -212,6 +213,7 @@ impl Locked<'_> {
         route: Route,
         source: Pin,
     ) -> Option<Pin> {
+        self.prefetch(id);
         let (tier, slot) = (filling.tier(), filling.slot());
         let is_visible = if self.index.complete_fill_pinned(id, tier, slot) {
             let checksums = match tier {

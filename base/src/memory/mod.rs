@@ -1,5 +1,5 @@
 //! Memory for I/O and copies: aligned and lent buffers, the host arena, callers' memory and its guard, huge pages,
-//! device memory, copies past the cache.
+//! device memory, copies past the cache, hints to the processor.
 
 mod arena;
 mod caller;
@@ -10,6 +10,7 @@ mod guarded;
 pub mod huge;
 mod lent;
 mod mapping;
+mod prefetch;
 mod shared;
 mod streaming;
 
@@ -19,5 +20,6 @@ pub use device::{BUFFER_ALIGN, DeviceMemory};
 pub use guard::Guard;
 pub use lent::{AlignedBuf, IoBuf, Lent};
 pub use mapping::Mapping;
+pub use prefetch::prefetch;
 pub use shared::SharedMemory;
 pub use streaming::copy_past_cache;

@@ -130,7 +130,7 @@ impl Pair {
 
     fn restore_all(&mut self, records: &[Option<Record>], to: Tier) {
         let keys = records.iter().flatten().map(|record| block_key(record.key % KEYS)).collect::<Vec<_>>();
-        self.index.prepare_restore(keys.iter());
+        self.index.prefetch_keys(keys.iter());
         records.iter().flatten().for_each(|record| self.restore(record, to));
         self.index.restored(to);
     }

@@ -224,7 +224,7 @@ impl Store {
         for page in (0..self.stripe.pages()).map(kvhoist::internals::disk::PageId) {
             let mut bytes = [0; PAGE_BYTES];
             slots.encode_page(page, &mut bytes, |entry| blocks[entry as usize]).seal();
-            let (file, offset) = slots.page_location(page);
+            let (file, offset) = slots.stripe().page_location(page);
             self.files[usize::from(file.0)][offset as usize..][..PAGE_BYTES].copy_from_slice(&bytes);
         }
         let (again, records) = self.open();
