@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{
-    Class, Few, Filling, Finished, Locked, NoWait, Outcome, PendingWrite, Pin, Shared, State, Waiters, is_of_memory,
-};
+use super::{Class, Few, Filling, Locked, NoWait, Outcome, PendingWrite, Pin, Shared, State, Waiters, is_of_memory};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Eviction,
@@ -213,8 +211,7 @@ impl Locked<'_> {
             Ok(None) => Ok(Committed::Wait(receiver)),
             // It is in no memory from which it could be written.
             Err((NoWait::Absent, _)) => Ok(Committed::Done),
-            Err((NoWait::Full, _)) => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
-            Err((NoWait::Overdue, _)) => Err(self.timeout("a movement of the block that is overdue")),
+            Err((why, _)) => Err(self.refused_waiter(why, waiters_max)),
         }
     }
 
@@ -300,7 +297,7 @@ impl Locked<'_> {
         if self.closed {
             self.shared().ended.notify_one();
         }
-        let Finished { waiters, next } = self.flights.finish(key, tier);
+        let (waiters, next) = self.flights.finish(key, tier);
         // A block that was stored under this key since may be written now, and a request may wait for its slot.
         if tier == Tier::Disk && self.has_waiters(Tier::Host) && self.write_back_is_due(0, 0.0) {
             self.shared().write_back.notify_one();

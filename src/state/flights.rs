@@ -1,6 +1,6 @@
 //! Single flight: one movement per key and destination, for any number of waiters.
 //!
-//! Pure data: `M` is what answers a waiter.
+//! Pure data.
 
 mod table;
 #[cfg(test)]
@@ -17,7 +17,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use self::table::{Placed, Table};
-use super::Few;
+use super::{Few, Outcome};
 use crate::{
     block::{BlockKey, Tier},
     index::{EntryId, KeyHasher},
@@ -25,10 +25,10 @@ use crate::{
 };
 
 /// Those who wait for a movement: mostly one.
-pub(crate) type Waiters<M> = Few<oneshot::Sender<M>>;
+pub(crate) type Waiters = Few<oneshot::Sender<Outcome>>;
 
 /// Waiters of movements that are overdue, each with the tier of which its block waits for a slot.
-pub(crate) type Overdue<M> = Vec<(oneshot::Sender<M>, Option<Tier>)>;
+pub(crate) type Overdue = Vec<(oneshot::Sender<Outcome>, Option<Tier>)>;
 
 /// Whether a movement has a waiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) enum Class {
 }
 
 /// The waiters of one movement.
-pub(crate) struct Flight<M> {
+pub(crate) struct Flight {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
     /// The entry that it moves; [`EntryId::NONE`] once that is gone. If it was removed, the key may name another one.
@@ -52,15 +52,15 @@ pub(crate) struct Flight<M> {
     overdue: bool,
     /// The tier of which it waits for a slot.
     pub(crate) slot_wanted: Option<Tier>,
-    pub(crate) waiters: Waiters<M>,
+    pub(crate) waiters: Waiters,
     /// `Some` if a write to disk follows, of the block that the key names when this movement ends: the waiters for that
     /// write.
-    next: Option<Waiters<M>>,
+    next: Option<Waiters>,
 }
 
 /// Movements in flight, by key and destination.
-pub(crate) struct Flights<M> {
-    by_target: Table<Flight<M>>,
+pub(crate) struct Flights {
+    by_target: Table<Flight>,
     /// Movements that may become overdue, with their places in the table, by number, the oldest first. Also some that
     /// have ended: no more than there are others, and [`ENDED_MAX`].
     by_age: VecDeque<(u64, u32)>,
@@ -73,7 +73,7 @@ pub(crate) struct Flights<M> {
     pub(super) loads: usize,
     /// Waiters that no movement has, or that have left one, to be dropped after the unlock: a caller's waker goes too,
     /// which may run.
-    pub(super) gone: Vec<oneshot::Sender<M>>,
+    pub(super) gone: Vec<oneshot::Sender<Outcome>>,
 }
 
 /// Movements that have ended and are still listed by age, however few are in flight.
@@ -95,27 +95,7 @@ impl Raised {
     }
 }
 
-/// What a flight leaves when it ends.
-pub(crate) struct Finished<M> {
-    /// Its waiters, which the caller answers after releasing the lock.
-    pub(crate) waiters: Waiters<M>,
-    /// The waiters of the write that follows, if one does.
-    pub(crate) next: Option<Waiters<M>>,
-}
-
-/// The result of joining a flight.
-pub(crate) enum Joined<M> {
-    /// A movement is in flight; its outcome arrives here.
-    Waiting(oneshot::Receiver<M>),
-    /// No movement is in flight.
-    None,
-    /// It has the largest permitted number of waiters.
-    Full,
-    /// It is overdue.
-    Overdue,
-}
-
-/// Why waiters do not wait for a write.
+/// Why waiters do not wait for a movement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoWait {
     /// No movement is in flight.
@@ -126,14 +106,7 @@ pub(crate) enum NoWait {
     Overdue,
 }
 
-impl<M> Flight<M> {
-    /// True if a write to disk follows it.
-    pub(crate) fn is_followed(&self) -> bool {
-        self.next.is_some()
-    }
-}
-
-impl<M> Flights<M> {
+impl Flights {
     /// No flights. `begun` holds the number of the latest movement from now on.
     pub(crate) fn new(begun: Arc<AtomicU64>, hasher: KeyHasher) -> Self {
         Flights {
@@ -170,32 +143,37 @@ impl<M> Flights<M> {
 
     /// Whether a write follows the movement of `key` to host memory.
     pub(crate) fn is_followed(&self, key: &BlockKey) -> bool {
-        self.by_target.get(key, Tier::Host).is_some_and(Flight::is_followed)
+        self.by_target.get(key, Tier::Host).is_some_and(|flight| flight.next.is_some())
     }
 
     /// Keys of the blocks that are being written, or will be when the movement in flight ends. In no order.
     pub(crate) fn writes(&self) -> impl Iterator<Item = BlockKey> + '_ {
-        let is_write = |placed: &&Placed<Flight<M>>| placed.tier == Tier::Disk || placed.value.is_followed();
+        let is_write = |placed: &&Placed<Flight>| placed.tier == Tier::Disk || placed.value.next.is_some();
         self.by_target.iter().filter(is_write).map(|placed| placed.key)
     }
 
     /// The movement of `key` to `tier`, while it is in flight.
-    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M>> {
+    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight> {
         self.by_target.get_mut(key, tier)
     }
 
-    /// Joins the movement in flight, if there is one.
-    pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
-        let Some(flight) = self.by_target.get_mut(key, tier) else { return Joined::None };
+    /// Joins the movement in flight, if there is one: what receives its outcome.
+    pub(crate) fn join(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        waiters_max: u32,
+    ) -> Result<oneshot::Receiver<Outcome>, NoWait> {
+        let flight = self.by_target.get_mut(key, tier).ok_or(NoWait::Absent)?;
         if flight.overdue {
-            return Joined::Overdue;
+            return Err(NoWait::Overdue);
         }
         if !has_room(&mut flight.waiters, 1, waiters_max, &mut self.gone) {
-            return Joined::Full;
+            return Err(NoWait::Full);
         }
         let (sender, receiver) = oneshot::channel();
         flight.waiters.push(sender);
-        Joined::Waiting(receiver)
+        Ok(receiver)
     }
 
     /// Has waiters wait for a write of `entry`: for the movement in flight, if that is one, else for the write that
@@ -205,9 +183,9 @@ impl<M> Flights<M> {
         &mut self,
         (key, tier): (&BlockKey, Tier),
         entry: EntryId,
-        waiters: Waiters<M>,
+        waiters: Waiters,
         waiters_max: u32,
-    ) -> Result<(), (NoWait, Waiters<M>)> {
+    ) -> Result<(), (NoWait, Waiters)> {
         let Some(flight) = self.by_target.get_mut(key, tier) else { return Err((NoWait::Absent, waiters)) };
         let is_of_entry = tier == Tier::Disk && flight.entry == entry;
         let others = if is_of_entry { &mut flight.waiters } else { flight.next.get_or_insert_default() };
@@ -236,7 +214,7 @@ impl<M> Flights<M> {
         (key, tier): (&BlockKey, Tier),
         entry: EntryId,
         class: Class,
-        waiters: Waiters<M>,
+        waiters: Waiters,
         started: bool,
     ) -> u64 {
         let number = self.next_number();
@@ -300,19 +278,20 @@ impl<M> Flights<M> {
         self.by_target.get_mut(key, tier).is_some_and(|flight| !std::mem::replace(&mut flight.started, true))
     }
 
-    /// Ends a movement.
-    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished<M> {
+    /// Ends a movement. Returns its waiters, to be answered after the unlock, and those for the write that follows, if
+    /// one does.
+    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> (Waiters, Option<Waiters>) {
         let Flights { by_target, overdue, .. } = self;
         let finished = by_target.remove(key, tier, |flight| {
             overdue[tier as usize] -= usize::from(flight.overdue);
-            Finished { waiters: std::mem::take(&mut flight.waiters), next: flight.next.take() }
+            (std::mem::take(&mut flight.waiters), flight.next.take())
         });
-        finished.unwrap_or(Finished { waiters: Few::default(), next: None })
+        finished.unwrap_or_default()
     }
 
     /// Marks movements up to the number `begun` that are still in flight as overdue, so many of them at most. Returns
     /// their waiters, each with the tier of which its block waits for a slot, and whether these were all.
-    pub(crate) fn take_overdue(&mut self, begun: u64, most: usize) -> (Overdue<M>, bool) {
+    pub(crate) fn take_overdue(&mut self, begun: u64, most: usize) -> (Overdue, bool) {
         let mut waiters = Vec::new();
         for _ in 0..most {
             let Some((number, place)) = self.by_age.pop_front_if(|(number, _)| *number <= begun) else { break };
@@ -343,7 +322,7 @@ impl<M> Flights<M> {
     }
 
     /// Ends all movements.
-    pub(crate) fn finish_all(&mut self) -> Vec<Flight<M>> {
+    pub(crate) fn finish_all(&mut self) -> Vec<Flight> {
         self.by_age.clear();
         self.overdue = [0; Tier::COUNT];
         self.by_target.drain().collect()
@@ -366,15 +345,15 @@ impl<M> Flights<M> {
 }
 
 /// True if the movement of this number is in flight, and at this place.
-fn is_at<M>(flights: &Table<Flight<M>>, number: u64, place: u32) -> bool {
+fn is_at(flights: &Table<Flight>, number: u64, place: u32) -> bool {
     flights.at(place).is_some_and(|placed| placed.value.number == number)
 }
 
 /// Whether a movement may have so many more waiters. Those that left make room: a movement without a caller begins with
 /// a dropped waiter.
-fn has_room<M>(waiters: &mut Waiters<M>, more: usize, most: u32, gone: &mut Vec<oneshot::Sender<M>>) -> bool {
+fn has_room(waiters: &mut Waiters, more: usize, most: u32, gone: &mut Vec<oneshot::Sender<Outcome>>) -> bool {
     if waiters.len() + more > most as usize {
-        let (left, waiting): (Waiters<M>, Waiters<M>) =
+        let (left, waiting): (Waiters, Waiters) =
             std::mem::take(waiters).into_iter().partition(oneshot::Sender::is_closed);
         *waiters = waiting;
         gone.extend(left);

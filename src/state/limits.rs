@@ -1,6 +1,6 @@
 //! The errors past a limit, which are counted.
 
-use super::{Locked, Shared, rooms::COMMANDS_MAX};
+use super::{Locked, NoWait, Shared, rooms::COMMANDS_MAX};
 use crate::error::Error;
 
 impl Shared {
@@ -31,5 +31,13 @@ impl Locked<'_> {
     pub(super) fn timeout(&mut self, what: &'static str) -> Error {
         self.count(&self.shared().metrics.timeouts, 1);
         Error::timeout(what, self.shared().deadline(), None)
+    }
+
+    /// The error of waiters that the movement of a block does not take.
+    pub(super) fn refused_waiter(&mut self, why: NoWait, waiters_max: u32) -> Error {
+        match why {
+            NoWait::Full => self.busy("waiters for one block", u64::from(waiters_max), "waiters_max"),
+            _ => self.timeout("a movement of the block that is overdue"),
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Joined, Locked, Outcome, Pin, Shared, State, spare};
+use super::{Class, Locked, NoWait, Outcome, Pin, Shared, State, spare};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
@@ -189,12 +189,12 @@ impl Shared {
         }
         // Bounded by the removals in flight, each of which has a caller.
         match state.join(key, Tier::Disk, Class::Awaited, u32::MAX) {
-            Joined::Waiting(receiver) => removed.writing = Some(receiver),
-            Joined::Overdue => {
+            Ok(receiver) => removed.writing = Some(receiver),
+            Err(NoWait::Overdue) => {
                 drop(state);
                 return Err(self.timeout("a write of the removed block that is overdue"));
             }
-            Joined::None | Joined::Full => {}
+            Err(NoWait::Absent | NoWait::Full) => {}
         }
         Ok(removed)
     }
@@ -318,17 +318,10 @@ impl Locked<'_> {
         }
         let waiters_max = self.shared().config.limits.waiters_max;
         match self.join(key, tier, class, waiters_max) {
-            Joined::Waiting(receiver) => return Ok(Promotion::Joined(receiver)),
-            Joined::Full => {
-                return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max"));
-            }
-            Joined::Overdue => {
-                return Err(self.timeout("a movement of the block that is overdue"));
-            }
-            Joined::None => {}
-        }
-        if source.is_none() {
-            return Ok(Promotion::Miss);
+            Ok(receiver) => return Ok(Promotion::Joined(receiver)),
+            Err(NoWait::Absent) if source.is_none() => return Ok(Promotion::Miss),
+            Err(NoWait::Absent) => {}
+            Err(why) => return Err(self.refused_waiter(why, waiters_max)),
         }
         let (sender, receiver) = channel();
         Ok(begin(self, id, sender).map_or(Promotion::NotStarted, |begun| Promotion::Started(receiver, begun)))

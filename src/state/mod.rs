@@ -37,7 +37,7 @@ pub(crate) use commit::{Committed, FlightEnd, Known};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use deferred::DeferredWork;
 pub(crate) use disk_write::{BegunWrite, DiskPlace, DiskWrite};
-pub(crate) use flights::{Class, NoWait, Raised};
+pub(crate) use flights::{Class, Flights, NoWait, Raised, Waiters};
 pub(crate) use health::{Failures, Health, blames_disk, is_of_memory};
 pub use hints::KeepWalk;
 pub(crate) use in_flight::{InFlight, Permit};
@@ -58,7 +58,10 @@ use std::{
     },
 };
 
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::{Notify, oneshot},
+    time::Instant,
+};
 
 use self::{deferred::Deferred, dirty::DirtyBlocks, refusals::Refusals, requests::SlotRequests};
 use crate::{
@@ -77,14 +80,6 @@ use crate::{
 
 /// A list that mostly has one element, which needs no allocation.
 pub(crate) type Few<T> = smallvec::SmallVec<[T; 1]>;
-/// Movements in flight.
-pub(crate) type Flights = flights::Flights<Outcome>;
-/// The result of joining a movement.
-pub(crate) type Joined = flights::Joined<Outcome>;
-/// The waiters of one movement.
-pub(crate) type Waiters = flights::Waiters<Outcome>;
-/// The waiters that a movement leaves when it ends.
-pub(crate) type Finished = flights::Finished<Outcome>;
 
 /// State under the lock. Nothing does I/O or awaits while it holds the lock.
 pub(crate) struct State {
@@ -301,12 +296,18 @@ impl State {
     }
 
     /// Waits for the movement of `key` to `tier`, if one is in flight, which is awaited from now on if `class` is.
-    pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
-        let joined = self.flights.join(key, tier, waiters_max);
-        if class == Class::Awaited && matches!(joined, Joined::Waiting(_)) {
+    pub(crate) fn join(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        class: Class,
+        waiters_max: u32,
+    ) -> std::result::Result<oneshot::Receiver<Outcome>, NoWait> {
+        let receiver = self.flights.join(key, tier, waiters_max)?;
+        if class == Class::Awaited {
             self.raise(key, tier);
         }
-        joined
+        Ok(receiver)
     }
 
     /// Free slots of a tier.

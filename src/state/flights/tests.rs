@@ -4,12 +4,12 @@ use super::*;
 
 const KEY: BlockKey = BlockKey::new([1; 32]);
 
-fn flights() -> Flights<u8> {
+fn flights() -> Flights {
     Flights::new(Arc::default(), KeyHasher::new(1))
 }
 
 /// A movement of `entry`, whose first waiter is returned with it.
-fn in_flight(tier: Tier, entry: u32) -> (Flights<u8>, oneshot::Receiver<u8>) {
+fn in_flight(tier: Tier, entry: u32) -> (Flights, oneshot::Receiver<Outcome>) {
     let mut flights = flights();
     let (sender, receiver) = oneshot::channel();
     flights.begin((&KEY, tier), EntryId::from_u32(entry), Class::Awaited, Few::from([sender]), false);
@@ -19,10 +19,10 @@ fn in_flight(tier: Tier, entry: u32) -> (Flights<u8>, oneshot::Receiver<u8>) {
 #[test]
 fn a_movement_has_no_more_waiters_than_permitted_and_those_that_left_make_room() {
     let (mut flights, first) = in_flight(Tier::Host, 1);
-    let Joined::Waiting(second) = flights.join(&KEY, Tier::Host, 2) else { panic!("there is room for two") };
-    assert!(matches!(flights.join(&KEY, Tier::Host, 2), Joined::Full));
+    let Ok(second) = flights.join(&KEY, Tier::Host, 2) else { panic!("there is room for two") };
+    assert!(matches!(flights.join(&KEY, Tier::Host, 2), Err(NoWait::Full)));
     drop(first);
-    assert!(matches!(flights.join(&KEY, Tier::Host, 2), Joined::Waiting(_)));
+    assert!(flights.join(&KEY, Tier::Host, 2).is_ok());
     drop(second);
 }
 
@@ -31,14 +31,14 @@ fn nobody_joins_a_movement_that_is_overdue() {
     let (mut flights, _first) = in_flight(Tier::Disk, 1);
     assert_eq!(flights.take_overdue(1, 9).0.len(), 1, "its waiter is told");
     assert_eq!((flights.overdue(Tier::Disk), flights.overdue(Tier::Host)), (1, 0));
-    assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::Overdue));
+    assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Err(NoWait::Overdue)));
     let (sender, _receiver) = oneshot::channel();
     let refused = flights.wait_for_write((&KEY, Tier::Disk), EntryId::from_u32(1), Few::from([sender]), 9);
     let (why, waiters) = refused.expect_err("it is overdue");
     assert_eq!((why, waiters.len()), (NoWait::Overdue, 1), "they are given back");
     flights.finish(&KEY, Tier::Disk);
     assert!(!flights.any_overdue());
-    assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::None));
+    assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Err(NoWait::Absent)));
 }
 
 #[test]
@@ -47,11 +47,12 @@ fn waiters_wait_for_the_write_of_their_entry_or_for_the_one_that_follows() {
         let (mut flights, _first) = in_flight(tier, 1);
         let entry = EntryId::from_u32(entry);
         let (sender, _receiver) = oneshot::channel();
-        flights.wait_for_write((&KEY, tier), entry, Few::from([sender]), 9).expect("a movement is in flight");
+        let waits = flights.wait_for_write((&KEY, tier), entry, Few::from([sender]), 9);
+        assert!(waits.is_ok(), "a movement is in flight");
         let (sender, _other) = oneshot::channel();
         let refused = flights.wait_for_write((&KEY, tier), entry, Few::from([sender]), 2 - u32::from(follows));
         assert!(matches!(refused, Err((NoWait::Full, waiters)) if waiters.len() == 1), "they are given back");
-        let Finished { waiters, next } = flights.finish(&KEY, tier);
+        let (waiters, next) = flights.finish(&KEY, tier);
         assert_eq!((waiters.len(), next.map(|next| next.len())), (2 - usize::from(follows), follows.then_some(1)));
     }
 }
@@ -73,7 +74,7 @@ fn movements_that_end_leave_the_list_by_age_though_an_older_one_stays() {
             Few::from([oneshot::channel().0]),
             false,
         );
-        assert_eq!(flights.finish(&key(n), Tier::Disk).waiters.len(), 1);
+        assert_eq!(flights.finish(&key(n), Tier::Disk).0.len(), 1);
         assert!(flights.by_age.len() <= 5 + ENDED_MAX, "{}", flights.by_age.len());
     }
     let begun = flights.next_number();
@@ -93,7 +94,7 @@ fn movements_that_end_leave_the_list_by_age_though_an_older_one_stays() {
 fn movements_become_overdue_some_at_a_time_the_oldest_first() {
     let mut flights = flights();
     let mut receivers = Vec::new();
-    let mut begin = |flights: &mut Flights<u8>, n| {
+    let mut begin = |flights: &mut Flights, n| {
         let (sender, receiver) = oneshot::channel();
         receivers.push(receiver);
         flights.begin((&key(n), Tier::Disk), EntryId::from_u32(n), Class::Awaited, Few::from([sender]), true)
@@ -104,10 +105,10 @@ fn movements_become_overdue_some_at_a_time_the_oldest_first() {
         let (told, is_all) = flights.take_overdue(begun, 2);
         assert!(told.len() <= 2 && is_all == (overdue == 5), "{} told of", told.len());
         assert_eq!(flights.overdue(Tier::Disk), overdue);
-        assert!(matches!(flights.join(&key(overdue as u32 - 1), Tier::Disk, 9), Joined::Overdue));
+        assert!(matches!(flights.join(&key(overdue as u32 - 1), Tier::Disk, 9), Err(NoWait::Overdue)));
     }
     assert!(flights.take_overdue(begun, 2).0.is_empty(), "the last has just begun");
-    assert!(matches!(flights.join(&key(5), Tier::Disk, 9), Joined::Waiting(_)));
+    assert!(flights.join(&key(5), Tier::Disk, 9).is_ok());
 }
 
 #[test]
