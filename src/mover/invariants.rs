@@ -32,7 +32,7 @@ impl Shared {
         state.index.validate_idle()?;
         let flights = state.flights.len();
         ensure!(!state.flights.any(), "{flights} flights, or loads of callers, are under way");
-        let waiting = Tier::ALL.map(|tier| state.slot_requests.len(tier));
+        let waiting = Tier::ALL.map(|tier| state.slot_requests[tier as usize].len());
         let leases = [0, 1].map(|tier: usize| self.leases[tier].get());
         ensure!(leases == [0; 2], "{leases:?} leases are counted and none is alive");
         let reservations = self.reservations.load(std::sync::atomic::Ordering::Relaxed);

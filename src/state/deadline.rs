@@ -61,9 +61,8 @@ impl Shared {
     pub(crate) fn is_watched(self: &Arc<Self>, is_active: bool) -> bool {
         let mut state = self.lock();
         let is_remote_awaited = || self.remote.as_ref().is_some_and(|remote| remote.has_waiters());
-        let is_waited =
-            state.flights.len() > 0 || !state.slot_requests.is_empty() || is_remote_awaited() || self.is_room_awaited();
-        state.is_watched = is_active || is_waited;
+        let is_waited = state.flights.len() > 0 || Tier::ALL.iter().any(|&tier| state.has_waiters(tier));
+        state.is_watched = is_active || is_waited || is_remote_awaited() || self.is_room_awaited();
         state.is_watched
     }
 

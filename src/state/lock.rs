@@ -15,7 +15,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use super::{
-    Outcome, Shared, State,
+    Outcome, Shared, SlotRequests, State,
     deferred::{DeferredWork, Work},
 };
 use crate::{
@@ -226,7 +226,7 @@ impl State {
         *evicted != [0; Tier::COUNT]
             || !done.is_empty()
             || !exports.is_empty()
-            || !self.slot_requests.is_empty()
+            || self.slot_requests.iter().map(SlotRequests::len).sum::<usize>() > 0
             || !self.raised.is_empty()
             || !self.flights.gone.is_empty()
     }
@@ -291,7 +291,7 @@ impl<'a> Locked<'a> {
     #[cold]
     fn abandon(&mut self) {
         let flights = self.flights.finish_all();
-        let requests = Tier::ALL.map(|tier| self.slot_requests.take_all(tier));
+        let requests = self.slot_requests.each_mut().map(SlotRequests::take_all);
         let (done, gone) = (std::mem::take(&mut self.follow_ups.done), std::mem::take(&mut self.flights.gone));
         self.shared.deferred.break_off();
         self.unlock();

@@ -96,7 +96,8 @@ pub(crate) struct State {
     pub(crate) cufile: Health,
     /// Generation of the next record.
     pub(crate) generation: u64,
-    pub(crate) slot_requests: SlotRequests,
+    /// Those that wait, by tier.
+    pub(crate) slot_requests: [SlotRequests; Tier::COUNT],
     /// Movements to be raised in the budget.
     pub(crate) raised: Raised,
     pub(crate) disk_service: Health,
@@ -192,7 +193,7 @@ impl Shared {
             device_checksums: vec![0; config.device_slots() as usize],
             cufile: Health::Retired("there is no CUDA device".into()),
             generation,
-            slot_requests: SlotRequests::default(),
+            slot_requests: Default::default(),
             raised: Raised::default(),
             disk_service: Health::default(),
             device_service: Health::default(),

@@ -10,15 +10,9 @@ use crate::{
     urgency::Urgency,
 };
 
-/// Requests for slots that wait.
-#[derive(Default)]
-pub(crate) struct SlotRequests {
-    pub(super) tiers: [TierRequests; Tier::COUNT],
-}
-
 /// Requests for slots of one tier by their numbers, which grow from request to request.
 #[derive(Default)]
-pub(super) struct TierRequests {
+pub(crate) struct SlotRequests {
     pub(super) awaited: BTreeMap<u64, Request>,
     pub(super) background: BTreeMap<u64, Request>,
     /// No request waits since earlier.
@@ -37,9 +31,9 @@ pub(super) struct Request {
 #[must_use = "the requests wait for an answer"]
 pub(crate) struct Refused(pub(super) Vec<Request>);
 
-impl TierRequests {
+impl SlotRequests {
     #[inline]
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.awaited.len() + self.background.len()
     }
 
@@ -65,46 +59,31 @@ impl TierRequests {
             self.awaited.insert(number, request);
         }
     }
-}
 
-impl SlotRequests {
-    #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.tiers.iter().map(TierRequests::len).sum::<usize>() == 0
-    }
-
-    /// Requests that wait for a slot of `tier`.
-    #[inline]
-    pub(crate) fn len(&self, tier: Tier) -> usize {
-        self.tiers[tier as usize].len()
-    }
-
-    /// Takes all requests for slots of `tier` off their queue.
-    pub(crate) fn take_all(&mut self, tier: Tier) -> Refused {
-        let TierRequests { awaited, background, .. } = std::mem::take(&mut self.tiers[tier as usize]);
+    /// Takes all requests off the queue.
+    pub(super) fn take_all(&mut self) -> Refused {
+        let SlotRequests { awaited, background, .. } = std::mem::take(self);
         Refused(awaited.into_values().chain(background.into_values()).collect())
     }
 
-    /// Takes these requests off their queue.
-    pub(super) fn take(&mut self, tier: Tier, is_taken: impl Fn(&Request) -> bool) -> Refused {
-        let TierRequests { awaited, background, .. } = &mut self.tiers[tier as usize];
+    /// Takes these requests off the queue.
+    pub(super) fn take(&mut self, is_taken: impl Fn(&Request) -> bool) -> Refused {
+        let SlotRequests { awaited, background, .. } = self;
         let is_taken = |_: &u64, request: &mut Request| is_taken(request);
         let requests = awaited.extract_if(.., is_taken).chain(background.extract_if(.., is_taken));
         Refused(requests.map(|(_, request)| request).collect())
     }
 
-    /// Takes the requests for slots of `tier` off their queue that wait since too early a tick.
-    pub(super) fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
-        let queue = &self.tiers[tier as usize];
+    /// Takes the requests off the queue that wait since too early a tick.
+    pub(super) fn take_overdue(&mut self, is_overdue: impl Fn(u64) -> bool) -> Refused {
         // Not each of them at each tick.
-        if queue.len() == 0 || !is_overdue(queue.oldest) {
+        if self.len() == 0 || !is_overdue(self.oldest) {
             return Refused(Vec::new());
         }
-        let overdue = self.take(tier, |request| is_overdue(request.since));
-        let queue = &mut self.tiers[tier as usize];
+        let overdue = self.take(|request| is_overdue(request.since));
         // One that was raised has an older number than others that wait longer.
-        let since = queue.awaited.values().chain(queue.background.values()).map(|request| request.since);
-        queue.oldest = since.min().unwrap_or_default();
+        let since = self.awaited.values().chain(self.background.values()).map(|request| request.since);
+        self.oldest = since.min().unwrap_or_default();
         overdue
     }
 }
@@ -131,7 +110,7 @@ mod tests {
             looks.set(looks.get() + 1);
             since < before
         };
-        let Refused(overdue) = requests.take_overdue(Tier::Host, is_overdue);
+        let Refused(overdue) = requests.take_overdue(is_overdue);
         (overdue.into_iter().map(|request| request.since).collect(), looks.get())
     }
 
@@ -139,20 +118,19 @@ mod tests {
     fn requests_are_looked_at_only_once_one_of_them_may_be_overdue() {
         let mut requests = SlotRequests::default();
         let request = |since| Request { since, movement: None, answer: oneshot::channel().0 };
-        let queue = &mut requests.tiers[Tier::Host as usize];
         for number in 100..200 {
-            queue.insert(number, Urgency::Awaited, request(number / 10));
+            requests.insert(number, Urgency::Awaited, request(number / 10));
         }
         // It has a lower number and is younger.
-        queue.insert(1, Urgency::Background(1), request(20));
-        queue.raise(1);
+        requests.insert(1, Urgency::Background(1), request(20));
+        requests.raise(1);
         assert_eq!(overdue(&mut requests, 10), (Vec::new(), 1), "all are young enough");
         assert_eq!(overdue(&mut requests, 11).0, [10; 10]);
         assert_eq!(overdue(&mut requests, 11), (Vec::new(), 1));
         assert_eq!(overdue(&mut requests, 13).0.len(), 20, "behind the one that was raised");
         assert_eq!(overdue(&mut requests, 99).0.len(), 71);
         assert_eq!(overdue(&mut requests, 99), (Vec::new(), 0));
-        requests.tiers[Tier::Host as usize].insert(300, Urgency::Awaited, request(30));
+        requests.insert(300, Urgency::Awaited, request(30));
         assert_eq!(overdue(&mut requests, 30), (Vec::new(), 1));
         assert_eq!(overdue(&mut requests, 31).0, [30]);
     }

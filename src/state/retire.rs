@@ -22,7 +22,7 @@ impl Shared {
         let files = std::mem::take(&mut state.files);
         let mut requests = std::mem::take(&mut state.slot_requests);
         let is_refused = |request: &Request| request.movement.is_none_or(|(key, to)| !state.leads_to_write(&key, to));
-        let refused = [Tier::Device, Tier::Host].map(|tier| requests.take(tier, is_refused));
+        let refused = [Tier::Device, Tier::Host].map(|tier| requests[tier as usize].take(is_refused));
         state.slot_requests = requests;
         drop(state);
         drop(files);
@@ -52,7 +52,7 @@ impl Shared {
         if !state.device_service.lower(Health::Retired(reason.clone())) {
             return false;
         }
-        let refused = state.slot_requests.take_all(Tier::Device);
+        let refused = state.slot_requests[Tier::Device as usize].take_all();
         let error = state.check_service(Tier::Device);
         drop(state);
         refused.refuse(&error.expect_err("the device tier was just taken out of service"));
@@ -85,7 +85,7 @@ impl Shared {
     fn lower_service(self: &Arc<Self>, to: Health) {
         let mut state = self.lock();
         let lower = state.disk_service.lower(to.clone());
-        let refused = state.slot_requests.take_all(Tier::Disk);
+        let refused = state.slot_requests[Tier::Disk as usize].take_all();
         let error = state.check_service(Tier::Disk);
         drop(state);
         refused.refuse(&error.expect_err("the disk tier takes no blocks by now"));

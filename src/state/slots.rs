@@ -46,7 +46,7 @@ impl State {
     /// True if a request waits for a slot of `tier`.
     #[inline]
     pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
-        self.slot_requests.len(tier) > 0
+        self.slot_requests[tier as usize].len() > 0
     }
 
     /// An error after the close: readers may hold host and device slots for ever. But disk slots become free as
@@ -71,7 +71,7 @@ impl State {
         let tiers: &[Tier] = if tier == Tier::Disk { &[Tier::Disk, Tier::Host] } else { &[tier] };
         for &tier in tiers {
             let Some(number) = self.flights.raise(key, tier) else { continue };
-            self.slot_requests.tiers.iter_mut().for_each(|queue| queue.raise(number));
+            self.slot_requests.iter_mut().for_each(|queue| queue.raise(number));
             self.raised.flights.push(number);
             self.raise_holders();
         }
@@ -80,7 +80,7 @@ impl State {
     /// How urgent a step of a movement is that holds a host slot: awaited also while a caller waits for a host slot,
     /// which may be this one.
     pub(crate) fn holder_urgency(&self, purpose: Purpose) -> Urgency {
-        if !self.slot_requests.tiers[Tier::Host as usize].awaited.is_empty() {
+        if !self.slot_requests[Tier::Host as usize].awaited.is_empty() {
             return Urgency::Awaited;
         }
         self.urgency(purpose)
@@ -89,7 +89,7 @@ impl State {
     /// How urgent a step is that was of this urgency, of a movement that holds a host slot.
     pub(crate) fn urgency_by_now(&self, urgency: Urgency) -> Urgency {
         match urgency {
-            Urgency::Background(number) if self.slot_requests.tiers[Tier::Host as usize].awaited.is_empty() => {
+            Urgency::Background(number) if self.slot_requests[Tier::Host as usize].awaited.is_empty() => {
                 self.flights.urgency_of(number)
             }
             _ => Urgency::Awaited,
@@ -108,7 +108,7 @@ impl State {
 
     /// While a caller waits for a host slot, every movement that holds one is awaited.
     fn raise_holders(&mut self) {
-        let [_, host, disk] = &mut self.slot_requests.tiers;
+        let [_, host, disk] = &mut self.slot_requests;
         if !host.awaited.is_empty() {
             disk.awaited.append(&mut disk.background);
             self.raised.holders = true;
@@ -131,7 +131,7 @@ impl Shared {
                 return Ok(Filling::new(self, tier, slot));
             }
             state.check_may_wait(tier, purpose)?;
-            if state.slot_requests.len(tier) >= self.config.limits.waiters_max as usize {
+            if state.slot_requests[tier as usize].len() >= self.config.limits.waiters_max as usize {
                 let waiters_max = u64::from(self.config.limits.waiters_max);
                 return Err(state.busy("waiters for a slot", waiters_max, "waiters_max"));
             }
@@ -190,7 +190,7 @@ impl Shared {
         for tier in Tier::ALL {
             let (overdue, held) = {
                 let mut state = self.lock();
-                let overdue = state.slot_requests.take_overdue(tier, |since| self.is_overdue(since));
+                let overdue = state.slot_requests[tier as usize].take_overdue(|since| self.is_overdue(since));
                 (overdue, self.held_slots(tier))
             };
             for request in overdue.0 {
@@ -293,7 +293,7 @@ impl Locked<'_> {
             while self.has_waiters(tier)
                 && let Some(slot) = self.free_or_evicted(tier)
             {
-                let request = self.slot_requests.tiers[tier as usize].pop().expect("a request waits");
+                let request = self.slot_requests[tier as usize].pop().expect("a request waits");
                 granted.push(Grant { tier, slot, request });
             }
             // Only if a slot was granted: the write-back task takes the lock too, and would wake itself for ever.
@@ -341,7 +341,7 @@ impl SlotWait {
             Urgency::Awaited => flights.next_number(),
             Urgency::Background(number) => number,
         };
-        slot_requests.tiers[tier as usize].insert(number, urgency, request);
+        slot_requests[tier as usize].insert(number, urgency, request);
         state.raise_holders();
         let waiting = SlotWait { shared: Arc::clone(shared), tier, number, movement, answer };
         waiting.note(state, Some(tier));
@@ -371,7 +371,7 @@ impl Drop for SlotWait {
         let sent = self.answer.try_recv();
         let Some(mut state) = self.shared.lock_unless_broken() else { return };
         self.note(&mut state, None);
-        let request = state.slot_requests.tiers[self.tier as usize].remove(self.number);
+        let request = state.slot_requests[self.tier as usize].remove(self.number);
         // Sent just before the channel was closed: the slot has no owner.
         if let Ok(Ok(slot)) = sent {
             state.push_free(self.tier, slot);
