@@ -114,7 +114,7 @@ impl Pool {
     }
 
     /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
-    pub(super) fn raise(&self, flights: &[u64], all: bool) {
+    pub(crate) fn raise(&self, flights: &[u64], all: bool) {
         let Queue { reads, writes, unsummed, .. } = &mut *self.lock();
         [reads, writes, unsummed].into_iter().for_each(|line| line.raise(flights, all));
     }

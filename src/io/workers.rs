@@ -41,7 +41,11 @@ const WORK_BYTES_MIN: u64 = 64 << 10;
 
 /// The reactor's handle to the workers. Idle workers sleep. Dropping the handle ends the threads after the queued work.
 pub(crate) struct Workers {
-    kind: Kind,
+    /// Their queue; `None` without workers: all work is done on the reactor.
+    pool: Option<Arc<Pool>>,
+    threads: Vec<JoinHandle<()>>,
+    /// Some of the workers transfer.
+    transfers: bool,
     /// Units of work in flight, on workers and on the reactor.
     busy: Cell<u32>,
     /// Least work worth handing over.
@@ -64,17 +68,6 @@ pub(crate) struct ThreadPlan {
     pub(crate) near: Vec<usize>,
     /// A file that the rings hold open.
     pub(crate) held: Option<Arc<OwnedFd>>,
-}
-
-enum Kind {
-    /// All work is done on the reactor.
-    None,
-    Threads {
-        pool: Arc<Pool>,
-        threads: Vec<JoinHandle<()>>,
-        /// Whether some of the threads transfer.
-        transfers: bool,
-    },
 }
 
 /// Binds this thread to those of the processors that it may use, if there are any.
@@ -138,8 +131,11 @@ fn run(pool: &Pool, worker: u32, mut driver: ThreadDriver, renew: impl Fn() -> O
 impl Workers {
     /// No workers: all work is done on the reactor.
     pub(crate) fn none() -> Rc<Self> {
-        let done = Arc::new(Count::unexported());
-        Rc::new(Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done })
+        Rc::new(Workers::with(None, WORK_BYTES_MIN, Arc::new(Count::unexported())))
+    }
+
+    fn with(pool: Option<Arc<Pool>>, work_bytes_min: u64, done: Arc<Count>) -> Self {
+        Workers { pool, threads: Vec::new(), transfers: false, busy: Cell::new(0), work_bytes_min, done }
     }
 
     /// Starts threads. `done` counts their work. Call on the reactor.
@@ -150,10 +146,9 @@ impl Workers {
         let ThreadPlan { workers: computing, rings, callers, near, held } = plan;
         // Without such threads, callers are for the disk alone.
         let work_bytes_min = if computing == 0 { u64::MAX } else { WORK_BYTES_MIN };
-        let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min, done };
         let count = computing.max(rings) + callers;
         if count == 0 {
-            return Ok(Rc::new(workers));
+            return Ok(Rc::new(Workers::with(None, work_bytes_min, done)));
         }
         let wake_bytes = match (computing, callers) {
             // Its only thread is for reads that the reactor need not know of.
@@ -164,7 +159,7 @@ impl Workers {
         };
         let pool = Arc::new(Pool::new(count, callers + rings, wake_bytes));
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
-        workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), transfers: false };
+        let mut workers = Workers::with(Some(Arc::clone(&pool)), work_bytes_min, done);
         let (tell, told) = mpsc::channel();
         for worker in 0..count {
             let (pool, tell, near, held) = (Arc::clone(&pool), tell.clone(), near.clone(), held.clone());
@@ -179,23 +174,19 @@ impl Workers {
                 drop(tell);
                 run(&pool, worker, driver, renew);
             };
-            let thread = thread::Builder::new().name(format!("kvhoist-work-{worker}")).spawn(run)?;
-            if let Kind::Threads { threads, .. } = &mut workers.kind {
-                threads.push(thread);
-            }
+            workers.threads.push(thread::Builder::new().name(format!("kvhoist-work-{worker}")).spawn(run)?);
         }
         drop(tell);
-        if let Kind::Threads { transfers, .. } = &mut workers.kind {
-            *transfers = told.iter().fold(false, |any, one| any | one);
-        }
+        workers.transfers = told.iter().fold(false, |any, one| any | one);
         Ok(Rc::new(workers))
     }
 
     /// Workers that the caller runs, by the steps of `pool`. Call on the reactor.
     #[cfg(feature = "sim")]
     pub(crate) fn stepped(pool: Arc<Pool>, done: Arc<Count>) -> Rc<Self> {
-        let kind = Kind::Threads { pool, threads: Vec::new(), transfers: true };
-        Rc::new(Workers { kind, busy: Cell::new(0), work_bytes_min: 1, done })
+        let mut workers = Workers::with(Some(pool), 1, done);
+        workers.transfers = true;
+        Rc::new(workers)
     }
 
     /// Counts a unit of work as in flight until the guard is dropped.
@@ -211,15 +202,12 @@ impl Workers {
 
     /// True if there are workers and this many bytes are worth handing over.
     pub(crate) fn take(&self, bytes: u64) -> bool {
-        match &self.kind {
-            Kind::None => false,
-            Kind::Threads { .. } => bytes >= self.work_bytes_min,
-        }
+        self.pool.is_some() && bytes >= self.work_bytes_min
     }
 
     /// True if there are threads, if only for reads that callers start.
     pub(crate) fn any(&self) -> bool {
-        matches!(self.kind, Kind::Threads { .. })
+        self.pool.is_some()
     }
 
     /// Runs `work` on a worker; `bytes` is its size. `None` if there is no worker, or if `work` panicked: it then has
@@ -231,38 +219,22 @@ impl Workers {
         bytes: u64,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Option<T> {
-        match &self.kind {
-            Kind::None => None,
-            Kind::Threads { pool, .. } => {
-                let (answer, answered) = oneshot::channel();
-                let done = Arc::clone(&self.done);
-                let work = move || {
-                    let result = catch_unwind(AssertUnwindSafe(work)).ok();
-                    done.add(u64::from(result.is_some()));
-                    // The movement may be gone, and what it had may be the last owner of something that panics.
-                    _ = caught(|| drop(answer.send(result)));
-                };
-                pool.push_work(bytes, Box::new(work));
-                answered.await.ok().flatten()
-            }
-        }
+        let pool = self.pool.as_ref()?;
+        let (answer, answered) = oneshot::channel();
+        let done = Arc::clone(&self.done);
+        let work = move || {
+            let result = catch_unwind(AssertUnwindSafe(work)).ok();
+            done.add(u64::from(result.is_some()));
+            // The movement may be gone, and what it had may be the last owner of something that panics.
+            _ = caught(|| drop(answer.send(result)));
+        };
+        pool.push_work(bytes, Box::new(work));
+        answered.await.ok().flatten()
     }
-}
 
-impl Workers {
     /// The queue of the workers, if some of them read and write.
     pub(crate) fn pool(&self) -> Option<&Arc<Pool>> {
-        match &self.kind {
-            Kind::Threads { pool, transfers: true, .. } => Some(pool),
-            _ => None,
-        }
-    }
-
-    /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
-    pub(crate) fn raise(&self, flights: &[u64], all: bool) {
-        if let Kind::Threads { pool, .. } = &self.kind {
-            pool.raise(flights, all);
-        }
+        self.pool.as_ref().filter(|_| self.transfers)
     }
 
     /// Reads or writes all of a buffer on a worker, which also computes the checksum of its first `sum_bytes` bytes: of
@@ -271,7 +243,7 @@ impl Workers {
     ///
     /// Dropping the future does not stop the transfer, which keeps its memory.
     pub(crate) async fn transfer(&self, urgency: Urgency, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
-        let Kind::Threads { pool, transfers: true, .. } = &self.kind else { return None };
+        let pool = self.pool()?;
         let (waiter, answered) = Waiter::new(sum_bytes);
         pool.push_transfer(urgency, transfer, waiter).wake();
         let transferred = answered.await.ok()?;
@@ -283,12 +255,10 @@ impl Workers {
 impl Drop for Workers {
     /// Waits for the queued work: it may touch memory that is unmapped afterwards.
     fn drop(&mut self) {
-        if let Kind::Threads { pool, threads, .. } = &mut self.kind {
-            pool.close();
-            for thread in threads.drain(..) {
-                // The threads do not panic: `run` catches panics of the work.
-                drop(thread.join());
-            }
+        self.pool.iter().for_each(|pool| pool.close());
+        for thread in self.threads.drain(..) {
+            // The threads do not panic: `run` catches panics of the work.
+            drop(thread.join());
         }
     }
 }

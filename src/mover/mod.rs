@@ -274,7 +274,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.raised.notified().await;
             let raised = std::mem::take(&mut self.shared.lock().raised);
             self.shared.in_flight.raise(&raised);
-            self.workers.raise(&raised.flights, raised.holders);
+            self.workers.pool().into_iter().for_each(|pool| pool.raise(&raised.flights, raised.holders));
         }
     }
 

@@ -32,8 +32,7 @@ fn with_rings(workers: u32, rings: u32) -> Rc<Workers> {
 }
 
 fn pool(workers: &Workers) -> &Arc<Pool> {
-    let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there are threads") };
-    pool
+    workers.pool.as_ref().expect("there are threads")
 }
 
 /// Waits until so many threads are asleep.

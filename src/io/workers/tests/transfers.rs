@@ -80,9 +80,8 @@ fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
         while !REFUSED.load(Ordering::Acquire) {
             thread::yield_now();
         }
-        let kind = Kind::Threads { pool, threads: vec![thread], transfers: true };
-        let done = Arc::new(Count::unexported());
-        let workers = Workers { kind, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
+        let mut workers = Workers::with(Some(pool), WORK_BYTES_MIN, Arc::new(Count::unexported()));
+        (workers.threads, workers.transfers) = (vec![thread], true);
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for kind in [OpKind::Write, OpKind::Read] {
             let all = (0..8).map(|n| transfer(&workers, kind, &file, n << 12, 7));
