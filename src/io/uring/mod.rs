@@ -131,7 +131,7 @@ impl Uring {
     /// As of it.
     pub(super) unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
         let refused = |error: &io::Error| {
-            let refusal = memlock::Refusal { wanted_bytes: len as u64, error };
+            let refusal = memlock::refusal(len as u64, error);
             log(|| tracing::warn!("{refusal}; the region is used unregistered, which is slower"));
         };
         self.table.borrow_mut().add(start.as_ptr(), len).inspect_err(refused).ok()

@@ -152,7 +152,7 @@ impl<P: Pinner> Table<P> {
         let renewed = self.renew();
         if let Err(error) = &renewed {
             let wanted_bytes = self.entries.iter().map(|entry| entry.len as u64).sum();
-            let refusal = memlock::Refusal { wanted_bytes, error };
+            let refusal = memlock::refusal(wanted_bytes, error);
             log(|| tracing::warn!("{refusal}; reads and writes continue unregistered, which is slower"));
         }
         renewed.is_ok()
