@@ -97,7 +97,7 @@ impl Shared {
             // SAFETY: the slot is full and the lock is held, so nobody writes to it: the index gives no slot away
             // without the lock. The arena lives as long as `self`, and every slot has at least `block_bytes`.
             let bytes = unsafe { std::slice::from_raw_parts(self.host_ptr(slot).as_ptr(), self.config.block_bytes) };
-            let matches = checksum(bytes) == state.host_checksums[slot as usize];
+            let matches = checksum(bytes) == state.checksums[Tier::Host as usize][slot as usize];
             ensure!(matches, "host: slot {slot} of {:?} does not match its checksum", state.index.key(id));
         }
         Ok(())

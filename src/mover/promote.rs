@@ -87,7 +87,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         let mut state = self.shared.lock();
-        let checksum = state.host_checksums[source.slot() as usize];
+        let checksum = state.checksum(&source);
         Ok(state.publish(id, filling, checksum, route, source))
     }
 

@@ -151,7 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Fills a host slot from the device.
     async fn copy_from_device(&self, pin: Pin, filling: Filling, started: Instant) -> Outcome {
         let id = pin.id();
-        let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
+        let checksum = self.shared.lock().checksum(&pin);
         let (pin, filling) = match self.copy(pin, filling).await {
             Ok((Ok(()), pin, filling)) => (pin, filling),
             Ok((Err(error), ..)) | Err(error) => {

@@ -243,13 +243,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut state = self.shared.lock();
         let id = state.index.find(key)?;
         let pin = state.pin(id, Tier::Host, Route::HostHit)?;
-        Some((state.host_checksums[pin.slot() as usize], pin))
+        Some((state.checksum(&pin), pin))
     }
 
     /// A block's bytes and checksum, from whichever tier of the node has it: a copy, so that a store holds no slot.
     async fn copy_of(self: &Rc<Self>, key: &BlockKey) -> Option<(u64, Bytes)> {
         let pin = self.obtain_host(key, Class::Background).await.ok()??;
-        let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
+        let checksum = self.shared.lock().checksum(&pin);
         let bytes = self.shared.config.block_bytes as u64;
         if self.workers.take(bytes) {
             let copy = move || Bytes::copy_from_slice(pin.bytes());

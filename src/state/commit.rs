@@ -87,7 +87,7 @@ impl Shared {
         if is_new {
             let published = state.index.complete_fill(id, Tier::Host, filling.slot());
             assert!(published, "nothing can come between the two");
-            state.host_checksums[filling.slot() as usize] = checksum;
+            state.checksums[Tier::Host as usize][filling.slot() as usize] = checksum;
             filling.published();
         } else {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.

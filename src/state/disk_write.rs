@@ -53,9 +53,7 @@ impl Locked<'_> {
     /// Begins the write of a block that is pinned in host or device memory, by what it has taken. Gives that back if
     /// the block was removed or is on disk already.
     pub(crate) fn begin_pinned_write(&mut self, pin: &Pin, mut taken: Taken) -> Result<BegunWrite, Taken> {
-        let checksums = if pin.tier() == Tier::Device { &self.device_checksums } else { &self.host_checksums };
-        let checksum = checksums[pin.slot() as usize];
-        let (permit, filling) = (taken.permit(), taken.slot());
+        let (checksum, permit, filling) = (self.checksum(pin), taken.permit(), taken.slot());
         match self.begin_disk_write(pin.id(), &filling, Some(checksum)) {
             Some(place) => Ok((permit, DiskWrite { id: pin.id(), filling }, place)),
             None => Err(Taken { slot: Some(filling), permit: Some(permit) }),

@@ -177,6 +177,11 @@ impl Locked<'_> {
         }
     }
 
+    /// The checksum of a block that is pinned in device or host memory.
+    pub(crate) fn checksum(&self, pin: &Pin) -> u64 {
+        self.checksums[pin.tier as usize][pin.slot as usize]
+    }
+
     /// The entry of a block that a call looks up, unless the cache is closed.
     pub(crate) fn find_open(&self, key: &BlockKey) -> Option<EntryId> {
         let id = self.index.find(key).filter(|_| self.check_open().is_ok())?;

@@ -88,10 +88,8 @@ pub(crate) struct State {
     pub(crate) free: [Vec<u32>; 2],
     pub(crate) disk: Option<DiskSlots>,
     pub(crate) flights: Flights,
-    /// Checksum of the block in each host slot.
-    pub(crate) host_checksums: Vec<u64>,
-    /// Checksum of the block in each device slot.
-    pub(crate) device_checksums: Vec<u64>,
+    /// Checksums of the blocks in the slots of the device and the host tier.
+    pub(crate) checksums: [Vec<u64>; 2],
     /// The health of the route of libcufile, with the result of its self-test or the reason why it is out of service.
     pub(crate) cufile: Health,
     /// Generation of the next record.
@@ -189,8 +187,7 @@ impl Shared {
             free: [ascending_from_the_end(config.device_slots()), ascending_from_the_end(config.host_slots())],
             disk,
             flights,
-            host_checksums: vec![0; config.host_slots() as usize],
-            device_checksums: vec![0; config.device_slots() as usize],
+            checksums: [config.device_slots(), config.host_slots()].map(|slots| vec![0; slots as usize]),
             cufile: Health::Retired("there is no CUDA device".into()),
             generation,
             slot_requests: Default::default(),

@@ -215,18 +215,13 @@ impl Locked<'_> {
     ) -> Option<Pin> {
         self.prefetch(id);
         let (tier, slot) = (filling.tier(), filling.slot());
-        let is_visible = if self.index.complete_fill_pinned(id, tier, slot) {
-            let checksums = match tier {
-                Tier::Device => &mut self.device_checksums,
-                _ => &mut self.host_checksums,
-            };
-            checksums[slot as usize] = checksum;
+        let is_visible = self.index.complete_fill_pinned(id, tier, slot);
+        if is_visible {
+            self.checksums[tier as usize][slot as usize] = checksum;
             filling.published();
-            true
         } else {
             filling.release(self);
-            false
-        };
+        }
         if source.tier() == Tier::Disk {
             self.note_right(&source);
         }
