@@ -358,23 +358,8 @@ impl State {
         self.reads_from(best) || self.index.find(key).is_some_and(|id| self.served_tier(id).is_some())
     }
 
-    /// As [`Index::match_prefix`](crate::index::Index::match_prefix), of the tiers in service.
-    pub(crate) fn match_prefix(&self, keys: &[BlockKey]) -> Vec<Tier> {
-        match Tier::ALL.into_iter().all(|tier| self.reads_from(tier)) {
-            true => self.index.match_prefix(keys),
-            false => self.match_served(keys).collect(),
-        }
-    }
-
-    /// The length of [`match_prefix`](Self::match_prefix), without allocating.
-    pub(crate) fn match_len(&self, keys: &[BlockKey]) -> usize {
-        match Tier::ALL.into_iter().all(|tier| self.reads_from(tier)) {
-            true => self.index.match_len(keys),
-            false => self.match_served(keys).count(),
-        }
-    }
-
-    fn match_served(&self, keys: &[BlockKey]) -> impl Iterator<Item = Tier> {
+    /// The fastest tier in service of each of the leading `keys`, up to the first that none has.
+    pub(super) fn match_served(&self, keys: &[BlockKey]) -> impl Iterator<Item = Tier> {
         keys.iter().map_while(|key| self.served_tier(self.index.find(key)?))
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Locked, Shared, Use};
+use super::{Shared, Use};
 use crate::{
     block::{BlockKey, Tier},
     config::{Config, RemotePolicy},
@@ -139,30 +139,22 @@ impl Shared {
     /// The tiers of a chain's leading blocks, as a request for them begins: those of the node and what the remote tier
     /// offers. None once the cache is closed.
     pub(crate) fn match_prefix(self: &Arc<Self>, keys: &[BlockKey]) -> Vec<Tier> {
-        let mut tiers = Vec::new();
-        let resident = self.match_in_turns(keys, true, |state, keys| {
-            let found = state.match_prefix(keys);
-            tiers.extend_from_slice(&found);
-            found.len()
-        });
+        // Not under the lock, where it would grow.
+        let mut tiers = Vec::with_capacity(keys.len());
+        let resident = self.match_in_turns(keys, true, |tier| tiers.push(tier));
         self.match_further(keys, resident, |tier| tiers.push(tier));
         tiers
     }
 
     /// The length of [`match_prefix`](Self::match_prefix). Without a remote tier it allocates nothing.
     pub(crate) fn match_len(self: &Arc<Self>, keys: &[BlockKey]) -> usize {
-        let resident = self.match_in_turns(keys, true, |state, keys| state.match_len(keys));
+        let resident = self.match_in_turns(keys, true, |_| {});
         self.match_further(keys, resident, |_| {})
     }
 
-    /// How many leading blocks `look` finds, which has the lock for a part of them at a time. The first lock `begins` a
-    /// request for all; none is found once the cache is closed.
-    fn match_in_turns(
-        self: &Arc<Self>,
-        keys: &[BlockKey],
-        begins: bool,
-        mut look: impl FnMut(&Locked<'_>, &[BlockKey]) -> usize,
-    ) -> usize {
+    /// How many leading blocks the node has, with the lock for a part of them at a time. Adds their tiers. The first
+    /// lock `begins` a request for all; none is found once the cache is closed.
+    fn match_in_turns(self: &Arc<Self>, keys: &[BlockKey], begins: bool, mut add: impl FnMut(Tier)) -> usize {
         let mut matched = 0;
         loop {
             let turn = &keys[matched..keys.len().min(matched + LOOKED_UP_UNDER_ONE_LOCK)];
@@ -173,7 +165,7 @@ impl Shared {
                 }
                 state.index.begin_request(keys.len());
             }
-            let found = look(&state, turn);
+            let found = state.match_served(turn).map(&mut add).count();
             matched += found;
             if found < turn.len() || matched == keys.len() {
                 return matched;
@@ -192,11 +184,7 @@ impl Shared {
             }
             (0..offered).for_each(|_| add(Tier::Remote));
             matched += offered;
-            let resident = self.match_in_turns(&keys[matched..], false, |state, keys| {
-                let found = state.match_prefix(keys);
-                found.iter().for_each(|tier| add(*tier));
-                found.len()
-            });
+            let resident = self.match_in_turns(&keys[matched..], false, &mut add);
             matched += resident;
             if resident == 0 {
                 break;
