@@ -151,16 +151,12 @@ impl BytesInFlight {
     /// Counts `bytes`, at most all that there are, as in flight; an error where they must wait.
     fn start(&mut self, kind: OpKind, urgency: Urgency, bytes: u64) -> Result<u64, u64> {
         let bytes = bytes.min(self.limits[kind as usize]);
-        if !self.may_start(kind, urgency, bytes) {
+        let is_first = self.waiting[kind as usize].would_be_first(urgency);
+        if !is_first || !self.allows(kind, urgency == Urgency::Awaited) || !self.fits(kind, bytes) {
             return Err(bytes);
         }
         self.count(kind, bytes);
         Ok(bytes)
-    }
-
-    fn may_start(&self, kind: OpKind, urgency: Urgency, bytes: u64) -> bool {
-        let is_awaited = urgency == Urgency::Awaited;
-        self.waiting[kind as usize].would_be_first(urgency) && self.allows(kind, is_awaited) && self.fits(kind, bytes)
     }
 
     fn fits(&self, kind: OpKind, bytes: u64) -> bool {
