@@ -101,9 +101,9 @@ pub(super) enum Takes {
 
 /// A thread's ring, if it has one, and its system calls.
 pub(super) struct ThreadDriver {
-    ring: Option<Ring<Waiter>>,
+    pub(super) ring: Option<Ring<Waiter>>,
     /// Which transfers it takes.
-    takes: Takes,
+    pub(super) takes: Takes,
     /// Transfers to be made by system calls, each when it is taken as completed: its bytes are still in the processor's
     /// cache then. Also those whose offset is impossible, which are refused then.
     calls: VecDeque<InFlight<Waiter>>,
@@ -121,14 +121,6 @@ impl ThreadDriver {
     #[cfg(test)]
     pub(super) fn that_sleeps(park: fn()) -> Self {
         ThreadDriver { park, ..ThreadDriver::without_ring(Takes::None) }
-    }
-
-    pub(super) fn takes(&self) -> Takes {
-        self.takes
-    }
-
-    pub(super) fn has_ring(&self) -> bool {
-        self.ring.is_some()
     }
 
     /// Transfers by system calls, one read and one write at a time.

@@ -111,7 +111,7 @@ fn ring(held: Option<&OwnedFd>) -> Option<Ring<Waiter>> {
 /// ring by `renew`, if it had one. If that is refused, the worker transfers by system calls: the queue has transfers
 /// for it.
 fn run(pool: &Pool, worker: u32, mut driver: ThreadDriver, renew: impl Fn() -> Option<Ring<Waiter>>) {
-    let (takes, has_ring) = (driver.takes(), driver.has_ring());
+    let (takes, has_ring) = (driver.takes, driver.ring.is_some());
     loop {
         // After a panic, transfers in flight are dropped once the kernel is done with them, and their waiters are
         // notified.
@@ -170,7 +170,7 @@ impl Workers {
                 let without_ring = || ThreadDriver::without_ring(taken_by_calls(worker, callers));
                 let driver = ring.map_or_else(without_ring, ThreadDriver::with);
                 // The starting thread waits for all of these messages.
-                let _ = tell.send(driver.takes() != Takes::None);
+                let _ = tell.send(driver.takes != Takes::None);
                 drop(tell);
                 run(&pool, worker, driver, renew);
             };

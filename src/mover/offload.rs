@@ -189,7 +189,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let segments = self.segments(&place).into_owned();
         let memory = Arc::new(memory);
         let bytes = segments.iter().map(|segment| segment.len as u64).sum();
-        let from_worker = match self.is_worth_a_worker(bytes, own_bytes) {
+        let is_alone = !self.workers.is_busy() && self.bytes_in_flight() <= own_bytes;
+        let from_worker = match !is_alone && self.workers.take(bytes) {
             true => {
                 let (keep, segments) = (Arc::clone(&memory), segments.clone());
                 let _busy = self.workers.enter();
@@ -211,11 +212,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             None => self.checksum_here(&segments).await,
         };
         (sum, Arc::into_inner(memory).expect("a worker drops its owner before it answers"))
-    }
-
-    fn is_worth_a_worker(&self, bytes: u64, own_bytes: u64) -> bool {
-        let is_alone = !self.workers.is_busy() && self.bytes_in_flight() <= own_bytes;
-        self.workers.take(bytes) && !is_alone
     }
 
     /// Whether a worker is to read or write a block, with which so many bytes are `in_flight`: not a lone one, and

@@ -312,19 +312,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             slots.extend(self.shared.acquire(Tier::Host, Purpose::Call).await.ok());
         }
         let mut turn = permits.reactor().await;
-        while slots.len() < blocks.len()
-            && let Some(slot) = self.acquire_host()
-        {
+        while slots.len() < blocks.len() {
+            // Not in the head of the loop, whose body would have the lock, too.
+            let slot = self.shared.lock().acquire(Tier::Host);
+            let Some(slot) = slot else { break };
             slots.push(slot);
             turn = permits.step(turn).await;
         }
         drop(turn);
         slots
-    }
-
-    /// In a function: in the head of a loop the lock would be held by its body, too.
-    fn acquire_host(&self) -> Option<Filling> {
-        self.shared.lock().acquire(Tier::Host)
     }
 
     /// Makes a block visible that a host slot has; false if it is not right, or not wanted any longer.

@@ -13,18 +13,14 @@ impl Shared {
     /// released now; 0 once the cache is closed.
     pub(crate) fn release(self: &Arc<Self>, keys: &[BlockKey], count: usize) -> usize {
         let (mut released, mut left, now) = (0, count, self.now_ms());
-        while left > 0 {
+        'chain: while left > 0 {
             let mut state = self.lock();
             if state.check_open().is_err() {
                 break;
             }
             let first = left.saturating_sub(MARKED_UNDER_ONE_LOCK);
             for at in (first..left).rev() {
-                let Some(is_released) = state.index.release_at(keys, at, now) else {
-                    drop(state);
-                    self.metrics.released.add(released as u64);
-                    return released;
-                };
+                let Some(is_released) = state.index.release_at(keys, at, now) else { break 'chain };
                 released += usize::from(is_released);
             }
             left = first;
