@@ -190,20 +190,23 @@ pub(super) enum Read<'a> {
     Later,
 }
 
-/// Plans the read of a block to a host slot, for a call that has `taken` this much of what it needs; `None` if it does
-/// not come from disk. What it cannot use yet stays taken.
-fn plan_read(state: &mut Locked<'_>, key: &BlockKey, id: EntryId, taken: &mut Taken) -> (Trip, Option<Step>) {
+/// Plans the read of a block to a host slot, by what is `taken` and what else it needs; `None` if it does not come from
+/// disk. What it cannot use yet stays taken.
+#[inline] // each fetch from disk pays for it
+pub(super) fn plan_read(
+    state: &mut Locked<'_>,
+    (key, id): (&BlockKey, EntryId),
+    taken: &mut Taken,
+    purpose: Purpose<'_>,
+) -> Option<(Trip, Step)> {
     let mut trip = Trip::to_slot(key, Tier::Host);
-    let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost);
-    let step = route.map(|route| {
-        trip.taken = std::mem::take(taken);
-        let step = trip.begin_for(state, route, Purpose::Call);
-        if matches!(step, Step::Wait(_)) {
-            *taken = std::mem::take(&mut trip.taken);
-        }
-        step
-    });
-    (trip, step)
+    let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost)?;
+    trip.taken = std::mem::take(taken);
+    let step = trip.begin_for(state, route, purpose);
+    if matches!(step, Step::Wait(_)) {
+        *taken = std::mem::take(&mut trip.taken);
+    }
+    Some((trip, step))
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -262,22 +265,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (mut planned, mut missing) = (None, None);
         let begin = |state: &mut Locked<'_>, id, waiter| {
             if let Read::Now(taken) = read {
-                let (trip, step) = plan_read(state, key, id, taken);
-                match step {
-                    Some(Step::Wait(need)) => {
+                match plan_read(state, (key, id), taken, Purpose::Call) {
+                    Some((_, Step::Wait(need))) => {
                         missing = Some(need);
                         state.drop_after_unlock(waiter);
                         return None;
                     }
-                    step => planned = step.map(|step| Fill { trip, step: Ok(step) }),
+                    read => planned = read.map(|(trip, step)| Fill { trip, step: Ok(step) }),
                 }
             }
             state.flights.begin((key, Tier::Host), id, class, Few::from([waiter]), planned.is_some());
             Some(())
         };
         let (promotion, source) = state.promote(key, Tier::Host, (class, usage), begin)?;
-        if matches!(promotion, Promotion::Miss) && self.shared.remote.as_ref().is_some_and(|remote| remote.offers(key))
-        {
+        if matches!(promotion, Promotion::Miss) && self.shared.is_offered(key) {
             return Ok(Step::Remote(usage));
         }
         if usage == Use::Now {

@@ -14,14 +14,14 @@ use tokio::{
 
 use super::{
     Command, QueuedCommand, Urgent,
-    plan::{OnDisk, Step, Trip},
+    plan::{OnDisk, Step, Trip, plan_read},
 };
 use crate::{
-    block::{BlockKey, OpKind, Route, Tier},
+    block::{BlockKey, OpKind, Tier},
     index::EntryId,
     io::{OpenFile, Pool, Pushed, Transfer, Transferred, Waiter},
     memory::Lent,
-    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Room, Shared, Unverified},
+    state::{Class, DeferredWork, Few, FlightEnd, Locked, Outcome, Permit, Purpose, Room, Shared, Taken, Unverified},
     urgency::Urgency,
 };
 
@@ -145,17 +145,15 @@ impl Submitter {
     pub(super) fn plan(
         &self,
         state: &mut Locked<'_>,
-        (key, id): (&BlockKey, EntryId),
+        of: (&BlockKey, EntryId),
         class: Class,
     ) -> Option<(Trip, OnDisk)> {
-        let mut trip = Trip::to_slot(key, Tier::Host);
-        let route = trip.choose(state, Some(id), false).filter(|route| *route == Route::DiskToHost)?;
         if state.flights.len() >= self.ends.shared.config.limits.movements_max as usize {
             return None;
         }
-        match trip.begin_for(state, route, Purpose::NewMovement(class)) {
-            Step::OnDisk(block) => Some((trip, block)),
-            Step::Wait(_) => None,
+        match plan_read(state, of, &mut Taken::default(), Purpose::NewMovement(class))? {
+            (trip, Step::OnDisk(block)) => Some((trip, block)),
+            (_, Step::Wait(_)) => None,
             _ => unreachable!("the disk has the block, and nothing else fills a host slot with it"),
         }
     }

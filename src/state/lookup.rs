@@ -149,7 +149,7 @@ impl Shared {
 
     /// True if the remote tier offers the block.
     #[inline]
-    fn is_offered(&self, key: &BlockKey) -> bool {
+    pub(crate) fn is_offered(&self, key: &BlockKey) -> bool {
         self.remote.as_ref().is_some_and(|remote| remote.offers(key))
     }
 
