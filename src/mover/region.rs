@@ -77,35 +77,30 @@ impl CallerMemory {
         lender: Arc<Lender>,
         guard: Option<Guard>,
     ) -> Arc<Self> {
-        let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
-        CallerMemory::with((start as usize, len), memory, Some(lasting), (owner, guard), lender)
+        let lasting = Some(CopyRegion::new(start, len, memory == RegionMemory::Device));
+        let none = CallerMemory::none(lender);
+        Arc::new(CallerMemory { start: start as usize, len, memory, lasting, guard, _owner: owner, ..none })
     }
 
     /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
     /// so neither storage nor copy engines take it for memory that they have registered.
     pub(crate) fn lent(lender: Arc<Lender>) -> Arc<Self> {
-        CallerMemory::with((0, 0), RegionMemory::Host, None, (None, None), lender)
+        Arc::new(CallerMemory::none(lender))
     }
 
-    fn with(
-        (start, len): (usize, usize),
-        memory: RegionMemory,
-        lasting: Option<CopyRegion>,
-        (owner, guard): (Option<Arc<SharedMemory>>, Option<Guard>),
-        lender: Arc<Lender>,
-    ) -> Arc<Self> {
-        Arc::new(CallerMemory {
-            start,
-            len,
-            memory,
-            lasting,
+    fn none(lender: Arc<Lender>) -> Self {
+        CallerMemory {
+            start: 0,
+            len: 0,
+            memory: RegionMemory::Host,
+            lasting: None,
             lender,
-            guard,
-            _owner: owner,
+            guard: None,
+            _owner: None,
             users: AtomicUsize::new(0),
             unused: Notify::new(),
             fixed: AtomicU32::new(UNREGISTERED),
-        })
+        }
     }
 
     /// Whether the segment lies in this memory. Never in memory that is lent for a call.
