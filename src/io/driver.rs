@@ -53,41 +53,25 @@ pub struct Wake(Kind);
 enum Kind {
     Ring(WakeFd),
     Thread(Thread),
-    #[cfg(feature = "sim")]
-    Task(std::sync::Arc<tokio::sync::Notify>),
-    /// Wakes a thread of a model.
-    #[cfg(test)]
-    Modelled(Woken),
+    /// Of a simulation, or of a model.
+    #[cfg(any(test, feature = "sim"))]
+    Call(Box<dyn Fn() + Send + Sync>),
 }
-
-/// Whether a model's thread has been woken.
-#[cfg(test)]
-pub(super) type Woken = std::sync::Arc<(shuttle::sync::Mutex<bool>, shuttle::sync::Condvar)>;
 
 impl Wake {
     pub(super) fn wake(&self) {
         match &self.0 {
             Kind::Ring(wake) => wake.wake(),
             Kind::Thread(thread) => thread.unpark(),
-            #[cfg(feature = "sim")]
-            Kind::Task(notify) => notify.notify_one(),
-            #[cfg(test)]
-            Kind::Modelled(woken) => {
-                *woken.0.lock().expect("nothing panics under it") = true;
-                woken.1.notify_one();
-            }
+            #[cfg(any(test, feature = "sim"))]
+            Kind::Call(wake) => wake(),
         }
     }
 
-    /// Wakes a thread that is a task.
-    #[cfg(feature = "sim")]
-    pub fn of_task(notify: std::sync::Arc<tokio::sync::Notify>) -> Self {
-        Wake(Kind::Task(notify))
-    }
-
-    #[cfg(test)]
-    pub(super) fn modelled(woken: Woken) -> Self {
-        Wake(Kind::Modelled(woken))
+    /// Wakes by this call.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn by(wake: impl Fn() + Send + Sync + 'static) -> Self {
+        Wake(Kind::Call(Box::new(wake)))
     }
 }
 

@@ -8,7 +8,7 @@ use std::{collections::VecDeque, fs::File, sync::Arc};
 use tokio::sync::oneshot;
 
 use super::{
-    driver::{Driver, Wake, Woken},
+    driver::{Driver, Wake},
     pool::Pool,
     transfer::{Completed, OpenFile, Transfer},
     waiter::Waiter,
@@ -19,6 +19,9 @@ use crate::{
     memory::AlignedBuf,
     urgency::Urgency,
 };
+
+/// Whether a worker has been woken.
+type Woken = Arc<(shuttle::sync::Mutex<bool>, shuttle::sync::Condvar)>;
 
 /// A file of a model: nothing but memory.
 pub(crate) type Bytes = Arc<std::sync::Mutex<Vec<u8>>>;
@@ -115,7 +118,11 @@ impl Driver for Modelled {
     }
 
     fn wake(&self) -> Wake {
-        Wake::modelled(Arc::clone(&self.woken))
+        let woken = Arc::clone(&self.woken);
+        Wake::by(move || {
+            *woken.0.lock().expect("nothing panics under it") = true;
+            woken.1.notify_one();
+        })
     }
 
     fn sleep(&mut self) {

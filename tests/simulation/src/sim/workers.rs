@@ -176,7 +176,8 @@ impl Driver for Ring {
     }
 
     fn wake(&self) -> Wake {
-        Wake::of_task(Arc::clone(&self.wake))
+        let wake = Arc::clone(&self.wake);
+        Wake::by(move || wake.notify_one())
     }
 
     fn sleep(&mut self) {
