@@ -67,10 +67,6 @@ impl Resident {
         }
         regions
     }
-
-    fn numbers(&self) -> impl Iterator<Item = usize> {
-        self.blocks.iter().map(|(at, ..)| *at)
-    }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -170,7 +166,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let (this, board, copied) = (Rc::clone(self), Rc::clone(board), Arc::clone(&resident));
             let task = self.spawn_part(async move {
                 let result = this.copied(batch).await.and_then(|(result, _)| result);
-                board.borrow_mut().layer_ended(layer, copied.numbers(), &result);
+                board.borrow_mut().layer_ended(layer, copied.blocks.iter().map(|(at, ..)| *at), &result);
             });
             bytes_under_way += bytes;
             under_way.push_back((bytes, task));

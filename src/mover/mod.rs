@@ -144,12 +144,6 @@ struct Flush {
     failed: RefCell<Option<Error>>,
 }
 
-impl Flush {
-    fn new() -> Self {
-        Flush { turn: Semaphore::new(1), begun: Cell::new(0), failed: RefCell::default() }
-    }
-}
-
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// `ends`: has I/O threads end reads to host slots by themselves. `is_new`: no earlier run wrote to the store.
     pub(crate) fn new(
@@ -161,6 +155,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         is_new: bool,
     ) -> Rc<Self> {
         let config = &shared.config;
+        let flush = || Flush { turn: Semaphore::new(1), begun: Cell::new(0), failed: RefCell::default() };
         Rc::new(Mover {
             write_budget: config
                 .write_budget_bytes()
@@ -177,7 +172,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             taken: Cell::new(0),
             overdue: Cell::new(false),
             record_failures: config.disk.paths.iter().map(|_| Failures::default()).collect(),
-            flushes: config.disk.paths.iter().map(|_| Flush::new()).collect(),
+            flushes: config.disk.paths.iter().map(|_| flush()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
             defect: Notify::new(),

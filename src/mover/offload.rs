@@ -100,7 +100,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let (segment, fixed, source) = parts.into_iter().next().expect("it has one");
             // SAFETY: as of `BlockMemory`, and of `FilledMemory` if it is read to.
             let buf = unsafe { IoBuf::new(start_of(&segment), segment.len, fixed, owner) }.guarded(source);
-            match self.transfer_on_worker((kind, permit.urgency()), file, offset, &buf, sum_bytes).await {
+            match self.transfer_on_worker((kind, permit.urgency), file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
                 // Boxed: every movement would have room for it.
                 None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,

@@ -43,22 +43,12 @@ pub(crate) struct Permit {
     kind: OpKind,
     bytes: u64,
     /// Of its operation, when it was given.
-    urgency: Urgency,
+    pub(crate) urgency: Urgency,
 }
 
 impl Permit {
     pub(crate) fn kind(&self) -> OpKind {
         self.kind
-    }
-
-    /// Of the operation that it was given for, which has a number by now.
-    pub(crate) fn set_urgency(&mut self, urgency: Urgency) {
-        self.urgency = urgency;
-    }
-
-    /// How urgent its operation was when it was given.
-    pub(crate) fn urgency(&self) -> Urgency {
-        self.urgency
     }
 }
 

@@ -22,9 +22,6 @@ pub(crate) enum LookedUp<N> {
     Nowhere,
 }
 
-/// The lock under which a block was not found in a tier, and its entry if it has one.
-pub(crate) type WithLock<'a> = (Locked<'a>, Option<EntryId>);
-
 /// A pin of the entry in a slot, counted in the index and as a lease.
 #[must_use = "without an owner nobody ends it"]
 pub(crate) struct CountedPin {
@@ -81,7 +78,7 @@ impl Shared {
         key: &BlockKey,
         tier: Tier,
         guard: MutexGuard<'a, State>,
-    ) -> Result<LookedUp<WithLock<'a>>> {
+    ) -> Result<LookedUp<(Locked<'a>, Option<EntryId>)>> {
         let counted = {
             let mut state = self.locked(guard);
             match state.find_used(key, tier)? {

@@ -17,12 +17,12 @@ impl Taken {
     /// The host slot that a read fills, and how urgent it was when its permit was given.
     pub(crate) fn of_read(&self) -> (u32, Urgency) {
         let (slot, permit) = self.slot.as_ref().zip(self.permit.as_ref()).expect("its plan has taken both");
-        (slot.slot(), permit.urgency())
+        (slot.slot(), permit.urgency)
     }
 
     /// The flight for which bytes in flight were taken has a number by now.
     pub(crate) fn set_urgency(&mut self, urgency: Urgency) {
-        self.permit.as_mut().expect("its plan has taken one").set_urgency(urgency);
+        self.permit.as_mut().expect("its plan has taken one").urgency = urgency;
     }
 
     pub(crate) fn slot(&mut self) -> Filling {

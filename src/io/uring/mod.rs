@@ -150,7 +150,8 @@ const GIVES_BACK: &str = "an operation returns its memory";
 
 /// The ring entry of one operation. `region`: the number of the registered buffer that contains the memory.
 pub(super) fn entry(kind: OpKind, file: &Arc<File>, offset: u64, buf: &Lent, region: Option<u16>) -> squeue::Entry {
-    let (fd, ptr, len) = (types::Fd(file.as_raw_fd()), buf.as_ptr(), transfer_bytes(buf));
+    let (fd, ptr) = (types::Fd(file.as_raw_fd()), buf.as_ptr());
+    let len = u32::try_from(buf.len().min(TRANSFER_BYTES_MAX)).expect("TRANSFER_BYTES_MAX fits in 31 bits");
     match (kind, region) {
         (OpKind::Read, Some(region)) => opcode::ReadFixed::new(fd, ptr, len, region).offset(offset).build(),
         (OpKind::Read, None) => opcode::Read::new(fd, ptr, len).offset(offset).build(),
@@ -158,8 +159,4 @@ pub(super) fn entry(kind: OpKind, file: &Arc<File>, offset: u64, buf: &Lent, reg
         (OpKind::Write, None) => opcode::Write::new(fd, ptr, len).offset(offset).build(),
         (OpKind::Sync, _) => unreachable!("a flush transfers nothing"),
     }
-}
-
-fn transfer_bytes(buf: &Lent) -> u32 {
-    u32::try_from(buf.len().min(TRANSFER_BYTES_MAX)).expect("TRANSFER_BYTES_MAX fits in 31 bits")
 }
