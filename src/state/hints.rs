@@ -5,9 +5,6 @@ use std::{sync::Arc, time::Duration};
 use super::Shared;
 use crate::block::BlockKey;
 
-/// Blocks that are marked, or looked at, under one acquisition of the lock.
-const MARKED_UNDER_ONE_LOCK: usize = 256;
-
 impl Shared {
     /// Releases the first `count` blocks of a chain, whose other blocks are released already. Returns how many are
     /// released now; 0 once the cache is closed.
@@ -18,7 +15,7 @@ impl Shared {
             if state.check_open().is_err() {
                 break;
             }
-            let first = left.saturating_sub(MARKED_UNDER_ONE_LOCK);
+            let first = left.saturating_sub(KeepWalk::BLOCKS_PER_PART);
             for at in (first..left).rev() {
                 let Some(is_released) = state.index.release_at(keys, at, now) else { break 'chain };
                 released += usize::from(is_released);
@@ -57,8 +54,8 @@ pub struct KeepWalk<'a> {
 }
 
 impl KeepWalk<'_> {
-    /// Blocks that are looked at under one lock.
-    pub const BLOCKS_PER_PART: usize = MARKED_UNDER_ONE_LOCK;
+    /// Blocks that are looked at under one lock, or marked by a release.
+    pub const BLOCKS_PER_PART: usize = 256;
 
     /// Keeps the next blocks, under one lock. `None` if there may be more of them; at the end, how many of the chain
     /// are kept: fewer where the cache has been closed.
@@ -68,7 +65,7 @@ impl KeepWalk<'_> {
             return Some(self.kept);
         }
         let mut at = self.below.and_then(|key| state.index.find(&key));
-        for _ in 0..MARKED_UNDER_ONE_LOCK {
+        for _ in 0..Self::BLOCKS_PER_PART {
             at = match at {
                 Some(id) => state.index.keep_before(id, self.until),
                 // From the beginning: the blocks before a kept one are kept already.
@@ -104,7 +101,7 @@ mod tests {
     use super::*;
     use crate::{block::Tier, config::Config, state::locks_taken};
 
-    const MARKED: usize = MARKED_UNDER_ONE_LOCK;
+    const MARKED: usize = KeepWalk::BLOCKS_PER_PART;
 
     fn key(number: u64) -> BlockKey {
         let mut key = [0; 32];
