@@ -59,7 +59,7 @@ use std::{
     pin::pin,
     rc::Rc,
     sync::Arc,
-    task::Poll,
+    task::{Context, Poll},
 };
 
 use futures_util::{
@@ -192,9 +192,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// get that error too. The memory of what is in flight stays with the operations, also past the deadline.
     pub(crate) async fn run(
         self: Rc<Self>,
-        mut commands: mpsc::UnboundedReceiver<QueuedCommand>,
-        mut urgent: mpsc::UnboundedReceiver<Urgent>,
+        commands: mpsc::UnboundedReceiver<QueuedCommand>,
+        urgent: mpsc::UnboundedReceiver<Urgent>,
     ) -> Result<()> {
+        let mut inbox = Inbox { commands, urgent };
         let _ended = Ended(Arc::clone(&self.shared));
         let mut tasks = vec![
             self.spawn_part(Rc::clone(&self).write_back_loop()),
@@ -204,9 +205,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         ];
         let remote = self.start_remote();
         let served = async {
-            self.serve(&mut commands, &mut urgent).await;
+            self.serve(&mut inbox).await;
             self.end_remote(&remote);
-            self.drain(&mut commands, &mut urgent).await
+            self.drain(&mut inbox).await
         };
         // The defect first: what has lost a part must not pass for whole.
         let result = match select(pin!(self.defect.notified()), pin!(served)).await {
@@ -216,35 +217,25 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Either::Right((result, _)) => result,
         };
-        shutdown::drop_all(&mut commands).await;
-        shutdown::drop_all(&mut urgent).await;
+        shutdown::drop_all(&mut inbox.commands).await;
+        shutdown::drop_all(&mut inbox.urgent).await;
         tasks.extend(remote);
         tasks.iter().for_each(Task::abort);
         result
     }
 
     /// Serves commands until the cache is closed or its last handle is gone.
-    async fn serve(
-        self: &Rc<Self>,
-        commands: &mut mpsc::UnboundedReceiver<QueuedCommand>,
-        urgent: &mut mpsc::UnboundedReceiver<Urgent>,
-    ) {
+    async fn serve(self: &Rc<Self>, inbox: &mut Inbox) {
         let mut is_closing = false;
         // The drain serves those that have room by then, and are sent later.
-        while !(is_closing && commands.is_empty()) {
+        while !(is_closing && inbox.commands.is_empty()) {
             let movements = self.active.get() as usize + self.waiting.get();
             let may_start = movements < self.shared.config.limits.movements_max as usize;
             let may_take = may_start || self.overdue.get();
             let mut settled = pin!(self.settled.notified());
-            let next = poll_fn(|cx| {
-                if let Poll::Ready(Some(request)) = urgent.poll_recv(cx) {
-                    return Poll::Ready(Next::Urgent(request));
-                }
-                match if may_take { commands.poll_recv(cx) } else { Poll::Pending } {
-                    Poll::Pending if !may_start => settled.as_mut().poll(cx).map(|()| Next::Settled),
-                    // The room is free from here on.
-                    command => command.map(|queued| Next::Command(queued.map(|(command, _room)| command))),
-                }
+            let next = poll_fn(|cx| match inbox.poll_next(may_take, cx) {
+                Poll::Pending if !may_start => settled.as_mut().poll(cx).map(|()| Next::Settled),
+                next => next,
             });
             match next.await {
                 Next::Urgent(Urgent::Close) => {
@@ -331,6 +322,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
 /// A task that runs as long as the reactor.
 type Task = JoinHandle<Option<()>>;
+
+/// What callers and holders of slots have sent to the reactor.
+struct Inbox {
+    commands: mpsc::UnboundedReceiver<QueuedCommand>,
+    urgent: mpsc::UnboundedReceiver<Urgent>,
+}
+
+impl Inbox {
+    /// The next request, an urgent one first; a command only if the reactor `may_take` one, whose room is free then.
+    fn poll_next(&mut self, may_take: bool, cx: &mut Context<'_>) -> Poll<Next> {
+        if let Poll::Ready(Some(request)) = self.urgent.poll_recv(cx) {
+            return Poll::Ready(Next::Urgent(request));
+        }
+        let command = if may_take { self.commands.poll_recv(cx) } else { Poll::Pending };
+        command.map(|queued| Next::Command(queued.map(|(command, _room)| command)))
+    }
+}
 
 /// What ends a wait of the reactor's loop.
 enum Next {

@@ -5,7 +5,7 @@ use std::{future::poll_fn, pin::pin, rc::Rc, task::Poll};
 use futures_util::{FutureExt, future::select};
 use tokio::{sync::mpsc, time::timeout};
 
-use super::{Mover, Next, QueuedCommand, Urgent};
+use super::{Inbox, Mover, Next};
 use crate::{device::CopyEngine, disk::PageId, error::Result, index::EntryId, io::Storage};
 
 /// Record pages whose blocks are looked at under one lock: some tens of microseconds.
@@ -16,26 +16,17 @@ const SYNCS_MAX: u32 = 8;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Ends the cache's life on disk. There is no room for commands any more.
-    pub(super) async fn drain(
-        self: &Rc<Self>,
-        commands: &mut mpsc::UnboundedReceiver<QueuedCommand>,
-        urgent: &mut mpsc::UnboundedReceiver<Urgent>,
-    ) -> Result<()> {
+    pub(super) async fn drain(self: &Rc<Self>, inbox: &mut Inbox) -> Result<()> {
         self.shared.close();
         let refusals = self.shared.begin_report();
         // A flight or a load that has begun has its movement in flight or in the channel, or its caller is about to
         // send or to submit it, or an I/O thread ends it, which may have sent what is left of it first.
-        while self.active.get() > 0 || self.shared.lock().flights.any() || !urgent.is_empty() {
+        while self.active.get() > 0 || self.shared.lock().flights.any() || !inbox.urgent.is_empty() {
             let (settled, ended) = (pin!(self.settled.notified()), pin!(self.shared.ended.notified()));
             let mut ended = select(settled, ended);
-            let next = poll_fn(|cx| {
-                if let Poll::Ready(Some(request)) = urgent.poll_recv(cx) {
-                    return Poll::Ready(Next::Urgent(request));
-                }
-                match commands.poll_recv(cx) {
-                    Poll::Ready(Some((command, _room))) => Poll::Ready(Next::Command(Some(command))),
-                    _ => ended.poll_unpin(cx).map(|_| Next::Settled),
-                }
+            let next = poll_fn(|cx| match inbox.poll_next(true, cx) {
+                Poll::Pending | Poll::Ready(Next::Command(None)) => ended.poll_unpin(cx).map(|_| Next::Settled),
+                next => next,
             });
             match next.await {
                 Next::Urgent(request) => self.start_urgent(request),
@@ -43,7 +34,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Next::Settled => {}
             }
         }
-        drop_all(commands).await;
+        drop_all(&mut inbox.commands).await;
         if self.flushes.is_empty() {
             return Ok(());
         }
