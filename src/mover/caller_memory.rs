@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     Active, Mover,
@@ -20,7 +20,7 @@ use crate::{
     device::CopyEngine,
     error::Result,
     io::Storage,
-    state::{Class, Committed, Locked, Purpose},
+    state::{Class, Committed, Locked, Outcome, Purpose},
 };
 
 /// A load, and its first step.
@@ -203,14 +203,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Does what the write policy wants for a committed block.
     async fn finish_store(self: &Rc<Self>, committed: Committed) -> Result<()> {
-        let receiver = match committed {
-            Committed::Done => return Ok(()),
-            Committed::Wait(receiver) => receiver,
+        match self.begin_committed(committed) {
+            Some(receiver) => self.shared.written(receiver).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Starts the write of a block, if that is the next step. What receives its outcome.
+    pub(super) fn begin_committed(self: &Rc<Self>, committed: Committed) -> Option<oneshot::Receiver<Outcome>> {
+        match committed {
+            Committed::Done => None,
+            Committed::Wait(receiver) => Some(receiver),
             Committed::Write(write, receiver) => {
                 self.spawn(Rc::clone(self).write(write));
-                receiver
+                Some(receiver)
             }
-        };
-        self.shared.written(receiver).await
+        }
     }
 }

@@ -15,7 +15,7 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Lent,
-    state::{Class, Committed, Outcome, State},
+    state::{Class, Outcome, State},
 };
 
 /// Dirty blocks that are listed and put in order in one turn: some tens of microseconds.
@@ -102,14 +102,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Bounded by the syncs under way.
         let committed = state.begin_write(id, key, Class::Awaited, u32::MAX);
         drop(state);
-        Ok(match committed? {
-            Committed::Write(write, receiver) => {
-                self.spawn(Rc::clone(self).write(write));
-                Some(receiver)
-            }
-            Committed::Wait(receiver) => Some(receiver),
-            Committed::Done => None,
-        })
+        Ok(self.begin_committed(committed?))
     }
 
     /// Makes what the files hold survive a power cut, as far as they let it. An error for good once a flush of one has
