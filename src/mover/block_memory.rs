@@ -164,7 +164,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Where::Slot(tier, slot) => {
                 assert_eq!(*tier, Tier::Host, "the kernel moves blocks to and from host memory");
                 let segment = Segment { len: self.shared.config.slot_bytes(), ..self.shared.host_segment(*slot) };
-                Few::from([(segment, self.shared.fixed_buffer(*slot), None)])
+                let registered = (!self.shared.config.host.parks).then(|| self.shared.arena.chunk_of(*slot));
+                Few::from([(segment, registered, None)])
             }
             Where::Caller(job) => job.places(),
             Where::Heap(segment) => Few::from([(*segment, None, None)]),

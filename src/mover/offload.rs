@@ -173,7 +173,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let urgency = match urgency {
             Urgency::Awaited => Urgency::Awaited,
             // A caller may have joined the movement since: from here on its transfer is raised in the queue.
-            background @ Urgency::Background(_) => self.shared.lock().urgency_by_now(background),
+            Urgency::Background(number) => self.shared.lock().urgency_by_now(number),
         };
         self.workers.transfer(urgency, transfer, sum_bytes).await
     }

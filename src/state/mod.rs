@@ -247,11 +247,6 @@ impl Shared {
         u64::try_from(self.cufile_stuck.load(Ordering::SeqCst)).unwrap_or(0)
     }
 
-    /// The registered buffer around a host slot.
-    pub(crate) fn fixed_buffer(&self, slot: u32) -> Option<u16> {
-        (!self.config.host.parks).then(|| self.arena.chunk_of(slot))
-    }
-
     /// First byte of a host slot.
     pub(crate) fn host_ptr(&self, slot: u32) -> NonNull<u8> {
         self.arena.slot_ptr(slot)

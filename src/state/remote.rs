@@ -141,15 +141,13 @@ impl Shared {
     pub(crate) fn match_prefix(self: &Arc<Self>, keys: &[BlockKey]) -> Vec<Tier> {
         // Not under the lock, where it would grow.
         let mut tiers = Vec::with_capacity(keys.len());
-        let resident = self.match_in_turns(keys, true, |tier| tiers.push(tier));
-        self.match_further(keys, resident, |tier| tiers.push(tier));
+        self.match_keys(keys, |tier| tiers.push(tier));
         tiers
     }
 
     /// The length of [`match_prefix`](Self::match_prefix). Without a remote tier it allocates nothing.
     pub(crate) fn match_len(self: &Arc<Self>, keys: &[BlockKey]) -> usize {
-        let resident = self.match_in_turns(keys, true, |_| {});
-        self.match_further(keys, resident, |_| {})
+        self.match_keys(keys, |_| {})
     }
 
     /// How many leading blocks the node has, with the lock for a part of them at a time. Adds their tiers. The first
@@ -173,9 +171,10 @@ impl Shared {
         }
     }
 
-    /// The number of leading blocks, of which a tier of the node has the first `matched`: with those that the remote
-    /// tier offers behind them, and those that follow these. Adds their tiers.
-    fn match_further(self: &Arc<Self>, keys: &[BlockKey], mut matched: usize, mut add: impl FnMut(Tier)) -> usize {
+    /// The number of leading blocks that the node has, with those that the remote tier offers behind them, and those
+    /// that follow these. Adds their tiers.
+    fn match_keys(self: &Arc<Self>, keys: &[BlockKey], mut add: impl FnMut(Tier)) -> usize {
+        let mut matched = self.match_in_turns(keys, true, &mut add);
         let Some(remote) = &self.remote else { return matched };
         while matched < keys.len() {
             let offered = remote.offered(keys[matched..].iter());

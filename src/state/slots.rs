@@ -86,13 +86,11 @@ impl State {
         self.urgency(purpose)
     }
 
-    /// How urgent a step is that was of this urgency, of a movement that holds a host slot.
-    pub(crate) fn urgency_by_now(&self, urgency: Urgency) -> Urgency {
-        match urgency {
-            Urgency::Background(number) if self.slot_requests[Tier::Host as usize].awaited.is_empty() => {
-                self.flights.urgency_of(number)
-            }
-            _ => Urgency::Awaited,
+    /// How urgent a step of the movement of this number is, which holds a host slot and had no waiter.
+    pub(crate) fn urgency_by_now(&self, number: u64) -> Urgency {
+        match self.slot_requests[Tier::Host as usize].awaited.is_empty() {
+            true => self.flights.urgency_of(number),
+            false => Urgency::Awaited,
         }
     }
 
