@@ -368,7 +368,7 @@ impl Cache {
         let (shared, gdr): (_, GdrState) = (self.shared(), self.inner.facts.gdr.get());
         // Its error is among the figures.
         drop(self.inner.facts.names.check(shared));
-        let remote = shared.remote_figures();
+        let remote = shared.remote.as_ref().map(|remote| remote.figures()).unwrap_or_default();
         let state = shared.lock();
         Stats::read(&Now { cache: self, metrics: &shared.metrics, state: &state, gdr: &gdr, remote: &remote })
     }

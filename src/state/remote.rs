@@ -8,7 +8,7 @@ use crate::{
     config::{Config, RemotePolicy},
     error::Result,
     index::Index,
-    remote::{Figures, Limits, Remote, Space},
+    remote::{Limits, Remote, Space},
     shield::shield,
 };
 
@@ -38,11 +38,6 @@ pub(super) fn of(config: &Config, index: &mut Index) -> Option<Arc<Remote>> {
 }
 
 impl Shared {
-    /// What is known of the remote store; nothing without one.
-    pub(crate) fn remote_figures(&self) -> Figures {
-        self.remote.as_ref().map(|remote| remote.figures()).unwrap_or_default()
-    }
-
     /// Waits until the remote tier has brought a block into host memory, and counts the hit if the use is not counted
     /// yet; how the look-up that follows counts. Where it is not brought, or not by the deadline, it may have come with
     /// another call.
@@ -163,7 +158,7 @@ impl Shared {
                 }
                 state.index.begin_request(keys.len());
             }
-            let found = state.match_served(turn).map(&mut add).count();
+            let found = state.match_served(turn).inspect(|tier| add(*tier)).count();
             matched += found;
             if found < turn.len() || matched == keys.len() {
                 return matched;

@@ -52,14 +52,11 @@ pub fn runtime(entries: u32, held: Option<BorrowedFd<'_>>) -> io::Result<Runtime
     if let Some(file) = held {
         hold_by_runtime(&inner, file)?;
     }
-    let [permits, writes] = [entries, writes_max(entries)].map(|most| Arc::new(Semaphore::new(most as usize)));
+    // The others are left to reads, which wait for no write.
+    let writes_max = (entries - entries / 4).max(1);
+    let [permits, writes] = [entries, writes_max].map(|most| Arc::new(Semaphore::new(most as usize)));
     let ring = Ring { permits, writes, closing: Cell::new(false), deferred: RefCell::default() };
     Ok(Runtime { inner: Some(inner), ring: Rc::new(ring) })
-}
-
-/// Writes and flushes of so many operations: the others are left to reads, which wait for no write.
-fn writes_max(entries: u32) -> u32 {
-    (entries - entries / 4).max(1)
 }
 
 /// Without a single issuer the ring of another thread could be taken for this one.
