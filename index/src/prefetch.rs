@@ -18,17 +18,20 @@ pub(super) const AHEAD: usize = 16;
 impl Index {
     /// Begins to load what looking up these keys will read.
     pub fn prefetch_keys<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
-        // Nearly always the key's own entry: a parent's, or that of another record of the key. For an empty chain any:
-        // a branch on the head would wait for it.
+        // Nearly always the key's own entry. For an empty chain any: a branch on the head would wait for it.
         let load_first = |chain| self.prefetch_entry(self.map.first(chain).unwrap_or(0));
         // Chains whose heads are on their way: read at once, each would be waited for.
-        let mut heads = [0; AHEAD];
-        for (at, key) in keys.enumerate() {
+        let (mut heads, mut count) = ([0; AHEAD], 0);
+        for key in keys {
             let chain = self.map.chain(self.hasher.hash(key));
             prefetch(self.map.head(chain));
-            load_first(std::mem::replace(&mut heads[at % AHEAD], chain));
+            let before = std::mem::replace(&mut heads[count % AHEAD], chain);
+            if count >= AHEAD {
+                load_first(before);
+            }
+            count += 1;
         }
-        heads.into_iter().for_each(load_first);
+        heads.into_iter().take(count).for_each(load_first);
     }
 
     /// Begins to load an entry, also of an id that is valid no more.

@@ -176,6 +176,9 @@ impl Locked<'_> {
     /// Begins to load what the works will read, all at once.
     fn prefetch_deferred(&self) {
         let works = &self.follow_ups.done;
+        if works.len() < 2 {
+            return;
+        }
         let others = || works.iter().filter_map(|work| if let Work::Other(work) = work { Some(&**work) } else { None });
         self.index.prefetch_keys(others().filter_map(DeferredWork::key));
         let pins = works.iter().filter_map(|work| if let Work::Pin(pin) = work { Some(pin.id) } else { None });

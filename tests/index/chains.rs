@@ -7,7 +7,7 @@ use kvhoist::{
 
 use crate::{
     common::{self, Rng, key},
-    full,
+    full, matched,
 };
 
 #[test]
@@ -72,7 +72,7 @@ fn a_pinned_tail_holds_back_itself_alone_and_its_chain_goes_from_its_end() {
         let victim = index.victim(Tier::Host).expect("only the tail is held");
         assert_eq!(index.key(victim), key(n));
         index.evict(victim, Tier::Host);
-        assert_eq!(index.match_len(&(0..8).map(key).collect::<Vec<_>>()), n as usize, "what is left is a prefix");
+        assert_eq!(matched(&index, &(0..8).map(key).collect::<Vec<_>>()), n as usize, "what is left is a prefix");
         index.validate().unwrap_or_else(|what| panic!("{what}"));
     }
     assert_eq!(index.victim(Tier::Host), None, "the tail is held");

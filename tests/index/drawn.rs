@@ -7,6 +7,7 @@ use kvhoist::{
 
 use crate::{
     common::{self, Rng, key},
+    matched,
     model::{KEPT_MAX, Model, chain_to, parent_of},
 };
 
@@ -167,6 +168,6 @@ fn every_answer_is_the_models() {
         }
         let chain: Vec<BlockKey> = (0..4).map(key).collect();
         let leading = (0..4).take_while(|n| model.best(*n).is_some()).count();
-        assert_eq!((index.match_len(&chain), index.match_prefix(&chain).len()), (leading, leading));
+        assert_eq!(matched(&index, &chain), leading);
     }
 }

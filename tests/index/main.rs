@@ -14,9 +14,14 @@ mod uses;
 
 use common::key;
 use kvhoist::{
-    Tier,
+    BlockKey, Tier,
     internals::index::{EntryId, Index},
 };
+
+/// How many of the leading blocks of a chain are resident.
+fn matched(index: &Index, chain: &[BlockKey]) -> usize {
+    chain.iter().map_while(|key| index.best_tier(index.find(key)?)).count()
+}
 
 /// Makes `n` resident in `tier`, in the slot of its number.
 fn full(index: &mut Index, n: u64, parent: Option<u64>, tier: Tier) -> EntryId {

@@ -1,6 +1,6 @@
 //! Hit ratios of the eviction policies: on a made workload always, on recorded traces where `KVHOIST_TRACE` names one.
 
-use crate::common;
+use crate::{common, matched};
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -31,7 +31,7 @@ impl Tiered {
     }
 
     fn request(&mut self, chain: &[BlockKey]) {
-        let here = &chain[..self.index.match_len(chain)];
+        let here = &chain[..matched(&self.index, chain)];
         let mut held: Vec<EntryId> = here.iter().map(|key| self.index.find(key).expect("resident")).collect();
         self.index.begin_request(chain.len());
         self.index.touch_chain(&held);

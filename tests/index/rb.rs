@@ -7,7 +7,10 @@ use kvhoist::{
     internals::index::{EntryId, Index, Lru, Policy, Rb},
 };
 
-use crate::common::{self, Rng, key};
+use crate::{
+    common::{self, Rng, key},
+    matched,
+};
 
 const TIER: Tier = Tier::Disk;
 
@@ -186,7 +189,7 @@ impl Both {
 
     fn request(&mut self, chain: &[u64]) {
         let keys: Vec<BlockKey> = chain.iter().copied().map(key).collect();
-        let found = self.index.match_len(&keys);
+        let found = matched(&self.index, &keys);
         let resident = chain.iter().take_while(|n| self.reference.resident.contains_key(n)).count();
         assert_eq!(found, resident, "{chain:?}");
         let ids: Vec<EntryId> = keys[..found].iter().map(|key| self.index.find(key).expect("resident")).collect();

@@ -41,8 +41,8 @@ impl Cufile {
         let (ended, has_ended) = oneshot::channel();
         let queue = Arc::new(Queue::default());
         let (limit, stuck) = (setup.limit, Arc::clone(&setup.stuck));
-        // One limit to open the library, one for everything after that.
-        let limit_of_both = limit * 2;
+        // One limit to open the library, one to wait for other counts, one for everything after that.
+        let limit_of_all = limit * 3;
         let cufile = Cufile { queue: Arc::clone(&queue), stuck, limit, worker: RefCell::new(Some(has_ended)) };
         let thread = thread::Builder::new().name("kvhoist-cufile".into());
         let first = FirstCalls::begin(&setup.stuck);
@@ -51,7 +51,7 @@ impl Cufile {
             drop(ended);
         };
         thread.spawn(main).map_err(|error| format!("no thread for libcufile: {error}"))?;
-        match timeout(limit_of_both, is_ready).await {
+        match timeout(limit_of_all, is_ready).await {
             Ok(Ok(Ok(found))) => Ok((cufile, found)),
             Ok(Ok(Err(reason))) => {
                 cufile.close().await;
@@ -59,7 +59,7 @@ impl Cufile {
             }
             Ok(Err(_)) => Err("its thread has ended".into()),
             Err(_) => Err(format!(
-                "libcufile has not returned from its first calls within {limit_of_both:?}; look at cufile.log"
+                "libcufile has not returned from its first calls within {limit_of_all:?}; look at cufile.log"
             )),
         }
     }

@@ -248,7 +248,7 @@ fn a_self_test_waits_for_that_of_another_cache() {
             }
             let second = scope.spawn(|| open(second));
             let refused = block_on(Cache::open(third.cufile_stuck_ms(STUCK_MS))).expect_err("a cache that waited");
-            let expected = "found another self-test of this process under way for 3s";
+            let expected = "found another test of libcufile of this process under way for 3s";
             assert!(refused.to_string().contains(expected), "{refused}");
             ask("release");
             for opened in [first, second] {

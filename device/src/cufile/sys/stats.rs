@@ -116,7 +116,7 @@ impl Counting {
                 )),
             }
         };
-        wait(turn(), limit, "another self-test", |turn| turn.is_counting)?.is_counting = true;
+        wait(turn(), limit, "another test of libcufile", |turn| turn.is_counting)?.is_counting = true;
         // Dropped if the reads do not end. No more of them begin meanwhile.
         let counting = Counting(());
         drop(wait(turn(), READS_WAIT_MAX, "a read", |turn| turn.reads > 0)?);
