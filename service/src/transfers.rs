@@ -223,7 +223,11 @@ impl ClientTransfers {
                 () = cancel.canceled() => break,
                 permits = self.permits_for(&way, (last - first) as u32) => permits,
             };
-            let found = self.unchanged(async || self.listed(&blocks.places, first..last).await).await;
+            let find = self.unchanged(async || self.listed(&blocks.places, first..last).await);
+            let found = tokio::select! { biased;
+                () = cancel.canceled() => break,
+                found = find => found,
+            };
             let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
             let mut call = Box::pin(async move {
                 let ended = this.call(way.of_part(&blocks.keys, first), &blocks.keys[first..last], found).await;

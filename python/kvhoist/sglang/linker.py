@@ -305,10 +305,11 @@ class KvhoistLinker(UnifiedCacheLinker):
         return not failed and batch.error is None
 
     def _retire(self) -> None:
-        """Offers no page any more of caches whose device is out of service: copies say only that they failed."""
+        """Offers no page any more of caches whose device is out of service: copies say only that they failed. A service
+        may be restarted."""
         for pages in self._pages.values():
-            if isinstance(pages.cache, Cache) and pages.cache.stats()["device_retired"]:
-                pages.retire()
+            if pages.cache.stats()["device_retired"]:
+                (pages.retire if isinstance(pages.cache, Cache) else pages.refused)()
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Takes a load back that has not begun."""

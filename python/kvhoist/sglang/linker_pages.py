@@ -118,7 +118,7 @@ class Pages:
         except Error:
             # One that is there refuses all loads, as where it lacks the memory. Of one that is away nothing is offered.
             if isinstance(self.cache, ServiceSpace) and self.cache.connected:
-                self._refused = _longer(self._refused)
+                self.refused()
             raise
 
     def store(self, keys: Sequence[str], rows: Sequence[Sequence[int]]) -> list:
@@ -152,9 +152,14 @@ class Pages:
         for key in list(islice(self._unread, max(0, len(self._unread) - _UNREAD_MAX))):
             del self._unread[key]
 
+    def refused(self) -> None:
+        """Offers no page for a while: the service takes no load."""
+        self._refused = _longer(self._refused)
+
     def was_read(self, keys: Sequence[str]) -> None:
-        """Forgets that these pages could not be read, and that no load was taken."""
-        if keys:
+        """Forgets that these pages could not be read, and a pause of all pages that is over."""
+        # Of one that goes on, the load had begun before.
+        if keys and time.monotonic() >= self._refused[0]:
             self._refused = _READ
         if self._unread:
             for key in keys:
@@ -170,9 +175,10 @@ class Pages:
 
 
 def _longer(last: tuple[float, float]) -> tuple[float, float]:
-    """The pause that follows this one: until when it lasts, and for how many seconds that is."""
-    pause = min(2 * last[1], _UNREAD_S_MAX)
-    return time.monotonic() + pause, pause
+    """The pause that follows this one: until when it lasts, and for how many seconds that is. One that goes on stays:
+    what failed meanwhile had begun before it."""
+    now, pause = time.monotonic(), min(2 * last[1], _UNREAD_S_MAX)
+    return last if now < last[0] else (now + pause, pause)
 
 
 class Held(NamedTuple):

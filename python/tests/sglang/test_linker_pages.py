@@ -67,6 +67,27 @@ def test_a_page_of_several_requests_that_could_not_be_read_once_is_paused_once(p
     assert pages.there(KEYS) == [True] * len(KEYS)
 
 
+def test_batches_that_had_begun_before_a_pause_neither_lengthen_nor_end_it(pages, clock):
+    pages.refused()
+    pages.not_read(KEYS[:1])
+    clock[0] += 30
+    pages.refused()
+    pages.not_read(KEYS[:1])
+    pages.was_read(KEYS[1:])
+    clock[0] += 29
+    assert (pages.tiers(KEYS), pages.there(KEYS)) == ([], [False] * len(KEYS))
+    clock[0] += 1
+    assert pages.there(KEYS) == [True] * len(KEYS)
+    pages.refused()
+    clock[0] += 119
+    assert pages.tiers(KEYS) == []
+    clock[0] += 1
+    pages.was_read(KEYS)
+    pages.refused()
+    clock[0] += 60
+    assert pages.there(KEYS) == [True] * len(KEYS)
+
+
 def test_a_page_that_the_cache_has_dropped_is_offered_when_it_is_stored_again(pages, clock):
     pages.cache.remove(KEYS[1])
     pages.not_read(KEYS[1:3])

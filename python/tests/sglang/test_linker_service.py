@@ -226,6 +226,35 @@ def test_memory_that_a_service_refuses_when_it_is_back_aborts_one_batch_a_pause(
     assert rank.linker._pages["kv"]._refused == module._READ
 
 
+class Failed:
+    """A load of which every copy has failed."""
+
+    def __init__(self, real) -> None:
+        self._real, self.wait = real, real.wait
+
+    def blocks(self) -> list:
+        return [kvhoist.IoError("copy by cuda: on purpose") for _ in self._real.blocks()]
+
+
+def test_a_device_that_is_out_of_service_in_a_service_aborts_one_batch_a_pause(ranks, monkeypatch):
+    import kvhoist.sglang.linker_pages as module
+
+    rank, prompts = ranks(), [tokens_of(sgl.MHA, PAGES, first) for first in (1000, 5000)]
+    wants = [computed(rank, tokens, seed) for seed, tokens in enumerate(prompts)]
+    pages, now = rank.linker._pages["kv"], [module.time.monotonic()]
+    load, stats = pages.load, pages.cache.stats
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "load", lambda *given: Failed(load(*given)))
+        patch.setattr(pages.cache, "stats", lambda: {**stats(), "device_retired": "on purpose"})
+        assert [rank.restore(tokens)[1] for tokens in prompts] == [True, False]
+    # The service has been restarted.
+    now[0] += 60
+    for tokens, want in zip(prompts, wants):
+        check_restored(rank, tokens, want)
+    assert not rank.linker.stats()["failed"].get("retire")
+
+
 CLIENT = """
 import sys
 import kvhoist, numpy

@@ -19,7 +19,7 @@ use crate::{
 impl Client {
     /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
     /// kvhoist::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all: at most
-    /// 4,096 of them, unless the block goes through the bounce buffer.
+    /// 65,536 of them, unless the block goes through the bounce buffer.
     ///
     /// # Errors
     /// [`Error::Argument`] before anything moved; [`Error::Service`] if the service is away or did not answer in
