@@ -175,8 +175,9 @@ fn the_end_waits_for_writes_under_way() {
         let workers = with_rings(2, 2);
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for n in 0..64 {
-            let mut abandoned = std::pin::pin!(transfer(&workers, OpKind::Write, &file, n << 12, 7));
-            assert!(abandoned.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+            let abandoned = std::pin::pin!(transfer(&workers, OpKind::Write, &file, n << 12, 7));
+            // Some of them may have ended already.
+            drop(abandoned.poll(&mut Context::from_waker(Waker::noop())));
         }
         drop(workers);
         assert_eq!(Arc::strong_count(&file), 1, "no worker has it any longer");
