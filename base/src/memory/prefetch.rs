@@ -1,7 +1,7 @@
 //! Hints to the processor.
 
-/// Hints to the processor that the value at `place` is about to be read or written: its first line of the cache, and the others
-/// of a value that is aligned to lines. Any address will do.
+/// Hints to the processor that the value at `place` is about to be read or written: its first line of the cache, and
+/// the others of a value that is aligned to lines. Any address will do.
 #[inline]
 pub fn prefetch<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]

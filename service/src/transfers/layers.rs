@@ -121,7 +121,7 @@ impl ClientTransfers {
         loop {
             let departures = self.regions.departures();
             let found = find().await?;
-            // Else some region of the connection has left. Where it was one of these blocks', it is refused the next time.
+            // Else some region of the connection has left. A block that lies there is refused the next time.
             if self.regions.departures() == departures {
                 return Ok(found);
             }
