@@ -64,9 +64,9 @@
 //! Every operation is O(1), with these exceptions. A late arrival in an order by last use is O(log n). A search for a
 //! victim takes copies out of the order that may not be evicted, each of which cost an arrival, and arrives late when
 //! it may be evicted again; when no leaf can be evicted but kept ones, it compares 64 copies, and takes a step for
-//! each inner copy that was pinned since the last such search. `touch_chain` is linear in its ids. A use
-//! of a released block takes at most 64 steps up its chain, and so does a search for a victim after it. Linking a block
-//! that has children to a parent that has parents walks up the chain in search of a cycle, 16,384 steps at most.
+//! each inner copy that was pinned since the last such search. `touch_chain` is linear in its ids. A
+//! use of a released block takes at most 64 steps up its chain, and so does a search for a victim after it. Linking a
+//! block that has children to a parent that has parents walks up the chain in search of a cycle, 16,384 steps at most.
 
 mod chain;
 mod entry;
@@ -143,7 +143,7 @@ impl EntryId {
 /// Which blocks are resident where, and what each tier evicts next.
 pub struct Index {
     entries: Slab<Entry>,
-    /// The address of the first one, by which an id can be [loaded](Self::prefetch) before it is read.
+    /// The address of the first one, for [hints](Self::prefetch): to read an entry's tag would be to wait for it.
     entries_at: usize,
     /// Finds entries by key; those that were removed are not in it.
     map: KeyMap,

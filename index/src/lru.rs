@@ -181,7 +181,7 @@ impl Default for Lru {
     }
 }
 
-/// Begins to load what the eviction after that of `id` changes, and the entry of the one after it.
+/// Tells the processor what the eviction after that of `id` changes, and the entry of the one after it.
 #[inline]
 fn prefetch_next(entries: &Slab<Entry>, tier: Tier, id: u32) {
     let entry = &entries[id as usize];

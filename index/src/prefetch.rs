@@ -12,11 +12,11 @@ use super::{
     link::{LATE, Link},
 };
 
-/// How many keys before its turn an entry is loaded.
+/// How many keys before its turn the processor is told of an entry.
 pub(super) const AHEAD: usize = 16;
 
 impl Index {
-    /// Begins to load what looking up these keys will read.
+    /// Tells the processor what a look-up of these keys will read.
     pub fn prefetch_keys<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
         // Nearly always the key's own entry. For an empty chain any: a branch on the head would wait for it.
         let load_first = |chain| self.prefetch_entry(self.map.first(chain).unwrap_or(0));
@@ -34,13 +34,13 @@ impl Index {
         heads.into_iter().take(count).for_each(load_first);
     }
 
-    /// Begins to load an entry, also of an id that is valid no more.
+    /// Tells the processor that an entry will be read. Any id will do.
     #[inline]
     pub fn prefetch(&self, id: EntryId) {
         self.prefetch_entry(id.0);
     }
 
-    /// Begins to load the entries that a use of this one, a fill or the end of a pin changes too.
+    /// Tells the processor which entries a use of this one, a fill or the end of a pin changes too.
     #[inline]
     pub fn prefetch_around(&self, id: EntryId) {
         let entry = self.entry(id);

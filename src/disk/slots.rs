@@ -225,7 +225,7 @@ impl DiskSlots {
         (file, *of_member)
     }
 
-    /// Begins to load what the table has of `slot`.
+    /// Tells the processor that what the table has of `slot` will be read.
     pub fn prefetch(&self, slot: u32) {
         prefetch(self.slots.as_ptr().wrapping_add(slot as usize));
     }

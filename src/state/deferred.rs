@@ -173,7 +173,7 @@ impl Locked<'_> {
         }
     }
 
-    /// Begins to load what the works will read, all at once.
+    /// Tells the processor what all of the works will read.
     fn prefetch_deferred(&self) {
         let works = &self.follow_ups.done;
         if works.len() < 2 {

@@ -326,7 +326,7 @@ impl Locked<'_> {
 }
 
 impl State {
-    /// Begins to load what a movement of the block changes.
+    /// Tells the processor what a movement of the block changes.
     #[inline]
     pub(super) fn prefetch(&self, id: EntryId) {
         self.index.prefetch_around(id);
